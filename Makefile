@@ -1,0 +1,39 @@
+# Every target makes .venv first where there is none. PYTHON picks the interpreter (3.11 or 3.12).
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.qlora-rl-setup
+
+.PHONY: setup demo test unit test-full gpu lint format clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml scripts/setup.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) bash scripts/setup.sh
+	touch $(STAMP)
+
+demo: $(STAMP)              ## the whole thing on this machine: a 4-bit model learns by RL
+	$(VENV)/bin/qlora-rl demo $(ARGS)
+
+test: $(STAMP)              ## unit tests, then real vLLM and real bitsandbytes
+	$(PY) -m pytest $(ARGS)
+
+unit: $(STAMP)              ## no vLLM, under a minute
+	$(PY) -m pytest tests/unit $(ARGS)
+
+test-full: $(STAMP)         ## long matrices and soak runs
+	$(PY) -m pytest -m "not gpu" $(ARGS)
+
+gpu: $(STAMP)               ## what needs an NVIDIA GPU
+	$(PY) -m pytest -m gpu $(ARGS)
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info

