@@ -1,0 +1,60 @@
+"""QLoRA fine-tuning where the sampler holds the trainer's 4-bit base and only the LoRA adapter travels.
+
+Importing this package loads nothing but the standard library; each public name brings in what it needs when it is
+first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "prepare_base": "qlora_rl.base.checkpoint",
+    "load_base": "qlora_rl.base.checkpoint",
+    "PreparedBase": "qlora_rl.base.checkpoint",
+    "QuantSpec": "qlora_rl.base.quant",
+    "judge_adapter": "qlora_rl.adapter.verdict",
+    "export_adapter": "qlora_rl.adapter.export",
+    "plan_sync": "qlora_rl.sync.plan",
+    "AdapterSync": "qlora_rl.sync.strategies",
+    "LocalEngine": "qlora_rl.engine.local",
+    "FakeEngine": "qlora_rl.engine.fake",
+    "SamplingSpec": "qlora_rl.contracts",
+    "SyncReport": "qlora_rl.contracts",
+    "FidelityMonitor": "qlora_rl.fidelity",
+    "QLoRAGRPOTrainer": "qlora_rl.train.trainers",
+}
+_ERRORS = [
+    "AdapterRefusedError",
+    "BaseIncompleteError",
+    "ConfigConflictError",
+    "EngineBrokenError",
+    "EngineClosedError",
+    "EngineUnsupportedError",
+    "MissingDependencyError",
+    "NotYetSupportedError",
+    "PromptTooLongError",
+    "QloraRLError",
+    "RewardFunctionError",
+    "RunDirectoryError",
+    "SyncError",
+    "UnsupportedQuantError",
+]
+_HOMES |= dict.fromkeys(_ERRORS, "qlora_rl.errors")
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'qlora_rl' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,232 @@
+"""The plain values and protocols that cross from room to room.
+
+Shape letters used in this package: P prompts, G rollouts per prompt, B = P·G, T completion tokens, V vocabulary,
+I/O in- and out-features of a linear, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+# The ranks that vLLM accepts as `max_lora_rank` (vllm/config/lora.py, MaxLoRARanks).
+LORA_RANK_CLASSES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """How to draw completions. Defaults are those of TRL's GRPOConfig.
+
+    Attributes:
+        max_tokens: longest completion, in tokens; what the engine's maximum length leaves may be less.
+        temperature: 0 is greedy.
+        top_k: 0 switches it off.
+        seed: base of the seeds per request; request i of a call gets its own, derived from it. `None` lets the engine
+            draw freely.
+        regex: completions must match it (structured output).
+        extra: further fields of vLLM's SamplingParams.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    regex: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What an engine returned for B prompts.
+
+    Attributes:
+        completion_ids: B lists of token ids, the end-of-sequence token included where it was drawn.
+        logprobs: B lists as long as `completion_ids`: natural log of the probability with which each token was drawn
+            (after temperature and filters); `None` where the engine reports none.
+        version: of the adapter that made every token (0: the bare base).
+        seconds: wall time of the call.
+    """
+
+    completion_ids: list[list[int]]
+    logprobs: list[list[float | None]]
+    version: int
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Number of drawn tokens."""
+        return sum(len(ids) for ids in self.completion_ids)
+
+
+@dataclass(frozen=True)
+class AdapterBundle:
+    """An adapter in canonical form: plain LoRA, one rank, scaling folded into B.
+
+    Attributes:
+        tensors: `base_model.model.<module>.lora_A.weight` [R, I] and `….lora_B.weight` [O, R]; the delta of a module
+            is B @ A, with no further factor.
+        config: the `adapter_config.json` that goes with them (`lora_alpha == r`, no patterns).
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    config: Mapping[str, Any]
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return int(self.config["r"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    @property
+    def modules(self) -> list[str]:
+        """Dotted names of the adapted modules, as the base model calls them."""
+        suffix, prefix = ".lora_A.weight", "base_model.model."
+        return [name[len(prefix) : -len(suffix)] for name in self.tensors if name.endswith(suffix)]
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What an engine can be asked for.
+
+    Attributes:
+        name: for people, such as "vllm 0.31.0 (cpu)".
+        takes_adapters: it serves LoRA beside the base.
+        takes_dense: it can be given full weights.
+        max_lora_rank: largest R that it serves; 0 without adapters.
+        max_model_length: prompt plus completion, in tokens.
+        adapter_dtype: torch name of the dtype in which it multiplies adapters, such as "bfloat16".
+        can_sleep: it can give back memory between rollouts.
+    """
+
+    name: str
+    takes_adapters: bool
+    takes_dense: bool
+    max_lora_rank: int
+    max_model_length: int
+    adapter_dtype: str
+    can_sleep: bool
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What a transport did with one bundle (seconds of wall time)."""
+
+    transport: str
+    nbytes: int
+    deliver_seconds: float
+    load_seconds: float
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One push: which version, how, how much, how long (wall seconds)."""
+
+    version: int
+    mode: str
+    transport: str
+    bytes: int
+    tensors: int
+    export_seconds: float
+    deliver_seconds: float
+    load_seconds: float
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Whatever generates."""
+
+    @property
+    def version(self) -> int:
+        """The adapter version that serves now; 0 is the bare base."""
+        ...
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec) -> Rollout:
+        """One completion for each of B prompts (token ids); repeat a prompt to draw several."""
+        ...
+
+    def load_adapter(self, directory: Path, version: int) -> None:
+        """Serve the PEFT directory as `version` from the next request on; on failure the old version stays."""
+        ...
+
+    def capabilities(self) -> EngineCapabilities:
+        """What this engine can be asked for."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back what memory can be given back until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; the engine cannot be used afterwards."""
+        ...
+
+    def __enter__(self) -> RolloutEngine: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Transport(Protocol):
+    """One way for an adapter's bytes to reach an engine."""
+
+    name: str
+
+    def deliver(self, bundle: AdapterBundle, version: int, engine: RolloutEngine) -> Delivery:
+        """Bring the bundle to the engine as `version`: all of it, or raise and leave the old version serving."""
+        ...
+
+    def close(self) -> None:
+        """Remove what the transport left behind."""
+        ...
+
+
+class SyncStrategy(Protocol):
+    """One way to make an engine equal to the trainer's policy."""
+
+    def push(self) -> SyncReport:
+        """Hand the current policy to the engine as the next version: all of it, or raise SyncError."""
+        ...
+
+    def close(self) -> None:
+        """Remove what the strategy left behind."""
+        ...
+
+
+def rank_class(rank: int) -> int:
+    """The smallest `max_lora_rank` of vLLM that holds `rank`.
+
+    Raises:
+        EngineUnsupportedError: rank above 512, the largest class.
+    """
+    from qlora_rl.errors import EngineUnsupportedError
+
+    for candidate in LORA_RANK_CLASSES:
+        if rank <= candidate:
+            return candidate
+    raise EngineUnsupportedError(
+        f"choosing vLLM's LoRA rank: rank={rank} > max_lora_rank={LORA_RANK_CLASSES[-1]}. Use a rank of at most "
+        f"{LORA_RANK_CLASSES[-1]}; for reinforcement learning 8 to 32 is usually enough."
+    )

@@ -1,0 +1,103 @@
+"""Every error that qlora_rl raises on purpose.
+
+::
+
+    QloraRLError
+    ├── MissingDependencyError   (ImportError)          a package is missing or too old; names what to install
+    ├── NotYetSupportedError     (NotImplementedError)  a known wish that this version cannot meet; names what can
+    ├── UnsupportedQuantError    (ValueError)           a quantisation that trainer and engine cannot share
+    ├── BaseIncompleteError      (ValueError)           a base directory that is half written or was changed
+    ├── ConfigConflictError      (ValueError)           arguments that contradict each other or this project
+    ├── AdapterRefusedError      (ValueError)           an adapter that cannot be served as asked
+    ├── EngineUnsupportedError   (ValueError)           a model or setting that the engine cannot run
+    ├── PromptTooLongError       (ValueError)           a prompt that leaves no room for a completion
+    ├── EngineBrokenError        (RuntimeError)         the engine failed in the middle of its work
+    ├── EngineClosedError        (RuntimeError)         the engine was used after `close()`
+    ├── SyncError                (RuntimeError)         a push failed; the version before it still serves
+    ├── RewardFunctionError      (ValueError)           a reward function raised or returned nonsense
+    └── RunDirectoryError        (OSError)              a run directory that is taken, or a disk that is full
+
+A message reads: what was being done, with which values, at which module, and what to do instead. Where several
+things are wrong they are all collected in `reasons` and raised once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class QloraRLError(Exception):
+    """Base of all errors of this package.
+
+    Attributes:
+        reasons: every single thing that was wrong, one sentence each (at least one).
+        module: dotted name of the module of the model that is concerned, if there is one.
+    """
+
+    def __init__(self, message: str, *, reasons: Sequence[str] = (), module: str | None = None):
+        super().__init__(message)
+        self.reasons: tuple[str, ...] = tuple(reasons) or (message,)
+        self.module = module
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class MissingDependencyError(QloraRLError, ImportError):
+    """A package is missing, too old or too new; the message names what to install."""
+
+
+class NotYetSupportedError(QloraRLError, NotImplementedError):
+    """A reasonable wish that this version cannot meet; the message names what can be done instead."""
+
+
+class UnsupportedQuantError(QloraRLError, ValueError):
+    """A quantisation that the trainer and the engine cannot both hold bit for bit."""
+
+
+class BaseIncompleteError(QloraRLError, ValueError):
+    """A base directory is half written, damaged, or was changed after it was prepared."""
+
+
+class ConfigConflictError(QloraRLError, ValueError):
+    """Arguments contradict each other, or ask for what this project does not do."""
+
+
+class AdapterRefusedError(QloraRLError, ValueError):
+    """The adapter cannot be served in the way that was asked for."""
+
+
+class EngineUnsupportedError(QloraRLError, ValueError):
+    """The engine cannot run this model or this setting."""
+
+
+class PromptTooLongError(QloraRLError, ValueError):
+    """A prompt leaves no room for a completion within the engine's maximum length."""
+
+
+class EngineBrokenError(QloraRLError, RuntimeError):
+    """The engine failed in the middle of its work; it is rebuilt at its next use."""
+
+
+class EngineClosedError(QloraRLError, RuntimeError):
+    """The engine was used after it had been closed."""
+
+
+class SyncError(QloraRLError, RuntimeError):
+    """A push failed; the version before it still serves."""
+
+
+class RewardFunctionError(QloraRLError, ValueError):
+    """A reward function raised, or returned something that is not one number per completion."""
+
+
+class RunDirectoryError(QloraRLError, OSError):
+    """The run directory holds another run, or cannot be written."""
+
+
+def collected(doing: str, reasons: Sequence[str], kind: type[QloraRLError]) -> QloraRLError:
+    """One error of type `kind` out of all `reasons` (at least one), as a list where there are several."""
+    if len(reasons) == 1:
+        return kind(f"{doing}: {reasons[0]}", reasons=reasons)
+    lines = "".join(f"\n  - {reason}" for reason in reasons)
+    return kind(f"{doing}: {len(reasons)} reasons:{lines}", reasons=reasons)

@@ -1,0 +1,108 @@
+"""How far the trainer's probabilities are from those the engine really drew with.
+
+Both sides score the very same tokens. `delta = trainer_logprob - engine_logprob` is 0 everywhere when they hold the
+same policy; what remains is rounding.
+
+Shapes: B completions, T tokens (padded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """The distance over one batch of drawn tokens.
+
+    Attributes:
+        mismatch_kl: mean over tokens of `exp(d) - 1 - d` with d = trainer - engine: the k3 estimator of
+            KL(engine || trainer) (Schulman, "Approximating KL divergence", 2020), in nats. Never negative.
+        logprob_diff_mean: mean of |d|.
+        logprob_diff_max: largest |d|.
+        ratio_p01: 1st percentile of the ratio exp(d) over tokens.
+        ratio_p50: median ratio.
+        ratio_p99: 99th percentile.
+        ess: effective sample size of the sequences weighted by exp(sum of d), as a share of their number: 1 when all
+            weights are equal.
+        masked_share: share of drawn tokens that were left out because the engine reported no logprob.
+        tokens: tokens that were compared.
+    """
+
+    mismatch_kl: float
+    logprob_diff_mean: float
+    logprob_diff_max: float
+    ratio_p01: float
+    ratio_p50: float
+    ratio_p99: float
+    ess: float
+    masked_share: float
+    tokens: int
+
+    def as_dict(self) -> dict[str, float]:
+        """The fields, for a log."""
+        return asdict(self)
+
+
+def measure(trainer_logprobs_BT: torch.Tensor, engine_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor) -> Fidelity:
+    """Compare both sides' logprobs of the same drawn tokens.
+
+    Args:
+        trainer_logprobs_BT: natural logs, any float dtype.
+        engine_logprobs_BT: the same for the engine; NaN where it reported none.
+        mask_BT: nonzero where a token was drawn by the policy (no padding, no tool output).
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    if not trainer_logprobs_BT.shape == engine_logprobs_BT.shape == mask_BT.shape:
+        raise ValueError(
+            f"comparing logprobs: trainer={tuple(trainer_logprobs_BT.shape)} != "
+            f"engine={tuple(engine_logprobs_BT.shape)} or mask={tuple(mask_BT.shape)}. Pass three [B, T] tensors."
+        )
+    drawn = mask_BT.bool()
+    delta_BT = trainer_logprobs_BT.double() - engine_logprobs_BT.double()
+    known = drawn & ~delta_BT.isnan()
+    d = delta_BT[known]
+    count = int(d.numel())
+    if count == 0:
+        nan = float("nan")
+        return Fidelity(nan, nan, nan, nan, nan, nan, nan, masked_share=1.0 if bool(drawn.any()) else 0.0, tokens=0)
+    ratio = d.exp()
+    quantiles = torch.quantile(ratio, torch.tensor([0.01, 0.5, 0.99], dtype=torch.double, device=ratio.device))
+    log_weight_B = torch.where(known, delta_BT, torch.zeros_like(delta_BT)).sum(1)[known.any(1)]
+    weight_B = (log_weight_B - log_weight_B.max()).exp()
+    ess = weight_B.sum() ** 2 / (weight_B**2).sum() / weight_B.numel()
+    return Fidelity(
+        mismatch_kl=float((d.expm1() - d).mean()),
+        logprob_diff_mean=float(d.abs().mean()),
+        logprob_diff_max=float(d.abs().max()),
+        ratio_p01=float(quantiles[0]),
+        ratio_p50=float(quantiles[1]),
+        ratio_p99=float(quantiles[2]),
+        ess=float(ess),
+        masked_share=1.0 - count / int(drawn.sum()),
+        tokens=count,
+    )
+
+
+class FidelityMonitor:
+    """Keeps the measurements of a run; `last` is the newest."""
+
+    def __init__(self) -> None:
+        self.history: list[Fidelity] = []
+
+    @property
+    def last(self) -> Fidelity | None:
+        """The newest measurement."""
+        return self.history[-1] if self.history else None
+
+    def observe(
+        self, trainer_logprobs_BT: torch.Tensor, engine_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor
+    ) -> Fidelity:
+        """Measure one batch and keep the result; see `measure`."""
+        fidelity = measure(trainer_logprobs_BT, engine_logprobs_BT, mask_BT)
+        self.history.append(fidelity)
+        return fidelity
