@@ -1,0 +1,439 @@
+"""`prepare_base` quantises once into a directory; `load_base` reads it for training. The engine reads the same bytes.
+
+A base directory is a standard transformers checkpoint (bitsandbytes format) with tokenizer and chat template, plus
+`qlora_base.json`, written last: what was quantised how, and the size and digest of every other file. A directory
+without it, or that differs from it, is never used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from qlora_rl.base.quant import QuantSpec, keep_packing, plain_name, quantize_linear, spec_of
+from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "qlora_base.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PreparedBase:
+    """A base directory on disk; usable wherever a path is.
+
+    Attributes:
+        path: the directory.
+        spec: how it is quantised.
+        digest: of its contents (hex), the same on every machine that prepared the same source in the same way.
+    """
+
+    path: Path
+    spec: QuantSpec
+    digest: str
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+def cache_root() -> Path:
+    """`$QLORA_RL_CACHE`, or `~/.cache/qlora_rl`."""
+    return Path(os.environ.get("QLORA_RL_CACHE") or Path.home() / ".cache" / "qlora_rl")
+
+
+def prepare_base(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    quant: str = "nf4",
+    *,
+    double_quant: bool = True,
+    blocksize: int = 64,
+    compute_dtype: str = "bfloat16",
+    skip_modules: Sequence[str] = (),
+    out: str | os.PathLike[str] | None = None,
+    tokenizer: Any = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreparedBase:
+    """Quantise a model once, into a directory that trainer and engine both load.
+
+    A model object that already is 4-bit is written down with its own bytes (the quantisation arguments are ignored);
+    a directory that already is a prepared base is checked and returned.
+
+    Args:
+        model: hub name, checkpoint directory, or transformers model (bare, or the base of a PeftModel).
+        quant: "nf4", "fp4", or "none" for a 16- or 32-bit base.
+        double_quant: quantise the block scales too.
+        blocksize: weights per scale.
+        compute_dtype: dtype of activations and of what is not quantised.
+        skip_modules: name endings of further linears that stay unquantised.
+        out: directory to write; by default one in the cache, named after its contents.
+        tokenizer: stored with the base; by default the one that belongs to `model`.
+        revision: of a hub model.
+        trust_remote_code: let transformers run the model's own code.
+
+    Returns:
+        The finished, checked directory. Two processes may prepare the same base at once; one result is kept.
+
+    Raises:
+        UnsupportedQuantError: a quantisation that the engine could not hold bit for bit.
+        ConfigConflictError: `out` holds something else.
+    """
+    if not isinstance(model, str | os.PathLike):
+        return _prepare_object(model, QuantSpec(quant, double_quant, blocksize, compute_dtype), tokenizer, out)
+
+    spec = QuantSpec(quant, double_quant and quant != "none", blocksize, compute_dtype, tuple(sorted(skip_modules)))
+    source = _local_directory(os.fspath(model), revision)
+    if (source / MANIFEST).is_file():
+        base = open_base(source)
+        if out is not None and Path(out).resolve() != source.resolve():
+            raise ConfigConflictError(f"preparing a base: {source} is a prepared base already. Copy it to {out}.")
+        return base
+    method = _quant_method(source)
+    if method is not None and not method.startswith("bitsandbytes-4bit"):
+        raise UnsupportedQuantError(
+            f"preparing a base: {model} is quantised with {method}. Start from its 16-bit original, or from a 4-bit "
+            "bitsandbytes checkpoint."
+        )
+    key = _digest([_directory_digest(source), json.dumps(spec.as_dict(), sort_keys=True), method or ""])
+
+    def write(directory: Path) -> QuantSpec:
+        from transformers import AutoModelForCausalLM
+
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust_remote_code)
+        written = spec if method is None else spec_of(loaded)
+        _write_checkpoint(loaded, written, directory, is_quantized=method is not None)
+        _write_tokenizer(tokenizer, source, directory, trust_remote_code)
+        return written
+
+    name = Path(os.fspath(model)).name if source == Path(model) else os.fspath(model).replace("/", "--")
+    return _publish(name, spec.label, key, out, write, source=os.fspath(model))
+
+
+def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.PathLike[str] | None) -> PreparedBase:
+    """Write down a model object: its own bytes if it is 4-bit, else quantised as `spec` says."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    known = getattr(base, "qlora_base", None)
+    if isinstance(known, PreparedBase) and out is None:
+        return open_base(known)
+    live = spec_of(base)
+    written = live if live.is_4bit else spec
+    key = _digest([_model_digest(base), json.dumps(written.as_dict(), sort_keys=True)])
+    origin = getattr(base.config, "_name_or_path", "") or type(base).__name__
+
+    def write(directory: Path) -> QuantSpec:
+        _write_checkpoint(base, written, directory, is_quantized=live.is_4bit)
+        _write_tokenizer(tokenizer, Path(origin), directory, trust_remote_code=False)
+        return written
+
+    return _publish(Path(origin).name, written.label, key, out, write, source=f"model object ({origin})")
+
+
+def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedBase:
+    """Check a base directory and describe it.
+
+    Args:
+        path: what `prepare_base` returned or wrote.
+        verify: compare the digest of every file (reads them once); otherwise only their sizes.
+
+    Raises:
+        BaseIncompleteError: no manifest, or files that differ from it; all of them are named.
+    """
+    directory = Path(path)
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+    except FileNotFoundError:
+        what = "is not a prepared base" if directory.is_dir() else "does not exist"
+        raise BaseIncompleteError(
+            f"opening a base: {directory} {what} (no {MANIFEST}: it is written last, so a half-written directory has "
+            f"none). Make it: qlora-rl prepare MODEL {directory}"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise BaseIncompleteError(
+            f"opening a base: {directory / MANIFEST} is damaged ({error}). Prepare it again."
+        ) from error
+    if manifest.get("format") != FORMAT:
+        raise BaseIncompleteError(
+            f"opening a base: {directory}: format={manifest.get('format')} != {FORMAT}. Prepare it again with this version."
+        )
+    reasons = []
+    for name, entry in manifest["files"].items():
+        file = directory / name
+        if not file.is_file():
+            reasons.append(f"{name} is missing")
+        elif file.stat().st_size != entry["bytes"]:
+            reasons.append(f"{name}: bytes={file.stat().st_size} != {entry['bytes']} when it was prepared")
+        elif verify and _file_digest(file) != entry["sha256"]:
+            reasons.append(f"{name}: its bytes differ from what was prepared")
+    if reasons:
+        raise BaseIncompleteError(
+            f"opening a base: {directory}: {'; '.join(reasons)}. Remove the directory and prepare it again.",
+            reasons=reasons,
+        )
+    return PreparedBase(directory, QuantSpec.from_dict(manifest["spec"]), manifest["digest"])
+
+
+def load_base(
+    base: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a prepared base for PEFT training: frozen, inputs requiring grad (so that gradient checkpointing works).
+
+    Norms and embeddings stay in the compute dtype. (`prepare_model_for_kbit_training` would lift them to float32, away
+    from what the engine multiplies with.)
+
+    Args:
+        base: directory made by `prepare_base`.
+        device: where to; by default the current GPU, or the CPU where there is none.
+        attn_implementation: handed to transformers.
+        trust_remote_code: handed to transformers.
+
+    Raises:
+        BaseIncompleteError: see `open_base`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    prepared = open_base(base)
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(
+        prepared.path,
+        dtype=prepared.spec.dtype,
+        device_map={"": device},
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    )
+    adopt(model, prepared)
+    return model
+
+
+def adopt(model: PreTrainedModel, base: PreparedBase) -> None:
+    """Mark `model` as holding `base`, freeze everything but its adapters, and make it fit for adapter training."""
+    if base.spec.is_4bit:
+        keep_packing(model)
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name and ".modules_to_save." not in name:
+            parameter.requires_grad_(False)
+    model.enable_input_require_grads()
+    model.qlora_base = base
+
+
+def _local_directory(model: str, revision: str | None) -> Path:
+    """The directory of a checkpoint; a hub model is downloaded first."""
+    if Path(model).is_dir():
+        return Path(model)
+    if Path(model).is_absolute() or model.startswith((".", "~")):
+        raise BaseIncompleteError(f"preparing a base: the directory {model} does not exist.")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.py"]
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        raise BaseIncompleteError(
+            f"preparing a base: {model!r} is no directory here and the hub did not give it ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}). Check the name, or pass the path of a checkpoint."
+        ) from error
+
+
+def _quant_method(source: Path) -> str | None:
+    """None for a plain checkpoint, "bitsandbytes-4bit…", or the name of another method."""
+    try:
+        config = json.loads((source / "config.json").read_text())
+    except FileNotFoundError:
+        raise BaseIncompleteError(
+            f"preparing a base: {source} has no config.json; it is no transformers checkpoint."
+        ) from None
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return None
+    if quantization.get("quant_method") == "bitsandbytes":
+        return "bitsandbytes-4bit" if quantization.get("load_in_4bit") else "bitsandbytes in 8 bits"
+    return str(quantization.get("quant_method"))
+
+
+def _write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *, is_quantized: bool) -> None:
+    """Write config and tensors; quantises module by module unless `is_quantized`."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    tensors = dict(_base_tensors(model))
+    experts = next((name for name in tensors if ".experts." in name), None)
+    if experts is not None:
+        raise NotYetSupportedError(
+            f"preparing a base: {experts} belongs to a mixture of experts, whose tensors transformers holds in another "
+            "layout than the checkpoint. Use a dense model.",
+            module=experts,
+        )
+    if spec.is_4bit and not is_quantized:
+        head = model.get_output_embeddings()
+        skip = set(spec.skip_modules)
+        for name, module in model.named_modules():
+            if not isinstance(module, torch.nn.Linear):
+                continue
+            if module is head or any(name == ending or name.endswith(f".{ending}") for ending in spec.skip_modules):
+                skip.add(name)
+                continue
+            weight = tensors.pop(f"{name}.weight")
+            tensors |= {f"{name}.{key}": value for key, value in quantize_linear(weight, spec).items()}
+        config_spec = QuantSpec(
+            spec.quant_type, spec.double_quant, spec.blocksize, spec.compute_dtype, tuple(sorted(skip))
+        )
+    else:
+        config_spec = spec
+    for name, tensor in tensors.items():
+        is_state = ".weight." in name
+        if tensor.is_floating_point() and not is_state and tensor.dtype != spec.dtype:
+            tensors[name] = tensor.to(spec.dtype)
+    shards = split_torch_state_dict_into_shards(tensors, max_shard_size="4GB")
+    for file, names in shards.filename_to_tensors.items():
+        save_file({n: tensors[n] for n in names}, directory / file, metadata={"format": "pt"})
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+
+    config = model.config.to_dict()
+    config.pop("_name_or_path", None)
+    config.pop("quantization_config", None)
+    config["dtype"] = spec.compute_dtype
+    if spec.is_4bit:
+        config["quantization_config"] = config_spec.transformers_config()
+    (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True, default=str))
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+def _base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and CPU tensors of the bare base; adapters left out, tied tensors once, float storage of codes undone."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if ".lora_" in name or ".modules_to_save." in name:
+            continue
+        place = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.data_ptr() and place in seen:
+            continue
+        seen.add(place)
+        if f"{name}.absmax" in state:  # codes; FSDP-QLoRA keeps them in a float dtype: the same bits
+            tensor = tensor.contiguous().view(torch.uint8).reshape(-1, 1)
+        yield plain_name(name), tensor.detach().cpu().contiguous()
+
+
+def _write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_code: bool) -> None:
+    """Store the tokenizer (with its chat template) beside the weights."""
+    if tokenizer is None:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            raise ConfigConflictError(
+                f"preparing a base: {source} brings no tokenizer ({type(error).__name__}). The engine needs one beside the "
+                "weights; pass tokenizer= (processing_class= of the trainer)."
+            ) from error
+    getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(directory)
+
+
+def _publish(
+    name: str, label: str, key: str, out: str | os.PathLike[str] | None, write: Any, *, source: str
+) -> PreparedBase:
+    """Run `write` into a fresh directory beside the target and rename it there when all is on disk."""
+    target = Path(out) if out is not None else cache_root() / "bases" / f"{name}-{label}-{key[:16]}"
+    if out is not None and target.exists() and any(target.iterdir()):
+        base = open_base(target) if (target / MANIFEST).is_file() else None
+        if base is None or base.digest != key:
+            raise ConfigConflictError(
+                f"preparing a base: {target} holds something else. Choose another directory or remove it."
+            )
+        return base
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _exclusive(target.parent / f".{target.name}.lock"):
+        if (target / MANIFEST).is_file():
+            return open_base(target)
+        # The lock is ours, so unfinished directories of this base belong to processes that are gone.
+        for stale in target.parent.glob(f".{target.name}.tmp-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
+        try:
+            spec = write(staging)
+            files = {
+                str(f.relative_to(staging)): {"bytes": f.stat().st_size, "sha256": _file_digest(f)}
+                for f in sorted(staging.rglob("*"))
+                if f.is_file()
+            }
+            manifest = {"format": FORMAT, "digest": key, "source": source, "spec": spec.as_dict(), "files": files}
+            (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            for file in staging.rglob("*"):
+                if file.is_file():
+                    _fsync(file)
+            staging.chmod(0o755)
+            if target.exists():
+                target.rmdir()  # an empty directory that the caller had made
+            os.rename(staging, target)
+            _fsync(target.parent)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    logger.info("prepared %s (%s) in %s", source, label, target)
+    return PreparedBase(target, spec, key)
+
+
+@contextlib.contextmanager
+def _exclusive(lock: Path) -> Iterator[None]:
+    """Hold an advisory lock; the system releases it when the process dies."""
+    with open(lock, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _file_digest(file: Path) -> str:
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join([str(FORMAT), *parts]).encode()).hexdigest()
+
+
+def _directory_digest(source: Path) -> str:
+    """Of all that decides what a checkpoint is: weights, configs, tokenizer; whatever the directory is called."""
+    files = sorted(f for f in source.iterdir() if f.is_file() and not f.name.startswith(".") and f.suffix != ".md")
+    return _digest([f"{f.name}:{_file_digest(f)}" for f in files])
+
+
+def _model_digest(model: torch.nn.Module) -> str:
+    """Of the tensors of a model object, and of its config."""
+    digest = hashlib.sha256(type(model).__name__.encode())
+    for name, tensor in _base_tensors(model):
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -1,0 +1,193 @@
+"""What a base is quantised to, and the quantisation of one linear into the tensors of the standard checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from qlora_rl.errors import MissingDependencyError, UnsupportedQuantError
+
+QUANT_TYPES = ("nf4", "fp4", "none")
+# The block sizes of bitsandbytes' 4-bit kernels that its CPU and CUDA builds share.
+BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
+COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How a base is held.
+
+    Attributes:
+        quant_type: "nf4" (QLoRA's normal-float), "fp4", or "none" for a 16- or 32-bit base.
+        double_quant: the block scales (absmax) are themselves quantised to 8 bits (QLoRA, arXiv 2305.14314, section 3).
+        blocksize: weights that share a scale.
+        compute_dtype: torch name of the dtype of activations and of every parameter that is not quantised.
+        skip_modules: name endings of linears that stay unquantised; the output head is always one of them.
+
+    Raises:
+        UnsupportedQuantError: a value that the trainer and the engine cannot both hold.
+    """
+
+    quant_type: str = "nf4"
+    double_quant: bool = True
+    blocksize: int = 64
+    compute_dtype: str = "bfloat16"
+    skip_modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.quant_type not in QUANT_TYPES:
+            hint = (
+                "8-bit bases have no bit-exact way into vLLM; use quant='nf4' (half the memory) or quant='none' (16 bit)"
+                if "8" in self.quant_type
+                else f"Use one of {', '.join(map(repr, QUANT_TYPES))}"
+            )
+            raise UnsupportedQuantError(
+                f"choosing the quantisation: quant={self.quant_type!r} is not supported. {hint}."
+            )
+        if self.blocksize not in BLOCK_SIZES:
+            raise UnsupportedQuantError(
+                f"choosing the quantisation: blocksize={self.blocksize} is not one of {BLOCK_SIZES}. Use 64."
+            )
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            raise UnsupportedQuantError(
+                f"choosing the quantisation: compute_dtype={self.compute_dtype!r} is not one of {COMPUTE_DTYPES}. "
+                "Use 'bfloat16'."
+            )
+
+    @property
+    def is_4bit(self) -> bool:
+        """Linears are held in 4 bits."""
+        return self.quant_type != "none"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return getattr(torch, self.compute_dtype)
+
+    @property
+    def label(self) -> str:
+        """Short name for a directory, such as "nf4-dq-64"."""
+        if not self.is_4bit:
+            return self.compute_dtype
+        return f"{self.quant_type}{'-dq' if self.double_quant else ''}-{self.blocksize}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self) | {"skip_modules": list(self.skip_modules)}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> QuantSpec:
+        """Inverse of `as_dict`."""
+        return cls(**{**fields, "skip_modules": tuple(fields["skip_modules"])})
+
+    def transformers_config(self) -> dict[str, Any]:
+        """The `quantization_config` of the checkpoint's config.json (transformers' bitsandbytes format)."""
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": self.quant_type,
+            "bnb_4bit_use_double_quant": self.double_quant,
+            "bnb_4bit_compute_dtype": self.compute_dtype,
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": list(self.skip_modules),
+            "llm_int8_threshold": 6.0,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_enable_fp32_cpu_offload": False,
+        }
+
+
+def require_bitsandbytes() -> Any:
+    """The bitsandbytes module.
+
+    Raises:
+        MissingDependencyError: not installed, or its native library does not load.
+    """
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"loading bitsandbytes: {error}. Install it: pip install 'bitsandbytes>=0.50,<0.51'"
+        ) from error
+    return bitsandbytes
+
+
+def quantize_linear(weight_OI: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
+    """Quantise one weight into the tensors of a bitsandbytes checkpoint.
+
+    Args:
+        weight_OI: float weight of a linear, on any device.
+        spec: a 4-bit spec.
+
+    Returns:
+        Keys relative to the module: `weight` (uint8 codes, [O·I/2, 1]), `weight.absmax`, `weight.quant_map`,
+        `weight.quant_state.bitsandbytes__<type>`, and with double quantisation the nested pair; all on the CPU.
+    """
+    functional = require_bitsandbytes().functional
+    codes, state = functional.quantize_4bit(
+        weight_OI.contiguous(),
+        blocksize=spec.blocksize,
+        compress_statistics=spec.double_quant,
+        quant_type=spec.quant_type,
+    )
+    tensors = {"weight": codes}
+    tensors |= {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
+    return {key: value.cpu().contiguous() for key, value in tensors.items()}
+
+
+def keep_packing(model: torch.nn.Module) -> None:
+    """Forbid bitsandbytes to repack 4-bit weights in eval mode on CPUs with AVX512-BF16.
+
+    The repacking changes the stored bytes and rounds the scales to bf16, so that the base would no longer be the one
+    that the engine holds.
+    """
+    bnb = require_bitsandbytes()
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def spec_of(model: torch.nn.Module) -> QuantSpec:
+    """The spec of a model object, read from its live 4-bit layers (not from its config).
+
+    Raises:
+        UnsupportedQuantError: 8-bit layers, or 4-bit layers that differ from each other.
+    """
+    bnb = require_bitsandbytes()
+    found: dict[tuple[str, bool, int], str] = {}
+    skipped: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, bnb.nn.Linear8bitLt):
+            raise UnsupportedQuantError(
+                f"reading the model's quantisation: {name} is 8-bit. 8-bit bases have no bit-exact way into vLLM; load "
+                "the model in 4 bits (BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4')).",
+                module=name,
+            )
+        if isinstance(module, bnb.nn.Linear4bit):
+            state = module.weight.quant_state
+            if state is None:
+                raise UnsupportedQuantError(
+                    f"reading the model's quantisation: {name} is not quantised yet. Move the model to its device first.",
+                    module=name,
+                )
+            found.setdefault((state.quant_type, state.nested, state.blocksize), name)
+        elif isinstance(module, torch.nn.Linear) and ".lora_" not in name:
+            skipped.append(plain_name(name))
+    config = getattr(model, "config", None)
+    dtype = str(getattr(config, "dtype", None) or torch.bfloat16).removeprefix("torch.")
+    if not found:
+        return QuantSpec("none", False, 64, dtype)
+    if len(found) > 1:
+        raise UnsupportedQuantError(
+            f"reading the model's quantisation: its layers differ: {found}. Quantise it once with qlora_rl.prepare_base."
+        )
+    quant_type, nested, blocksize = next(iter(found))
+    return QuantSpec(quant_type, nested, blocksize, dtype, tuple(sorted(skipped)))
+
+
+def plain_name(name: str) -> str:
+    """The name that a tensor or module has in the bare base, with PEFT's wrappers taken out."""
+    return name.replace("base_layer.", "").removesuffix(".base_layer").replace("original_module.", "")
