@@ -1,0 +1,97 @@
+"""`AdapterStore`: versions of an adapter as PEFT directories; each under a fresh path, whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+from qlora_rl.contracts import AdapterBundle
+from qlora_rl.errors import SyncError
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+def write_adapter(bundle: AdapterBundle, directory: Path) -> None:
+    """Write the bundle as a PEFT directory (two files) into an existing directory."""
+    from safetensors.torch import save_file
+
+    save_file(dict(bundle.tensors), directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / CONFIG).write_text(json.dumps(dict(bundle.config), indent=1))
+
+
+class AdapterStore:
+    """A ring of the newest versions under one root.
+
+    A path is never used twice: vLLM's prefix cache is keyed by it. The root belongs to this object alone and goes with
+    `close()`.
+
+    Args:
+        root: parent directory; by default tmpfs (`/dev/shm`) where there is one.
+        keep: versions that stay on disk, at least 2, so that the one before the newest can still be re-read while the
+            newest loads.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | None = None, keep: int = 2):
+        if keep < 2:
+            raise ValueError(f"keeping adapter versions: keep={keep} < 2. The version that still serves must stay.")
+        parent = Path(root) if root is not None else default_root()
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self.root = Path(tempfile.mkdtemp(prefix="qlora-rl-adapter-", dir=parent))
+        except OSError as error:
+            raise SyncError(
+                f"making a directory for adapters under {parent}: {error.strerror}. Pass another with sync_dir=."
+            ) from error
+        self.keep = keep
+        self._versions: list[Path] = []
+
+    def publish(self, bundle: AdapterBundle, version: int) -> Path:
+        """Write `bundle` as `version` and return its directory, which appears whole or not at all.
+
+        Raises:
+            SyncError: the disk is full or not writable; earlier versions are untouched.
+        """
+        nonce = secrets.token_hex(4)
+        staging = self.root / f".staging-{nonce}"
+        target = self.root / f"v{version:06d}-{nonce}"
+        try:
+            staging.mkdir(mode=0o700)
+            write_adapter(bundle, staging)
+            os.rename(staging, target)
+        # safetensors reports a full disk as its own error type, which is no OSError.
+        except Exception as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            free_mib = shutil.disk_usage(self.root).free / 2**20
+            raise SyncError(
+                f"writing adapter version={version}: {error}. {bundle.nbytes / 2**20:.1f} MiB are needed and {free_mib:.1f} "
+                f"MiB are free at {self.root}. Free some, or pass another directory with sync_dir=."
+            ) from error
+        self._versions.append(target)
+        return target
+
+    def retire(self) -> None:
+        """Remove all but the newest `keep` versions; call when the newest one serves."""
+        while len(self._versions) > self.keep:
+            shutil.rmtree(self._versions.pop(0), ignore_errors=True)
+
+    def withdraw(self, directory: Path) -> None:
+        """Remove a version that never came to serve."""
+        if directory in self._versions:
+            self._versions.remove(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove everything."""
+        self._versions.clear()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def default_root() -> Path:
+    """tmpfs where there is one (bytes never touch a disk), else the system's directory for temporary files."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
