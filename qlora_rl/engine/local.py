@@ -1,0 +1,459 @@
+"""`LocalEngine`: vLLM in this process, on a prepared base, with one LoRA slot. Usable alone, without any trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from qlora_rl.contracts import EngineCapabilities, Rollout, SamplingSpec, rank_class
+from qlora_rl.engine import compat
+from qlora_rl.errors import (
+    EngineBrokenError,
+    EngineClosedError,
+    EngineUnsupportedError,
+    PromptTooLongError,
+    QloraRLError,
+    SyncError,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class LocalEngine:
+    """vLLM on a prepared base, in this process.
+
+    ::
+
+        with LocalEngine(prepare_base("Qwen/Qwen3-0.6B")) as engine:
+            rollout = engine.generate(["2+2="], temperature=0.0, max_tokens=8)
+            print(engine.tokenizer.decode(rollout.completion_ids[0]))
+
+    Args:
+        base: directory made by `prepare_base`.
+        max_lora_rank: largest rank that will be served, rounded up to one of vLLM's classes; 0 switches LoRA off.
+        max_model_length: prompt plus completion, in tokens; by default what the model was made for.
+        max_num_seqs: sequences in flight.
+        tensor_parallel_size: GPUs; a 4-bit base needs 1.
+        gpu_memory_utilization: share of the card that vLLM may fill (weights and KV cache).
+        kv_cache_gib: size of the KV cache; on a GPU it replaces `gpu_memory_utilization`. On the CPU the default is what
+            `max_num_seqs` sequences of full length need, at most 4 GiB.
+        enforce_eager: no CUDA graphs; default true on the CPU.
+        enable_sleep: `sleep()` gives memory back between rollouts (GPU; a no-op on the CPU).
+        enable_prefix_caching: share the KV cache of common prompt beginnings, within one adapter version.
+        model_impl: vLLM's own model code ("vllm"), transformers' ("transformers"), or "auto".
+        trust_remote_code: let the model's own code run.
+        seed: of the engine; requests carry their own.
+        vllm_options: further arguments of `vllm.LLM`.
+
+    Raises:
+        MissingDependencyError: vLLM or its bitsandbytes support is missing; names what to install.
+        EngineUnsupportedError: this base or setting cannot be served.
+    """
+
+    def __init__(
+        self,
+        base: str | os.PathLike[str],
+        *,
+        max_lora_rank: int = 16,
+        max_model_length: int | None = None,
+        max_num_seqs: int = 128,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.3,
+        kv_cache_gib: float | None = None,
+        enforce_eager: bool | None = None,
+        enable_sleep: bool = False,
+        enable_prefix_caching: bool = True,
+        model_impl: str = "auto",
+        trust_remote_code: bool = False,
+        seed: int = 0,
+        **vllm_options: Any,
+    ):
+        self.base = Path(base)
+        self.max_lora_rank = rank_class(max_lora_rank) if max_lora_rank else 0
+        self._enable_sleep = enable_sleep
+        self._version = 0
+        self._adapter: Path | None = None
+        self._requests = 0
+        self._is_broken = self._is_closed = self._is_asleep = False
+        self._llm: Any = None
+
+        self._vllm_version = compat.vllm_version()
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.base, trust_remote_code=trust_remote_code)
+        is_4bit = bool(getattr(config, "quantization_config", None))
+        if is_4bit:
+            compat.require_bitsandbytes_support()
+        self._is_cpu = compat.platform_is_cpu()
+        compat.require_head_size(config)
+        if is_4bit and tensor_parallel_size > 1:
+            raise EngineUnsupportedError(
+                f"starting vLLM: tensor_parallel_size={tensor_parallel_size} with a 4-bit base: vLLM cannot shard what was "
+                "quantised beforehand. Use tensor_parallel_size=1, or a base with quant='none'."
+            )
+        if is_4bit and str(config.dtype).endswith("float32"):
+            raise EngineUnsupportedError(
+                "starting vLLM: the base is 4-bit with compute_dtype=float32, which vLLM's bitsandbytes kernels do not take. "
+                "Prepare it with compute_dtype='bfloat16'."
+            )
+        if max_model_length is None and "max_model_len" in vllm_options:
+            max_model_length = vllm_options.pop("max_model_len")
+        text = config.get_text_config()
+        self._max_model_length = max_model_length or int(text.max_position_embeddings)
+        if self._is_cpu and kv_cache_gib is None:
+            kv_cache_gib = _kv_cache_gib(text, self._max_model_length, max_num_seqs)
+        self._options: dict[str, Any] = {
+            "model": str(self.base),
+            "enable_lora": bool(self.max_lora_rank),
+            "max_model_len": self._max_model_length,
+            "max_num_seqs": max_num_seqs,
+            "tensor_parallel_size": tensor_parallel_size,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "enforce_eager": self._is_cpu if enforce_eager is None else enforce_eager,
+            "enable_sleep_mode": enable_sleep and not self._is_cpu,
+            "enable_prefix_caching": enable_prefix_caching,
+            "model_impl": model_impl,
+            "trust_remote_code": trust_remote_code,
+            "seed": seed,
+            # The default, raw logprobs, leaves temperature out: importance ratios would be wrong at any but 1.
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+        }
+        if self.max_lora_rank:
+            # Two in memory, one in the slot: the version that serves stays whole while the next one loads.
+            self._options |= {"max_lora_rank": self.max_lora_rank, "max_loras": 1, "max_cpu_loras": 2}
+        if kv_cache_gib is not None:
+            self._options["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+        self._options |= vllm_options
+        self._build()
+
+    # --- what people ask it -----------------------------------------------------------------------------------------
+
+    @property
+    def llm(self) -> Any:
+        """The `vllm.LLM` underneath."""
+        self._ensure_usable()
+        return self._llm
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer stored with the base."""
+        return self.llm.get_tokenizer()
+
+    @property
+    def version(self) -> int:
+        """The adapter version that serves now; 0 is the bare base."""
+        return self._version
+
+    def capabilities(self) -> EngineCapabilities:
+        """What this engine can be asked for."""
+        dtype = str(self.llm.llm_engine.model_config.dtype).removeprefix("torch.")
+        return EngineCapabilities(
+            name=f"vllm {self._vllm_version} ({'cpu' if self._is_cpu else 'gpu'})",
+            takes_adapters=bool(self.max_lora_rank),
+            takes_dense=False,
+            max_lora_rank=self.max_lora_rank,
+            max_model_length=self._max_model_length,
+            adapter_dtype=dtype,
+            can_sleep=self._enable_sleep and not self._is_cpu,
+        )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int] | str], sampling: SamplingSpec | None = None, **fields: Any
+    ) -> Rollout:
+        """One completion for each of B prompts; repeat a prompt to draw several.
+
+        An interrupt (Ctrl-C, a notebook's stop button) takes effect between two engine steps: all requests of the call
+        are aborted and the engine stays usable. A second interrupt during the same step gives the engine up; it is
+        rebuilt at the next use.
+
+        Args:
+            prompts: B token-id lists or strings.
+            sampling: how to draw; or give its fields by name.
+
+        Raises:
+            PromptTooLongError: names every prompt that leaves no room for a completion; nothing was generated.
+            EngineBrokenError: vLLM failed in a step; the engine is rebuilt at the next use.
+        """
+        if sampling is not None and fields:
+            raise TypeError("generate: give either sampling= or its fields by name, not both.")
+        sampling = sampling or SamplingSpec(**fields)
+        self._ensure_usable()
+        if self._is_asleep:
+            self.wake()
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        self._check_lengths(ids)
+        started = time.perf_counter()
+        outputs = self._run(ids, sampling)
+        rollout = Rollout(
+            completion_ids=[list(o.token_ids) for o in outputs],
+            logprobs=[_sampled_logprobs(o) for o in outputs],
+            version=self._version,
+            seconds=time.perf_counter() - started,
+        )
+        return rollout
+
+    def load_adapter(self, directory: Path, version: int) -> None:
+        """Serve a PEFT directory as `version` from the next request on.
+
+        Raises:
+            SyncError: vLLM refused it, or some of its modules match no layer; the old version goes on serving.
+        """
+        if not self.max_lora_rank:
+            raise EngineUnsupportedError(
+                "loading an adapter: this engine was started without LoRA (max_lora_rank=0). Start it with the adapter's rank."
+            )
+        self._ensure_usable()
+        request = self._lora_request(directory, version)
+        engine = self._llm.llm_engine
+        try:
+            engine.add_lora(request)
+        except Exception as error:
+            raise SyncError(
+                f"loading adapter version={version} into vLLM: {error}. Version {self._version} goes on serving."
+            ) from error
+        lost = compat.unreached_modules(self._llm, version)
+        if lost:
+            engine.remove_lora(version)
+            raise SyncError(
+                f"loading adapter version={version} into vLLM: no layer of the engine multiplies with {', '.join(lost[:4])}"
+                f"{' …' if len(lost) > 4 else ''}; it would have been left out without a word. Version {self._version} goes "
+                "on serving. Leave these modules out of target_modules.",
+                reasons=lost,
+                module=lost[0],
+            )
+        self._adapter, self._version = Path(directory), version
+
+    def sleep(self) -> None:
+        """Give back the KV cache and move the weights to host memory (vLLM's level 1); a no-op on the CPU.
+
+        Level 2 is never used: it discards a bitsandbytes base that vLLM has no way to load again.
+        """
+        self._ensure_usable()
+        if self._is_asleep or not self._options["enable_sleep_mode"]:
+            return
+        self._llm.sleep(level=1)
+        self._is_asleep = True
+
+    def wake(self) -> None:
+        """Undo `sleep`; `generate` does it by itself."""
+        self._ensure_usable()
+        if self._is_asleep:
+            self._llm.wake_up()
+            self._is_asleep = False
+
+    def close(self) -> None:
+        """Stop vLLM and give its memory back; harmless when repeated."""
+        self._is_closed = True
+        self._tear_down()
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        self._owns_process_group = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        with compat.construction():
+            from vllm import LLM
+
+            try:
+                self._llm = LLM(**self._options)
+            except BaseException as error:
+                self._tear_down()
+                if isinstance(error, QloraRLError) or not isinstance(error, Exception):
+                    raise
+                raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}") from error
+        self._is_broken = self._is_asleep = False
+
+    def _tear_down(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            compat.shut_down(llm, owns_process_group=self._owns_process_group)
+            del llm
+        compat.trim_memory()
+
+    def _ensure_usable(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("using the engine: it was closed. Make a new LocalEngine.")
+        if self._is_broken:
+            logger.warning("rebuilding the engine after a failure; version %d is loaded again", self._version)
+            self._tear_down()
+            self._build()
+            if self._adapter is not None:
+                adapter, version, self._version = self._adapter, self._version, 0
+                self.load_adapter(adapter, version)
+
+    def _lora_request(self, directory: Path, version: int) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(f"policy-v{version}", version, str(directory))
+
+    def _check_lengths(self, ids: list[list[int]]) -> None:
+        reasons = [
+            f"prompt {i} has {len(p)} tokens" if p else f"prompt {i} is empty"
+            for i, p in enumerate(ids)
+            if not 0 < len(p) < self._max_model_length
+        ]
+        if reasons:
+            shown = ", ".join(reasons[:5]) + (f" and {len(reasons) - 5} more" if len(reasons) > 5 else "")
+            raise PromptTooLongError(
+                f"generating: {shown}; max_model_length={self._max_model_length} must hold the prompt and at least one token. "
+                "Shorten the prompts, or raise max_model_length (GRPOConfig.vllm_max_model_length).",
+                reasons=reasons,
+            )
+
+    def _run(self, ids: list[list[int]], sampling: SamplingSpec) -> list[Any]:
+        """Drive the engine until all B requests are done; whatever happens, none of them stays behind."""
+        engine = self._llm.llm_engine
+        lora = self._lora_request(self._adapter, self._version) if self._adapter is not None else None
+        call = self._requests
+        self._requests += len(ids)
+        place = {f"{call + i}": i for i in range(len(ids))}
+        finished: list[Any] = [None] * len(ids)
+        internal: list[str] = []
+        try:
+            with _interrupts_between_steps() as raise_if_interrupted:
+                for i, name in enumerate(place):
+                    # The salt makes a KV block of one version invisible to every other, whatever their names and paths.
+                    prompt = {"prompt_token_ids": ids[i], "cache_salt": f"policy-v{self._version}"}
+                    internal.append(
+                        engine.add_request(name, prompt, _sampling_params(sampling, call, i), lora_request=lora)
+                    )
+                while engine.has_unfinished_requests():
+                    raise_if_interrupted()
+                    for output in engine.step():
+                        if output.finished:
+                            finished[place[output.request_id]] = output.outputs[0]
+                raise_if_interrupted()
+        except _ForcedInterrupt:
+            self._is_broken = True
+            raise KeyboardInterrupt from None
+        except KeyboardInterrupt:
+            self._abort(internal)
+            raise
+        except (ValueError, TypeError):
+            # Refused while it was being added (a bad sampling argument, say): the others are taken back.
+            self._abort(internal)
+            raise
+        except Exception as error:
+            self._is_broken = True
+            raise EngineBrokenError(
+                f"generating: vLLM failed in a step ({type(error).__name__}: {error}). The engine is rebuilt at its next use."
+            ) from error
+        return finished
+
+    def _abort(self, internal: list[str]) -> None:
+        """Take all requests of the call out of scheduler and workers."""
+        engine = self._llm.llm_engine
+        try:
+            engine.abort_request(internal, internal=True)
+            while engine.has_unfinished_requests():
+                engine.step()
+            engine.step()  # tells the worker to forget them
+        except Exception:
+            logger.warning("aborting the requests failed; the engine is rebuilt at its next use", exc_info=True)
+            self._is_broken = True
+
+
+class _ForcedInterrupt(BaseException):
+    """A second Ctrl-C during one engine step."""
+
+
+@contextlib.contextmanager
+def _interrupts_between_steps() -> Iterator[Any]:
+    """Hold SIGINT back while vLLM is in the middle of a step, where it would leave scheduler and worker at odds.
+
+    Yields a function that raises KeyboardInterrupt if one is due. Outside of the main thread, where Python never
+    delivers SIGINT, it does nothing.
+    """
+    due = 0
+
+    def note(*_: Any) -> None:
+        nonlocal due
+        due += 1
+        if due > 1:
+            raise _ForcedInterrupt
+
+    def raise_if_due() -> None:
+        if due:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield raise_if_due
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_if_due
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _sampling_params(spec: SamplingSpec, call: int, index: int) -> Any:
+    """vLLM's parameters for request `index` of a call."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    fields: dict[str, Any] = {
+        "n": 1,
+        "max_tokens": spec.max_tokens,
+        "temperature": spec.temperature,
+        "top_p": spec.top_p,
+        "top_k": spec.top_k,
+        "min_p": spec.min_p,
+        "repetition_penalty": spec.repetition_penalty,
+        "logprobs": 0,  # the drawn token's, no others
+        "seed": None if spec.seed is None else request_seed(spec.seed, index),
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+        "detokenize": False,
+    }
+    fields |= dict(spec.extra)
+    structured = fields.get("structured_outputs")
+    if isinstance(structured, dict):
+        fields["structured_outputs"] = StructuredOutputsParams(**structured)
+    if spec.regex is not None:
+        fields["structured_outputs"] = StructuredOutputsParams(regex=spec.regex)
+    if fields.get("stop"):
+        fields["detokenize"] = True  # stop strings are looked for in the text
+    return SamplingParams(**fields)
+
+
+def request_seed(seed: int, index: int) -> int:
+    """Seed of request `index` of a call whose seed is `seed`: 63 bits, unrelated for neighbouring indices."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _sampled_logprobs(output: Any) -> list[float | None]:
+    """The drawn tokens' logprobs out of vLLM's completion output; `None` for NaN."""
+    values = []
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        logprob = entry[token].logprob
+        values.append(None if math.isnan(logprob) else logprob)
+    return values
+
+
+def _kv_cache_gib(config: Any, length: int, sequences: int) -> float:
+    """What `sequences` of full `length` need, in GiB (2-byte elements, blocks of 128 tokens), at most 4, at least 1/16."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = 4 if str(config.dtype).endswith("float32") else 2
+    per_token = 2 * config.num_hidden_layers * kv_heads * head * width
+    blocks = math.ceil(length / 128) + 1
+    return min(4.0, max(1 / 16, per_token * 128 * blocks * (sequences + 1) / 2**30))
