@@ -1,0 +1,45 @@
+"""The ways for an adapter's bytes to travel; one class each."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from qlora_rl.adapter.store import AdapterStore
+from qlora_rl.contracts import AdapterBundle, Delivery, RolloutEngine
+
+
+class DirectoryTransport:
+    """A directory that trainer and engine both see, by default on tmpfs; a fresh path for each version.
+
+    Args:
+        root: parent directory.
+        keep: versions that stay on disk.
+    """
+
+    name = "directory"
+
+    def __init__(self, root: str | os.PathLike[str] | None = None, keep: int = 2):
+        self.store = AdapterStore(root, keep)
+
+    def deliver(self, bundle: AdapterBundle, version: int, engine: RolloutEngine) -> Delivery:
+        """Write the version, have the engine load it, then let go of the oldest.
+
+        Raises:
+            SyncError: writing or loading failed; what was written is gone and the old version serves.
+        """
+        started = time.perf_counter()
+        directory = self.store.publish(bundle, version)
+        written = time.perf_counter()
+        try:
+            engine.load_adapter(directory, version)
+        except BaseException:
+            self.store.withdraw(directory)
+            raise
+        loaded = time.perf_counter()
+        self.store.retire()
+        return Delivery(self.name, bundle.nbytes, written - started, loaded - written)
+
+    def close(self) -> None:
+        """Remove all versions."""
+        self.store.close()
