@@ -1,0 +1,1 @@
+"""The trainers: thin over TRL. The only room that knows it."""

