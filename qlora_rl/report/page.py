@@ -1,0 +1,423 @@
+"""The page: what a run achieved, how faithful its sampler was, where the time went, and beside which other runs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from .charts import Band, Line, Reference, draw_chart, smooth
+from .look import CSS, JS
+from .markup import Markup, join, tag
+from .quantities import ABSENT, factor, octets, plain, seconds, share
+from .run import Run, read_run, summarise
+from .samples import judge_sample
+from .sentences import MISMATCH_BAR, Facts, choose_window, fidelity_sentence, headline, peak_sentence
+
+SAMPLES_SHOWN = 6
+_SECRET = re.compile(r"(?i)(?:^|[_.-])(?:api[_-]?key|(?:hf|auth|access|bearer)[_-]?token|secret|password)$")
+_SECRET_ARGUMENT = re.compile(r"(?i)(--?[\w-]*(?:api[_-]?key|hf[_-]?token|auth[_-]?token|secret|password)[= ]\s*)\S+")
+
+
+def write_report(run_dir: Path | str, against: Sequence[Path | str] = ()) -> Path:
+    """Write `run_dir/report.html`, one page that needs nothing else, and return its path.
+
+    `against` are other runs, drawn in the same charts and tabled beside this one. The page appears whole or not at all.
+
+    Raises:
+        RunDirectoryError: `run_dir` or one of `against` is not a directory. Whatever is missing inside is no error.
+    """
+    runs = [read_run(path) for path in (run_dir, *against)]
+    target = runs[0].path / "report.html"
+    partial = target.with_name(f".report.html.{os.getpid()}.partial")
+    try:
+        # A sample may hold half a surrogate pair, which UTF-8 cannot carry: it becomes a question mark.
+        partial.write_bytes(render(runs).encode("utf-8", errors="replace"))
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page of the first run, beside the others."""
+    run, names, facts = runs[0], name_runs(runs), [summarise(r) for r in runs]
+    script_digest = base64.b64encode(hashlib.sha256(JS.encode()).digest()).decode()
+    # The policy lets the browser fetch nothing and run no script but ours, even if something slipped through escaping.
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{script_digest}'"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("link", rel="icon", href="data:,"),
+        tag("title", f"{run.name} · qlora_rl"),
+        tag("style", Markup(CSS)),
+    )
+    has_steps = any(r.metrics for r in runs)
+    body = tag(
+        "main",
+        _draw_top(run, facts[0]),
+        *(draw(runs, names) for draw in (_draw_reward, _draw_mismatch, _draw_ratio, _draw_time) if has_steps),
+        _draw_samples(run),
+        _draw_table(runs, names, facts),
+        _draw_details(run),
+        tag("footer", f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files of {run.name}."),
+    )
+    page = tag("html", head, tag("body", body, tag("script", Markup(JS))), lang="en")
+    return "<!doctype html>\n" + page + "\n"
+
+
+def name_runs(runs: Sequence[Run]) -> list[str]:
+    """A different name for each run: its directory's, with the parent's where two are the same, else numbered."""
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
+    return [name if name not in names[:i] else f"{name} ({i + 1})" for i, name in enumerate(names)]
+
+
+WORDS = (
+    ("step", "One round of learning: write answers, score them, adjust the model, hand the change over."),
+    ("reward", "The score that a program gives to an answer. Learning means that it rises."),
+    ("base", "The large model, stored in 4 bits per weight. It never changes."),
+    ("adapter", "The small set of extra weights (LoRA) that is trained. Only this travels."),
+    ("trainer, sampler", "Two programs on the same base: one learns, the other writes the answers to learn from."),
+    ("rollout", "The answers that the sampler wrote in one step."),
+    ("push", "Handing the freshly trained weights to the sampler, once per step."),
+    ("mismatch KL", "How far the sampler’s probabilities are from the trainer’s, on the same tokens. 0 is perfect."),
+)
+
+
+def _draw_top(run: Run, facts: Facts) -> Markup:
+    model = run.config.get("model")
+    words = [part for term, meaning in WORDS for part in (tag("dt", term), tag("dd", meaning))]
+    notes = [sentence for sentence in (peak_sentence(run), *run.problems) if sentence]
+    if run.summary.get("error"):
+        notes.insert(0, f"The run ended with an error: {run.summary['error']}")
+    return tag(
+        "header",
+        tag("div", tag("span", run.status, class_=f"chip {run.status}"), tag("span", run.name),
+            tag("span", model) if model else None, class_="meta"),
+        tag("h1", headline(run, facts)),
+        tag("p", sentence, class_="lead") if (sentence := fidelity_sentence(run, facts)) else None,
+        _draw_tiles(facts),
+        *(tag("p", note, class_="note") for note in notes),
+        tag("details", tag("summary", "New to this? Eight words that the page uses"), tag("dl", *words, class_="words"),
+            class_="intro"),
+    )  # fmt: skip
+
+
+def _draw_tiles(facts: Facts) -> Markup | None:
+    def was(key: str, say: Callable[[object], str]) -> str:
+        return "" if facts[key] is None else f"{say(facts[key])} at the start"
+
+    size = "" if facts["sync_bytes_median"] is None else f"{octets(facts['sync_bytes_median'])} travel"
+    worst = "" if facts["mismatch_kl_max"] is None else f"median; worst step {plain(facts['mismatch_kl_max'])}"
+    pace = "" if facts["steps_per_s"] is None else f"{plain(facts['steps_per_s'])} steps per second"
+    tiles = [
+        ("Right on unseen problems", "accuracy_after", share, was("accuracy_before", share)),
+        ("Reward", "reward_last", plain, was("reward_first", plain)),
+        ("Mismatch KL", "mismatch_kl_median", plain, worst),
+        ("Time per push", "sync_seconds_median", seconds, size),
+        ("Time per step", "step_seconds_median", seconds, pace),
+        ("Tokens written per second", "rollout_tokens_per_s", plain, "while sampling"),
+    ]
+    drawn = [
+        tag("div", tag("dt", label), tag("dd", say(facts[key]), class_="big"), tag("dd", note, class_="small"))
+        for label, key, say, note in tiles
+        if facts[key] is not None
+    ]
+    return tag("dl", *drawn, class_="tiles two" if len(drawn) in (2, 4) else "tiles") if drawn else None
+
+
+def _section(title: str, caption: str | None, *content: object) -> Markup:
+    shown = [part for part in content if part is not None]
+    return tag(
+        "section", tag("h2", title), tag("p", caption, class_="caption") if caption else None,
+        *(shown or [tag("p", "Not recorded in this run.", class_="soft")]),
+    )  # fmt: skip
+
+
+def _draw_curve(
+    runs: Sequence[Run], names: Sequence[str], column: str, average, title: str, y_label: str, word: str, **options: Any
+) -> Markup | None:
+    lines = []
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        x, y, window = run.steps, run.column(column), choose_window(len(run.metrics))
+        label = name if len(runs) > 1 else y_label
+        if window > 1:
+            lines.append(Line(label, x, y, i, "thin"))
+            lines.append(Line(f"{label}, {word} of {window} steps", x, smooth(y, window, average), i))
+        else:
+            lines.append(Line(label, x, y, i))
+    return draw_chart(title, y_label, lines, legend=_legend(runs, names), **options)
+
+
+def _legend(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[int, str]]:
+    return list(enumerate(names)) if len(runs) > 1 else []
+
+
+def _smoothing(runs: Sequence[Run], word: str) -> str:
+    window = choose_window(len(runs[0].metrics))
+    if window == 1:
+        return ""
+    return f" The thin line is every step; the bold one is the {word} of the {window} steps around it."
+
+
+def _draw_reward(runs: Sequence[Run], names: Sequence[str]) -> Markup:
+    title = "Reward: how good the answers were"
+    caption = "The average score of the answers written in each step; learning makes it rise."
+    caption += _smoothing(runs, "mean")
+    return _section(title, caption, _draw_curve(runs, names, "reward", fmean, title, "mean reward per answer", "mean"))
+
+
+def _draw_mismatch(runs: Sequence[Run], names: Sequence[str]) -> Markup:
+    title = "Mismatch KL: how far apart trainer and sampler are"
+    caption = (
+        "Distance between the probabilities the trainer computes and those the sampler used for the very same tokens; "
+        "0 = identical. Lower is better; the scale is logarithmic, so equal heights are equal factors."
+    ) + _smoothing(runs, "median")
+    bar = Reference(MISMATCH_BAR, f"{MISMATCH_BAR}, prime-rl’s bar for a new model")
+    chart = _draw_curve(
+        runs, names, "mismatch_kl", median, title, "mismatch KL, logarithmic", "median", references=[bar], is_log=True
+    )
+    return _section(title, caption, chart)
+
+
+def _draw_ratio(runs: Sequence[Run], names: Sequence[str]) -> Markup:
+    title = "Importance ratio: how much a token had to be corrected"
+    bands, lines = [], []
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        low, high = run.column("ratio_p01"), run.column("ratio_p99")
+        prefix = f"{name}, " if len(runs) > 1 else ""
+        bands.append(Band(f"{prefix}98 % of tokens", run.steps, low, high, i))
+        lines.append(Line(f"{prefix}median", run.steps, run.column("ratio_p50"), i, "thin"))
+    known = [v for b in bands for v in (*b.low, *b.high) if v is not None]
+    is_log = bool(known) and min(known) >= 0 and max(known) > 4 * max(min(known), 1e-12)
+    bands.sort(key=lambda band: -band.series)
+    chart = draw_chart(
+        title, "trainer’s probability ÷ sampler’s" + (", logarithmic" if is_log else ""), lines, bands=bands,
+        references=[Reference(1.0, "")], legend=_legend(runs, names), is_log=is_log,
+    )  # fmt: skip
+    caption = (
+        "The trainer’s probability of a token divided by the sampler’s. The band holds 98 % of the tokens (1st to 99th "
+        "percentile). The dotted line at 1 is no correction: the narrower the band around it, the less of what was "
+        "sampled has to be corrected or thrown away."
+    )
+    facts, extras = summarise(runs[0]), []
+    if facts["ess_median"] is not None:
+        extras.append(f"effective sample size {share(facts['ess_median'])} (median)")
+    if facts["masked_share_mean"] is not None:
+        extras.append(f"{share(facts['masked_share_mean'])} of tokens masked (mean)")
+    said = "; ".join(extras)
+    name = f"{names[0]}: " if len(runs) > 1 else ""
+    return _section(title, caption, chart, tag("p", f"{name}{said}.", class_="caption") if said else None)
+
+
+PARTS = ("sampler writes answers", "trainer scores and learns", "push to the sampler")
+
+
+def _step_parts(run: Run) -> list[float] | None:
+    """Seconds of a typical step: rollout, the rest, push. `None` where a part was never measured."""
+    columns = [run.column(name) for name in ("rollout_seconds", "step_seconds", "sync_seconds")]
+    whole = [row for row in zip(*columns, strict=True) if None not in row]
+    if not whole:
+        return None
+    # An asynchronous run overlaps its parts: then the rest is what they leave, and never less than nothing.
+    parts = [median(column) for column in zip(*((r, max(0.0, s - r - p), p) for r, s, p in whole), strict=True)]
+    return parts if sum(parts) > 0 else None
+
+
+def _draw_time(runs: Sequence[Run], names: Sequence[str]) -> Markup:
+    timed = [(name, parts) for name, parts in ((n, _step_parts(r)) for r, n in zip(runs, names, strict=True)) if parts]
+    longest = max((sum(parts) for _, parts in timed), default=1.0)
+    bars, content = [], []
+    for name, parts in timed:
+        pieces = [tag("i", class_=f"p{i}", style=f"width:{100 * part / longest:.3f}%") for i, part in enumerate(parts)]
+        label = f"{name}: " + ", ".join(f"{p} {seconds(v)}" for p, v in zip(PARTS, parts, strict=True))
+        bars.append(tag("p", tag("span", name), tag("span", seconds(sum(parts)), class_="num")))
+        bars.append(tag("div", *pieces, class_="bar", role="img", aria_label=label))
+    if timed:
+        rows = [
+            (join([tag("i", class_=f"dot p{i}"), part]),
+             *(f"{seconds(parts[i])} · {share(parts[i] / sum(parts))}" for _, parts in timed))
+            for i, part in enumerate(PARTS)
+        ]  # fmt: skip
+        content = [tag("div", *bars, class_="bars"), _table(["Part of a step", *(name for name, _ in timed)], rows)]
+    pushes = [_push_facts(run) for run in runs]
+    kept = [row for row in zip(PUSH_ROWS, *pushes, strict=True) if set(row[1:]) != {ABSENT}]
+    if kept:
+        content += [tag("h3", "What a push is made of"), _table(["Median of all pushes", *names], kept)]
+    caption = "A typical step, split in three: the median over all steps of each part."
+    return _section("Time: where a step goes", caption, *content)
+
+
+PUSH_ROWS = ("Pushes", "Way", "Size", "Tensors", "Export", "Deliver", "Load", "Whole push")
+
+
+def _push_facts(run: Run) -> list[str]:
+    def middle(say: Callable[[object], str], name: str, column: str | None = None) -> str:
+        values = run.pushed(name) or (run.values(column) if column else [])
+        return say(median(values)) if values else ABSENT
+
+    modes = sorted({str(report["mode"]) for report in run.syncs if report.get("mode")})
+    return [
+        f"{len(run.syncs):,}" if run.syncs else ABSENT,
+        ", ".join(modes) or ABSENT,
+        middle(octets, "bytes", "sync_bytes"),
+        middle(plain, "tensors"),
+        middle(seconds, "export_seconds"),
+        middle(seconds, "deliver_seconds"),
+        middle(seconds, "load_seconds"),
+        middle(seconds, "seconds", "sync_seconds"),
+    ]
+
+
+def _draw_samples(run: Run) -> Markup | None:
+    if not run.samples:
+        return None
+    cards, marks = [], []
+    for sample in run.samples:
+        verdict = {when: judge_sample(sample, when) for when in ("before", "after")}
+        marks.append(verdict)
+        sides = []
+        for when, title in (("before", "Before training"), ("after", "After training")):
+            text = sample.get(when)
+            shown = (
+                tag("pre", _text(text), tabindex=0) if text not in (None, "") else tag("p", "(nothing)", class_="soft")
+            )
+            sides.append(tag("div", tag("h4", title, _mark(verdict[when])), shown))
+        answer = sample.get("answer")
+        cards.append(tag(
+            "article", tag("p", _text(sample.get("prompt", ABSENT))),
+            tag("p", f"Correct answer: {answer}", class_="answer") if answer is not None else None,
+            tag("div", *sides, class_="pair"), class_="sample",
+        ))  # fmt: skip
+    right = {when: sum(mark[when] is True for mark in marks) for when in ("before", "after")}
+    caption = (
+        f"Problems that were kept out of training, answered greedily (always the likeliest token). Of these "
+        f"{len(cards)}, {right['before']} were right before and {right['after']} after."
+    )
+    rest = cards[SAMPLES_SHOWN:]
+    more = tag("details", tag("summary", f"{len(rest)} more"), tag("div", *rest), class_="intro") if rest else None
+    return _section("Samples: the same problem before and after", caption, *cards[:SAMPLES_SHOWN], more)
+
+
+def _text(value: Any) -> str:
+    """A prompt or an answer as text; a chat is the contents of its messages."""
+    if isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
+        return "\n\n".join(str(message["content"]) for message in value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _mark(is_right: bool | None) -> Markup | None:
+    if is_right is None:
+        return None
+    return tag("span", "✓ right" if is_right else "✗ wrong", class_="mark right" if is_right else "mark wrong")
+
+
+TABLE = (  # label, fact, how to say it, whether "n times less" makes sense of it
+    ("Steps", "steps", plain, False),
+    ("Right before", "accuracy_before", share, False),
+    ("Right after", "accuracy_after", share, False),
+    ("Reward at first", "reward_first", plain, False),
+    ("Reward at last", "reward_last", plain, False),
+    ("Mismatch KL, median", "mismatch_kl_median", plain, True),
+    ("Mismatch KL, 95th percentile", "mismatch_kl_p95", plain, True),
+    ("Mismatch KL, worst step", "mismatch_kl_max", plain, True),
+    ("Effective sample size, median", "ess_median", share, False),
+    ("Size of a push", "sync_bytes_median", octets, True),
+    ("Time per push", "sync_seconds_median", seconds, True),
+    ("Time per step", "step_seconds_median", seconds, True),
+    ("Tokens written per second", "rollout_tokens_per_s", plain, True),
+    ("Steps per second", "steps_per_s", plain, True),
+)
+
+
+def _draw_table(runs: Sequence[Run], names: Sequence[str], facts: Sequence[Facts]) -> Markup | None:
+    if len(runs) < 2:
+        return None
+    plans = [str(_object(run.config, "plan").get("strategy") or run.config.get("sync") or ABSENT) for run in runs]
+    rows: list[tuple[object, ...]] = [("State", *(run.status for run in runs)), ("What is pushed", *plans)]
+    known = [entry for entry in TABLE if any(f[entry[1]] is not None for f in facts)]
+    rows += [(label, *(say(f[key]) for f in facts)) for label, key, say, _ in known]
+    heads, caption = ["", *names], "The same numbers for each run; the first column is this page’s run."
+    if len(runs) == 2:
+        times = {label: factor(facts[0][key], facts[1][key]) for label, key, _, is_ratio in TABLE if is_ratio}
+        rows = [(*row, times.get(str(row[0]), "")) for row in rows]
+        heads.append(f"{names[0]} has")
+    return _section("Side by side", caption, _table(heads, rows, is_first_main=True))
+
+
+def _table(heads: Sequence[object], rows: Sequence[Sequence[object]], *, is_first_main: bool = False) -> Markup:
+    top = tag("tr", *(tag("th", head, scope="col", class_="num" if i else None) for i, head in enumerate(heads)))
+
+    def _cell(i: int) -> str:
+        return "num main" if is_first_main and i == 0 else "num"
+
+    body = [
+        tag("tr", tag("th", row[0], scope="row"), *(tag("td", c, class_=_cell(i)) for i, c in enumerate(row[1:])))
+        for row in rows
+    ]
+    return tag("div", tag("table", tag("thead", top), tag("tbody", *body)), class_="scroll")
+
+
+def _object(record: dict[str, Any], name: str) -> dict[str, Any]:
+    value = record.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _flatten(value: Any, name: str = "") -> list[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        return [pair for key, inner in value.items() for pair in _flatten(inner, f"{name}.{key}" if name else str(key))]
+    if value == {}:
+        return []
+    if _SECRET.search(name) and value:
+        return [(name, "(hidden)")]
+    return [(name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))]
+
+
+def _draw_details(run: Run) -> Markup | None:
+    plan, known = _object(run.config, "plan"), {"plan", "versions", "machine", "git_commit", "command"}
+    reasons = plan.get("reasons")
+    reasons = reasons if isinstance(reasons, list) else [reasons] if reasons else []
+    command = run.config.get("command")
+    words = " ".join(map(str, command)) if isinstance(command, list) else command
+    groups = [
+        ("Plan: how weights travel, and why", [
+            _pairs(_flatten({k: v for k, v in plan.items() if k != "reasons"})) if plan else None,
+            tag("ul", *(tag("li", reason) for reason in reasons)) if reasons else None]),
+        ("Configuration", [
+            tag("pre", _SECRET_ARGUMENT.sub(r"\1(hidden)", str(words))) if words else None,
+            _pairs(_flatten({k: v for k, v in run.config.items() if k not in known}))]),
+        ("Versions and machine", [_pairs([
+            *_flatten(_object(run.config, "versions")), *_flatten(run.config.get("machine", {}), "machine"),
+            *_flatten({k: run.config[k] for k in ("git_commit",) if run.config.get(k)})])]),
+        ("Every number that was recorded per step", [_draw_every_metric(run)]),
+    ]  # fmt: skip
+    drawn = [
+        tag("details", tag("summary", title), tag("div", *shown))
+        for title, parts in groups
+        if (shown := [part for part in parts if part is not None])
+    ]
+    return _section("How it was run", None, *drawn) if drawn else None
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> Markup | None:
+    rows = [tag("tr", tag("th", key, scope="row"), tag("td", value)) for key, value in pairs if key]
+    return tag("div", tag("table", tag("tbody", *rows)), class_="scroll") if rows else None
+
+
+def _draw_every_metric(run: Run) -> Markup | None:
+    names = [name for name in dict.fromkeys(key for record in run.metrics for key in record) if name != "step"]
+    columns = [(name, values) for name in names if (values := run.values(name))]
+    rows = [(n, *map(plain, (v[0], median(v), v[-1], min(v), max(v))), f"{len(v):,}") for n, v in columns]
+    return _table(["", "First", "Median", "Last", "Lowest", "Highest", "Steps"], rows) if rows else None

@@ -1,0 +1,174 @@
+"""What a run left in its directory, read with patience: a file may be missing, cut short, or hold anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any
+
+from ..errors import RunDirectoryError
+from .quantities import finite
+
+_LAST_STEP = 1e12  # a larger "step" is not one, and would stretch the axis beyond reading
+STATUSES = ("finished", "interrupted", "failed", "unfinished")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's records. `problems` says, in words, what could not be read and was skipped.
+
+    `metrics` holds one record per step, in order of steps; where a resumed run wrote a step twice, the later one.
+    """
+
+    path: Path
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    syncs: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    problems: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> str:
+        """`finished`, `interrupted`, `failed`; or `unfinished`, where nothing says how the run ended."""
+        status = self.summary.get("status")
+        return status if status in STATUSES else "unfinished"
+
+    @property
+    def steps(self) -> list[float]:
+        """The step of each record, rising."""
+        return [record["step"] for record in self.metrics]
+
+    def column(self, name: str) -> list[float | None]:
+        """One value per step; `None` where it is absent, null, NaN or beyond reckoning."""
+        return [finite(record.get(name)) for record in self.metrics]
+
+    def values(self, name: str) -> list[float]:
+        """The finite values of a column."""
+        return [value for value in self.column(name) if value is not None]
+
+    def pushed(self, name: str) -> list[float]:
+        """The finite values of one field of the `SyncReport`s."""
+        return [value for value in (finite(report.get(name)) for report in self.syncs) if value is not None]
+
+
+def read_run(run_dir: Path | str) -> Run:
+    """The run in this directory, as far as it can be read.
+
+    Raises:
+        RunDirectoryError: there is no such directory. Missing or damaged files inside it only add to `problems`.
+    """
+    path = Path(run_dir)
+    if not path.is_dir():
+        raise RunDirectoryError(
+            f"reading a run: run_dir={str(path)!r} is not a directory. Pass the directory that the run wrote."
+        )
+    problems: list[str] = []
+    config = _read_json(path / "config.json", dict, problems)
+    metrics = _number_steps(_read_lines(path / "metrics.jsonl", problems))
+    syncs = _read_lines(path / "sync.jsonl", problems)
+    summary = _read_json(path / "summary.json", dict, problems)
+    samples = [s for s in _read_json(path / "samples.json", list, problems) if isinstance(s, dict)]
+    return Run(path, path.resolve().name, config, metrics, syncs, summary, samples, tuple(problems))
+
+
+def _read_text(path: Path, problems: list[str]) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        problems.append(f"{path.name} could not be read ({error.strerror or type(error).__name__}).")
+        return ""
+
+
+def _read_json(path: Path, kind: type, problems: list[str]) -> Any:
+    text = _read_text(path, problems)
+    if not text.strip():
+        return kind()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        problems.append(f"{path.name} is not valid JSON; it was left out.")
+        return kind()
+    if not isinstance(value, kind):
+        problems.append(f"{path.name} holds no {'object' if kind is dict else 'list'}; it was left out.")
+        return kind()
+    return value
+
+
+def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    records, damaged, is_last_damaged = [], 0, False
+    for line in _read_text(path, problems).split("\n"):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        is_last_damaged = not isinstance(value, dict)
+        if is_last_damaged:
+            damaged += 1
+        else:
+            records.append(value)
+    if is_last_damaged:
+        damaged -= 1
+        problems.append(f"The last line of {path.name} is cut off; it was skipped.")
+    if damaged:
+        problems.append(f"{damaged} damaged line{'s' if damaged > 1 else ''} in {path.name} skipped.")
+    return records
+
+
+def _number_steps(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    by_step: dict[float, dict[str, Any]] = {}
+    last = 0.0
+    for record in records:
+        step = finite(record.get("step"))
+        last = last + 1 if step is None or abs(step) > _LAST_STEP else step
+        by_step[last] = {**record, "step": last}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def summarise(run: Run) -> dict[str, float | None]:
+    """The run in numbers: what `summary.json` says and, where it is silent, what the steps say.
+
+    `reward_first` and `reward_last` are then means over a tenth of the steps (ten at most), because one step is noise.
+    """
+    rewards = run.values("reward")
+    window = min(10, max(1, len(rewards) // 10))
+    kl = run.values("mismatch_kl")
+    step_seconds = run.values("step_seconds")
+    done = len(run.metrics)
+    measured: dict[str, float | None] = {
+        "reward_first": _over(fmean, rewards[:window]),
+        "reward_last": _over(fmean, rewards[-window:]),
+        "mismatch_kl_median": _over(median, kl),
+        "mismatch_kl_p95": _over(_p95, kl),
+        "mismatch_kl_max": _over(max, kl),
+        "sync_seconds_median": _over(median, run.values("sync_seconds") or run.pushed("seconds")),
+        "sync_bytes_median": _over(median, run.values("sync_bytes") or run.pushed("bytes")),
+        "step_seconds_median": _over(median, step_seconds),
+        "rollout_tokens_per_s": _over(median, run.values("rollout_tokens_per_s")),
+        "steps_per_s": done / sum(step_seconds) if sum(step_seconds) > 0 and len(step_seconds) == done else None,
+        "ess_median": _over(median, run.values("ess")),
+        "masked_share_mean": _over(fmean, run.values("masked_share")),
+        "steps": float(done),
+        "seconds": _over(sum, step_seconds),
+        "accuracy_before": None,
+        "accuracy_after": None,
+        "eval_problems": None,
+    }
+    said = {key: finite(run.summary.get(key)) for key in measured}
+    return {key: value if said[key] is None else said[key] for key, value in measured.items()}
+
+
+def _p95(values: Sequence[float]) -> float:
+    return quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
+
+
+def _over(reduce: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
+    return reduce(values) if values else None

@@ -1,0 +1,89 @@
+"""What a run amounts to, in sentences: functions of its values alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean
+
+from .charts import smooth
+from .quantities import finite, plain, seconds, share
+from .run import Run
+
+MISMATCH_BAR = 0.015  # prime-rl's merge bar: a new model must stay below this mismatch KL
+
+Facts = dict[str, float | None]
+
+
+def headline(run: Run, facts: Facts) -> str:
+    """The result in one sentence."""
+    steps = int(facts["steps"] or 0)
+    if not steps:
+        return {
+            "failed": "This run failed before its first step was recorded.",
+            "interrupted": "This run was interrupted before its first step was recorded.",
+        }.get(run.status, "Nothing to show yet: this run has not recorded a step.")
+    planned = finite(run.config.get("steps"))
+    count = f"{steps:,}" if planned is None or planned <= steps else f"{steps:,} of {planned:,.0f}"
+    count += " step" if steps == 1 else " steps"
+    took = "" if facts["seconds"] is None else f" ({seconds(facts['seconds'])})"
+    before, after = facts["accuracy_before"], facts["accuracy_after"]
+    first, last = facts["reward_first"], facts["reward_last"]
+    if before is not None and after is not None:
+        problems = "" if facts["eval_problems"] is None else f"{facts['eval_problems']:,.0f} "
+        change = f"the model {_change(before, after, 0.005, share, 'went')} right on {problems}problems it never saw"
+    elif first is not None and last is not None:
+        change = f"the reward {_change(first, last, 0.005 * max(abs(first), abs(last)), plain, 'rose')}"
+    else:
+        change = "no reward was recorded"
+    opening = {
+        "finished": f"In {count}{took} ",
+        "interrupted": f"Interrupted after {count}{took}: ",
+        "failed": f"Failed after {count}{took}: ",
+    }.get(run.status, f"So far, in {count}{took}, ")
+    return f"{opening}{change}."
+
+
+def _change(before: float, after: float, tolerance: float, say: Callable[[object], str], rise: str) -> str:
+    if abs(after - before) <= tolerance or say(before) == say(after):
+        return f"stayed at {say(after)}"
+    return f"{rise if after > before else 'fell'} from {say(before)} to {say(after)}"
+
+
+def fidelity_sentence(run: Run, facts: Facts) -> str | None:
+    """Whether the sampler was faithful to the trainer, in one sentence; `None` where it was not measured."""
+    middle, worst = facts["mismatch_kl_median"], facts["mismatch_kl_max"]
+    if middle is None:
+        return None
+    over, count = sum(v > MISMATCH_BAR for v in run.values("mismatch_kl")), len(run.values("mismatch_kl"))
+    if over:
+        return (
+            f"Trainer and sampler drifted apart: in {over:,} of {count:,} steps the mismatch KL was above "
+            f"{MISMATCH_BAR}, the bar that prime-rl sets for a new model."
+        )
+    if middle == 0 and worst == 0:
+        return "Trainer and sampler gave every token exactly the same probability: the mismatch KL was 0 throughout."
+    if middle <= 0 or middle > MISMATCH_BAR:
+        return f"The median mismatch KL between trainer and sampler was {plain(middle)} (bar: {MISMATCH_BAR})."
+    times = plain(MISMATCH_BAR / middle)
+    return (
+        f"Trainer and sampler stayed together: median mismatch KL {plain(middle)}, {times} times below the "
+        f"{MISMATCH_BAR} that prime-rl sets as the bar for a new model."
+    )
+
+
+def peak_sentence(run: Run) -> str | None:
+    """Where the reward peaked, if it has since lost more than half of its range; else `None`."""
+    known = [(s, v) for s, v in zip(run.steps, run.column("reward"), strict=True) if v is not None]
+    if len(known) < 10:
+        return None
+    means = smooth([v for _, v in known], choose_window(len(known)), fmean)
+    top, last = max(means), means[-1]
+    if top - last <= 0.5 * (top - min(means)) or top - last <= 0.05 * abs(top):
+        return None
+    step = known[means.index(top)][0]
+    return f"Smoothed, the reward peaked at {plain(top)} near step {step:,.0f} and ended at {plain(last)}."
+
+
+def choose_window(count: int) -> int:
+    """An odd number of steps to average over: a twentieth of all, at least 5; none at all in a short run."""
+    return 1 if count < 20 else max(5, min(251, count // 20 | 1))

@@ -1,0 +1,343 @@
+"""The report reads whatever a run left, shows it truly, and needs nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from qlora_rl.errors import RunDirectoryError
+from qlora_rl.report import read_run, summarise, write_report
+from qlora_rl.report.charts import Line, Reference, draw_chart, linear_axis, log_axis, smooth, thin_out
+from qlora_rl.report.page import name_runs
+from qlora_rl.report.quantities import factor, octets, plain, seconds, share
+from qlora_rl.report.samples import judge_sample
+
+METRIC = dict(
+    mismatch_kl=8e-5, ratio_p01=0.98, ratio_p50=1.0, ratio_p99=1.02, ess=0.999, sync_seconds=0.002, sync_bytes=1.3e6,
+    rollout_seconds=0.2, rollout_tokens_per_s=17800.0, step_seconds=0.4,
+)  # fmt: skip
+
+
+def make_run(path: Path, steps: int = 40, **files: object) -> Path:
+    """A run directory. `files` replaces a file's content by its stem (text is written as it is), or drops it (None)."""
+    path.mkdir(parents=True, exist_ok=True)
+    metrics = [{"step": i + 1, "reward": (i + 1) / max(steps, 1), **METRIC} for i in range(steps)]
+    push = dict(version=1, mode="lora_adapter", bytes=1.3e6, tensors=392, export_seconds=5e-4, seconds=0.002)
+    contents: dict[str, object] = {
+        "config": {
+            "model": "Qwen/Qwen3-0.6B",
+            "steps": steps,
+            "plan": {"strategy": "lora_adapter", "reasons": ["same base"]},
+        },
+        "metrics": "".join(json.dumps(m) + "\n" for m in metrics),
+        "sync": "".join(json.dumps({**push, "version": i}) + "\n" for i in range(steps)),
+        "summary": {"status": "finished", "accuracy_before": 0.31, "accuracy_after": 0.88, "eval_problems": 400},
+        "samples": [{"prompt": "1 + 1?", "answer": "2", "before": "I say 3", "after": "2"}],
+        **files,
+    }
+    for stem, content in contents.items():
+        if content is not None:
+            target = path / f"{stem}.{'jsonl' if stem in ('metrics', 'sync') else 'json'}"
+            target.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def read_page(path: Path, against: tuple[Path, ...] = ()) -> str:
+    return write_report(path, against).read_text(encoding="utf-8").replace("\u202f", " ")
+
+
+def test_headline_says_the_result_in_plain_words(tmp_path):
+    page = read_page(make_run(tmp_path / "a"))
+    assert "<h1>In 40 steps (16 s) the model went from 31 % to 88 % right on 400 problems it never saw.</h1>" in page
+    assert "Trainer and sampler stayed together: median mismatch KL 8.0e-05" in page
+
+
+@pytest.mark.parametrize(
+    ("summary", "sentence"),
+    [
+        (
+            {"status": "finished", "accuracy_before": 0.6, "accuracy_after": 0.1},
+            "the model fell from 60 % to 10 % right",
+        ),
+        ({"status": "finished", "accuracy_before": 0.6, "accuracy_after": 0.6}, "the model stayed at 60 % right"),
+        (
+            {"status": "interrupted", "reward_first": 0.1, "reward_last": 0.5},
+            "Interrupted after 40 steps (16 s): the reward",
+        ),
+        ({"status": "failed", "error": "no <memory>"}, "The run ended with an error: no &lt;memory&gt;"),
+        ({}, "So far, in 40 steps (16 s), the reward rose from"),
+    ],
+)
+def test_headline_fits_how_the_run_ended(tmp_path, summary, sentence):
+    assert sentence in read_page(make_run(tmp_path / "a", summary=summary))
+
+
+def test_collapse_is_named(tmp_path):
+    rewards = [i / 50 for i in range(50)] + [1 - i / 50 for i in range(50)]
+    lines = "".join(json.dumps({"step": i, "reward": r, "mismatch_kl": 0.02}) + "\n" for i, r in enumerate(rewards))
+    page = read_page(make_run(tmp_path / "a", metrics=lines))
+    assert "Smoothed, the reward peaked at" in page
+    assert "Trainer and sampler drifted apart: in 100 of 100 steps" in page
+
+
+def test_html_in_values_is_shown_and_not_obeyed(tmp_path):
+    evil = "<script>alert(1)</script><img src=x onerror='alert(2)'>\"&"
+    path = make_run(
+        tmp_path / "<b>run",
+        config={"model": evil, evil: evil, "plan": {"strategy": evil, "reasons": [evil]}, "versions": {evil: evil}},
+        metrics=json.dumps({"step": 1, "reward": 1.0, evil: 2.0, **METRIC}) + "\n",
+        sync=json.dumps({"mode": evil, "bytes": 1, "seconds": 1.0}) + "\n",
+        summary={"status": evil, "error": evil},
+        samples=[{"prompt": evil, "answer": evil, "before": evil, "after": [{"role": "user", "content": evil}]}],
+    )
+    page = read_page(path, (make_run(tmp_path / "<i>other"),))
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert page.count("<script>") == 1
+    assert not re.search(r"<(img|b|i)[> ](?!class)", page)
+    assert "'alert(2)'" not in page
+
+
+def test_page_asks_nothing_of_any_network(tmp_path):
+    sample = {"prompt": "see https://example.com/x.png", "answer": "2", "before": "url(http://a.b)", "after": "2"}
+    page = read_page(make_run(tmp_path / "a", samples=[sample]), (make_run(tmp_path / "b"),))
+    assert "default-src 'none'" in page.replace("&#x27;", "'")
+    markup = re.sub(r">[^<]*<", "><", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL))
+    assert re.findall(r'\s(?:src|href|srcset|action|poster)="([^"]*)"', markup) == ["data:,"]
+    style = re.search(r"<style>(.*?)</style>", page, re.DOTALL).group(1)
+    assert not re.search(r"url\(|@import|https?:|//", style)
+    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL).group(1)
+    assert not re.search(r"fetch|XMLHttp|import|https?:|innerHTML", script)
+
+
+def test_cut_off_last_line_is_skipped_and_said(tmp_path):
+    whole = "".join(json.dumps({"step": i, "reward": 0.5}) + "\n" for i in (1, 2, 3))
+    path = make_run(tmp_path / "a", metrics=whole + '{"step": 4, "rewa', summary=None)
+    run = read_run(path)
+    assert run.steps == [1, 2, 3]
+    assert run.status == "unfinished"
+    assert run.problems == ("The last line of metrics.jsonl is cut off; it was skipped.",)
+    assert "The last line of metrics.jsonl is cut off" in read_page(path)
+
+
+def test_damaged_lines_amid_good_ones_are_counted(tmp_path):
+    lines = '{"step": 1, "reward": 1}\nnonsense\n[1, 2]\n\n{"step": 2, "reward": 2}\n'
+    run = read_run(make_run(tmp_path / "a", metrics=lines))
+    assert run.column("reward") == [1.0, 2.0]
+    assert run.problems == ("2 damaged lines in metrics.jsonl skipped.",)
+
+
+def test_resumed_run_keeps_the_later_record_of_a_step(tmp_path):
+    lines = "".join(json.dumps({"step": s, "reward": r}) + "\n" for s, r in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9)))
+    assert read_run(make_run(tmp_path / "a", metrics=lines)).column("reward") == [0.1, 0.9, 0.3]
+
+
+@pytest.mark.parametrize("stem", ["config", "metrics", "sync", "summary", "samples"])
+@pytest.mark.parametrize("content", [None, "", "{", "null", "[]", "{}", '"text"', "\x00\ufffd"])
+def test_any_file_may_be_missing_or_hold_anything(tmp_path, stem, content):
+    page = read_page(make_run(tmp_path / "a", **{stem: content}), (make_run(tmp_path / "b", **{stem: content}),))
+    assert page.count("<h1>") == 1
+    assert page.endswith("</html>\n")
+
+
+def test_empty_directory_gives_a_page_that_says_so(tmp_path):
+    page = read_page(tmp_path)
+    assert "Nothing to show yet: this run has not recorded a step." in page
+    assert "<svg" not in page
+
+
+def test_directory_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(RunDirectoryError, match="is not a directory"):
+        write_report(make_run(tmp_path / "a"), [tmp_path / "b"])
+    assert not (tmp_path / "a" / "report.html").exists()
+
+
+def test_nan_null_and_nonsense_values_become_gaps(tmp_path):
+    values = ["NaN", "null", "Infinity", '"text"', "true", "1e999", "[1]", "9" * 400, "0.5", "-1e300"]
+    lines = "".join(f'{{"step": {i}, "reward": {v}, "mismatch_kl": {v}}}\n' for i, v in enumerate(values))
+    path = make_run(tmp_path / "a", metrics=lines, summary='{"reward_last": NaN, "accuracy_after": null}')
+    assert read_run(path).values("reward") == [0.5]
+    page = read_page(path)
+    shown = re.sub(r"<[^>]*>", " ", page[page.index("<main>") : page.index("</main>")])
+    drawn = " ".join(re.findall(r' d="([^"]*)"', page))
+    assert not re.search(r"nan|inf(inity)?\b|\bnone\b|\bnull\b", shown + drawn, re.IGNORECASE)
+
+
+def test_series_that_are_only_zero_or_constant_are_drawn(tmp_path):
+    lines = "".join(
+        json.dumps({"step": i, "reward": 0, "mismatch_kl": 0, "ratio_p01": 1, "ratio_p99": 1}) + "\n" for i in range(3)
+    )
+    page = read_page(make_run(tmp_path / "a", metrics=lines))
+    assert page.count("<svg") == 3
+    assert "exactly the same probability: the mismatch KL was 0 throughout" in page
+
+
+def test_other_runs_are_tabled_and_drawn_beside(tmp_path):
+    slow = "".join(json.dumps({"step": i, "reward": 0.5, **METRIC, "sync_seconds": 0.6}) + "\n" for i in range(30))
+    page = read_page(make_run(tmp_path / "ours"), (make_run(tmp_path / "merge", metrics=slow, sync=None),))
+    table = page[page.index("Side by side") :]
+    assert re.search(r"Time per push</th><td[^>]*>2\.0 ms</td><td[^>]*>600 ms</td><td[^>]*>300 × less</td>", table)
+    assert page.count('class="bold s1"') == 2
+    assert page.count('<i class="key s1"></i>merge') == 3
+    assert "Side by side" not in read_page(tmp_path / "ours")
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    runs = [read_run(make_run(tmp_path / parent / "run")) for parent in ("x", "y")]
+    assert name_runs(runs) == ["x/run", "y/run"]
+    assert name_runs([runs[0], runs[0]]) == ["x/run", "x/run (2)"]
+
+
+def test_page_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = make_run(tmp_path / "a")
+    write_report(path)
+    before = (path / "report.html").read_bytes()
+    seen = []
+
+    def fail(source, target):
+        seen.append((Path(source).read_bytes()[-8:], Path(source).parent, Path(target).name))
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_report(path)
+    assert seen == [(b"</html>\n", path, "report.html")]
+    assert (path / "report.html").read_bytes() == before
+    assert [p.name for p in path.glob(".*")] == []
+
+
+def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path):
+    path = make_run(tmp_path / "a", samples='[{"prompt": "\\ud83d", "answer": "2", "before": "", "after": "2"}]')
+    assert "<p>?</p>" in read_page(path)
+
+
+def test_secrets_of_the_configuration_are_hidden(tmp_path):
+    config = {
+        "command": ["train", "--api-key", "sk-1", "--steps", "3"],
+        "server": {"api_key": "sk-2"},
+        "max_tokens": 64,
+    }
+    page = read_page(make_run(tmp_path / "a", config=config))
+    assert "sk-1" not in page
+    assert "sk-2" not in page
+    assert "train --api-key (hidden) --steps 3" in page
+    assert "<td>64</td>" in page
+
+
+def test_right_and_wrong_are_marked_by_sign_and_word(tmp_path):
+    page = read_page(make_run(tmp_path / "a"))
+    assert "✗ wrong" in page
+    assert "✓ right" in page
+    assert "Of these 1, 0 were right before and 1 after." in page
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "is_right"),
+    [
+        ("The sum is 1,042.", "1042", True),
+        ("42 is not 43", "42", False),
+        ("<answer>42</answer>", 42, True),
+        (r"\boxed{-7}", "-7", True),
+        ("It is ACD.", "acd", True),
+        ("dca", "acd", False),
+        ("no number", "3", False),
+        (None, "3", None),
+        ("3", None, None),
+    ],
+)
+def test_sample_is_judged_by_how_its_text_ends(text, answer, is_right):
+    assert judge_sample({"answer": answer, "after": text}, "after") is is_right
+
+
+def test_verdict_of_the_run_outweighs_the_text():
+    assert judge_sample({"answer": "3", "after": "3", "after_right": False}, "after") is False
+
+
+def test_summary_fills_in_what_the_file_leaves_out(tmp_path):
+    facts = summarise(read_run(make_run(tmp_path / "a", summary={"sync_seconds_median": 9.0})))
+    assert facts["sync_seconds_median"] == 9.0
+    assert facts["mismatch_kl_max"] == 8e-5
+    assert facts["reward_last"] == pytest.approx(fmean([37, 38, 39, 40]) / 40)  # float sums differ in the last bit
+    assert facts["steps_per_s"] == pytest.approx(2.5)
+    assert facts["accuracy_after"] is None
+
+
+@pytest.mark.parametrize(
+    ("say", "value", "text"),
+    [
+        (plain, 8.2e-5, "8.2e-05"), (plain, 0, "0"), (plain, 0.3125, "0.312"), (plain, 17856.2, "17,856"),
+        (plain, 999.7, "1,000"), (plain, -2, "−2"), (plain, float("nan"), "–"), (plain, True, "–"), (plain, "3", "–"),
+        (seconds, 0.0021, "2.1 ms"), (seconds, 104, "104 s"), (seconds, 1.13, "1.1 s"), (seconds, 4.2e-5, "42 µs"),
+        (seconds, 745, "12 min"), (seconds, 12000, "3 h 20 min"), (seconds, 0.99999, "1.0 s"),
+        (octets, 1.31e6, "1.3 MB"), (octets, 512, "512 B"), (octets, 999_999, "1.0 MB"), (octets, 1.19e9, "1.2 GB"),
+        (share, 0.3125, "31 %"), (share, 0.004, "0.4 %"), (share, 0.9996, "100 %"), (share, 1e-6, "< 0.1 %"), (share, 1, "100 %"),
+    ],
+)  # fmt: skip
+def test_numbers_are_said_as_people_read_them(say, value, text):
+    assert say(value).replace("\u202f", " ") == text
+
+
+def test_factors_compare_and_never_divide_by_zero():
+    said = [
+        factor(a, b).replace("\u202f", " ") for a, b in ((1, 412), (1.3, 1), (2, 2), (0, 1), (1, 0), (0, 0), (None, 1))
+    ]
+    assert said == ["410 × less", "1.3 × more", "the same", "–", "–", "the same", "–"]
+
+
+def test_thinning_keeps_every_spike():
+    y: list[float | None] = [0.0] * 10_000
+    y[777], y[5_001] = 9.0, -9.0
+    x, thin = thin_out(list(range(10_000)), y)
+    assert len(thin) <= 400
+    assert dict(zip(x, thin, strict=True))[777] == 9.0
+    assert min(thin) == -9.0
+    assert x == sorted(x)
+
+
+def test_smoothing_leaves_gaps_and_does_not_count_them():
+    assert smooth([1.0, None, 3.0, 5.0], 3, fmean) == [1.0, None, 4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0], [1e-320], [5.0, 5.0], [-3, 8], [1e99, -1e99], [0.031, 0.88], [1e-9, 3e-9], []]
+)
+def test_linear_axis_holds_its_data_between_a_few_ticks(values):
+    axis = linear_axis(values)
+    assert 2 <= len(axis.ticks) <= 9
+    assert axis.low <= min(values, default=0)
+    assert axis.high >= max(values, default=0)
+    assert axis.ticks == tuple(sorted(set(axis.ticks)))
+
+
+@pytest.mark.parametrize("values", [[0.015], [0.0, 0.0], [1e-12, 0.015], [0.9, 1.1], [1e-299, 1e99], [0.5, 0.5], []])
+def test_log_axis_holds_its_data_between_a_few_ticks(values):
+    axis = log_axis(values)
+    positive = [v for v in values if v > 0]
+    assert 2 <= len(axis.ticks) <= 9
+    assert 0 < axis.low <= min(positive, default=1)
+    assert axis.high >= max(positive, default=0.1)
+    assert axis.place(0.0) == 0.0
+    assert axis.place(axis.high) == 1.0
+
+
+def test_chart_speaks_to_those_who_cannot_see_it():
+    chart = draw_chart(
+        "Reward", "mean reward", [Line("ours", [1, 2, 3], [0.1, None, 0.9])], references=[Reference(0.5, "bar")]
+    )
+    label = re.search(r'<svg[^>]* role="img" aria-label="([^"]*)"', chart).group(1)
+    assert label == (
+        "Reward. mean reward over training step. ours: from 0.1 to 0.9, lowest 0.1, highest 0.9. Reference line: bar."
+    )
+
+
+def test_lone_point_between_gaps_is_a_dot():
+    chart = draw_chart("t", "y", [Line("ours", [1, 2, 3], [None, 0.5, None])])
+    assert re.search(r'<path d="M500 [\d.]+h0" class="bold s0">', chart)
+
+
+def test_chart_without_a_value_is_not_drawn():
+    assert draw_chart("t", "y", [Line("ours", [1, 2], [None, float("nan")])]) is None
