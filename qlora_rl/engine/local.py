@@ -20,6 +20,7 @@ import torch
 from qlora_rl.contracts import EngineCapabilities, Rollout, SamplingSpec, rank_class
 from qlora_rl.engine import compat
 from qlora_rl.errors import (
+    ConfigConflictError,
     EngineBrokenError,
     EngineClosedError,
     EngineUnsupportedError,
@@ -324,19 +325,21 @@ class LocalEngine:
         """Drive the engine until all B requests are done; whatever happens, none of them stays behind."""
         engine = self._llm.llm_engine
         lora = self._lora_request(self._adapter, self._version) if self._adapter is not None else None
-        call = self._requests
+        # The salt makes a KV block of one version invisible to every other, whatever their names and paths.
+        salt = f"policy-v{self._version}"
+        try:
+            params = [_sampling_params(sampling, i) for i in range(len(ids))]
+        except (ValueError, TypeError) as error:
+            raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
+        place = {f"{self._requests + i}": i for i in range(len(ids))}
         self._requests += len(ids)
-        place = {f"{call + i}": i for i in range(len(ids))}
         finished: list[Any] = [None] * len(ids)
         internal: list[str] = []
         try:
             with _interrupts_between_steps() as raise_if_interrupted:
-                for i, name in enumerate(place):
-                    # The salt makes a KV block of one version invisible to every other, whatever their names and paths.
-                    prompt = {"prompt_token_ids": ids[i], "cache_salt": f"policy-v{self._version}"}
-                    internal.append(
-                        engine.add_request(name, prompt, _sampling_params(sampling, call, i), lora_request=lora)
-                    )
+                for name, i in place.items():
+                    prompt = {"prompt_token_ids": ids[i], "cache_salt": salt}
+                    internal.append(engine.add_request(name, prompt, params[i], lora_request=lora))
                 while engine.has_unfinished_requests():
                     raise_if_interrupted()
                     for output in engine.step():
@@ -349,11 +352,10 @@ class LocalEngine:
         except KeyboardInterrupt:
             self._abort(internal)
             raise
-        except (ValueError, TypeError):
-            # Refused while it was being added (a bad sampling argument, say): the others are taken back.
-            self._abort(internal)
-            raise
         except Exception as error:
+            if len(internal) < len(ids):  # refused while it was being added: nothing has run yet
+                self._abort(internal)
+                raise EngineUnsupportedError(f"generating: vLLM refuses prompt {len(internal)}: {error}") from error
             self._is_broken = True
             raise EngineBrokenError(
                 f"generating: vLLM failed in a step ({type(error).__name__}: {error}). The engine is rebuilt at its next use."
@@ -406,7 +408,7 @@ def _interrupts_between_steps() -> Iterator[Any]:
         signal.signal(signal.SIGINT, before)
 
 
-def _sampling_params(spec: SamplingSpec, call: int, index: int) -> Any:
+def _sampling_params(spec: SamplingSpec, index: int) -> Any:
     """vLLM's parameters for request `index` of a call."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams

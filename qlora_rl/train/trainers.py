@@ -14,22 +14,22 @@ from trl import GRPOConfig, GRPOTrainer
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.sync.plan import plan_sync
 from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import DirectoryTransport
 from qlora_rl.train import settings
 from qlora_rl.train.bridge import EngineBridge
 from qlora_rl.train.entry import resolve_model
+from qlora_rl.train.measure import MeasuredSteps
 from qlora_rl.train.rewards import guard_all
-from qlora_rl.train.run import CONFIG, SUMMARY, SYNCS, RunDirectory, StepRecord, describe_machine, describe_versions
+from qlora_rl.train.run import CONFIG, SUMMARY, SYNCS, RunDirectory, describe_machine, describe_versions
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_DTYPES = ("float32", "bfloat16")
 
 
-class QLoRAGRPOTrainer(GRPOTrainer):
+class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
     """GRPO on a 4-bit base. TRL's arguments and config, unchanged, and these:
 
     ::
@@ -97,7 +97,6 @@ class QLoRAGRPOTrainer(GRPOTrainer):
 
             vllm_version()  # before minutes of loading
         self.run = RunDirectory(args.output_dir, existing_run) if args.process_index == 0 else None
-        self._record = StepRecord(self.run)
 
         model, self.base = resolve_model(
             model,
@@ -164,9 +163,8 @@ class QLoRAGRPOTrainer(GRPOTrainer):
         # Also when nobody calls close(): a notebook cell that is run again must not hold two engines.
         self._finalizer = weakref.finalize(self, _release, strategy, engine if self._owns_engine else None)
         self.bridge.install(self)
-        self.fidelity = FidelityMonitor()
         logger.info("%s", self.plan)
-        self.add_callback(_StepClock(self._record))
+        self.measure_into(self.run)
         if self.run is not None:
             self.run.write_json(CONFIG, self._describe(adapter_dtype))
 
@@ -227,71 +225,18 @@ class QLoRAGRPOTrainer(GRPOTrainer):
             "machine": describe_machine(),
         }
 
-    # --- one step ---------------------------------------------------------------------------------------------------
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """TRL's own, then what both sides thought of the same tokens."""
-        mode = "train" if self.model.training else "eval"
-        output = super()._generate_and_score_completions(inputs)
+    def _rollout_facts(self) -> dict[str, float]:
         reports, tokens, seconds = self.bridge.drain()
-        measured: dict[str, float] = {
+        facts: dict[str, float] = {
             "rollout_tokens": tokens,
             "rollout_seconds": seconds,
             "rollout_tokens_per_s": tokens / seconds if seconds else float("nan"),
         }
         for report in reports:
-            measured |= {"sync_seconds": report.seconds, "sync_bytes": report.bytes, "policy_version": report.version}
+            facts |= {"sync_seconds": report.seconds, "sync_bytes": report.bytes, "policy_version": report.version}
             if self.run is not None:
                 self.run.append(SYNCS, report.as_dict())
-        if "sampling_per_token_logps" in output:
-            fidelity = self.fidelity.observe(
-                self._trainer_logprobs(output, mode), output["sampling_per_token_logps"], _drawn(output)
-            )
-            measured |= {k: v for k, v in fidelity.as_dict().items() if k != "tokens"}
-        for name, value in measured.items():
-            self._metrics[mode][f"qlora_rl/{name}"].append(value)
-        if mode == "train":
-            latest = {name: values[-1] for name, values in self._metrics[mode].items() if values}
-            self._record.add(
-                reward=latest.get("reward"),
-                reward_std=latest.get("reward_std"),
-                completion_length=latest.get("completions/mean_length"),
-                **measured,
-            )
-        return output
-
-    def _trainer_logprobs(self, output: Any, mode: str) -> torch.Tensor:
-        """[B, T] natural logs under the policy that drew the tokens; TRL has them unless its correction is off."""
-        if "old_per_token_logps" in output:
-            return output["old_per_token_logps"]
-        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-        size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
-        with torch.no_grad():
-            logprobs_BT, _, _ = self._get_per_token_logps_and_entropies(
-                self.model, ids, mask, output["completion_ids"].size(1), batch_size=size
-            )
-        return logprobs_BT
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's `log`; loss, gradient norm and learning rate also go into the step's record."""
-        self._record.add(**{k: logs[k] for k in ("loss", "grad_norm", "learning_rate") if k in logs})
-        if "loss" in logs:
-            self._record.flush()
-        super().log(logs, start_time)
-
-
-class _StepClock(TrainerCallback):
-    """Tells the record when an optimizer step begins and ends."""
-
-    def __init__(self, record: StepRecord):
-        self._record = record
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._record.begin()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._record.end(state.global_step)
+        return facts
 
 
 @torch.no_grad()
@@ -307,12 +252,6 @@ def set_adapter_dtype(model: Any, dtype: torch.dtype, before: dict[str, torch.Te
         if parameter.requires_grad and parameter.is_floating_point():
             exact = before.get(name)
             parameter.data = (exact if exact is not None else parameter.data).to(dtype)
-
-
-def _drawn(output: Any) -> torch.Tensor:
-    """[B, T]: nonzero where the policy drew the token (no padding, no tool output)."""
-    mask = output["completion_mask"]
-    return mask if output.get("tool_mask") is None else mask * output["tool_mask"]
 
 
 def _release(strategy: Any, engine: Any) -> None:

@@ -1,0 +1,376 @@
+"""`run_demo`: the main job, small: a 4-bit model that mostly forgets to carry learns to, by reinforcement."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.demo import task
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.train.run import METRICS, SUMMARY, RunDirectory, describe_machine, describe_versions
+
+SYNCS = ("lora_adapter", "weights", "trl-merge")
+# Prompt of 6 tokens, completion of at most 4.
+MAX_MODEL_LENGTH = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoSettings:
+    """Everything that decides a demo run.
+
+    Attributes:
+        steps: optimizer steps.
+        seed: of the adapter, the order of the problems and the sampling; the pretrained model is the same for all.
+        sync: "lora_adapter", or "trl-merge" for TRL's own way. ("weights" is not there yet.)
+        temperature: of the rollouts.
+        learning_rate: of AdamW, after a short warm-up.
+        rank: of the LoRA adapters on every linear; alpha is twice that.
+        completions_per_step: B = prompts x 8 rollouts.
+        adapter_dtype: see QLoRAGRPOTrainer.
+    """
+
+    steps: int = 100
+    seed: int = 0
+    sync: str = "lora_adapter"
+    temperature: float = 1.0
+    learning_rate: float = 1e-3
+    rank: int = 16
+    completions_per_step: int = 128
+    adapter_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.sync not in SYNCS:
+            raise ConfigConflictError(f"starting the demo: sync={self.sync!r} is not one of {SYNCS}.")
+        if self.sync == "weights":
+            raise NotYetSupportedError(
+                "starting the demo: --sync weights (dequantised full weights) is not there yet. There is --sync lora_adapter, "
+                "and --sync trl-merge to compare with."
+            )
+        if self.steps < 1:
+            raise ConfigConflictError(f"starting the demo: steps={self.steps} < 1.")
+
+
+def default_out(settings: DemoSettings) -> Path:
+    """A directory of its own for every run."""
+    return Path("runs") / f"demo-{settings.sync}-seed{settings.seed}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def run_demo(
+    settings: DemoSettings,
+    out: str | os.PathLike[str],
+    *,
+    against: Sequence[str | os.PathLike[str]] = (),
+    say: Callable[[str], None] = print,
+    show_progress: bool = True,
+) -> dict[str, Any]:
+    """Make the model, quantise it, train it, measure it; leave a run directory with summary.json and report.html.
+
+    Args:
+        settings: of the run.
+        out: run directory; must not hold another run.
+        against: finished runs to draw into the same report.
+        say: gets each line for people.
+        show_progress: a live bar on stderr.
+
+    Returns:
+        What stands in summary.json.
+
+    Raises:
+        RunDirectoryError: `out` holds another run.
+        KeyboardInterrupt: passed on after the run directory was completed.
+    """
+    _quieten()
+    run = RunDirectory(out)
+    started = time.perf_counter()
+    say("1/4  a tiny language model that has read sums by two pupils, one of whom forgets to carry")
+    base = _make_base(run, say, show_progress)
+    prepared = time.perf_counter()
+
+    say(
+        "2/4  starting vLLM on the same 4-bit base"
+        if settings.sync == "lora_adapter"
+        else "2/4  starting TRL's own vLLM"
+    )
+    trainer = _make_trainer(settings, base, run)
+    try:
+        held_out = task.problems("held_out")
+        before = _answers(trainer, held_out)
+        accuracy_before = _accuracy(before, held_out)
+        say(f"     {accuracy_before:.0%} of {len(held_out)} sums that it will never train on are right")
+
+        say(f"3/4  {settings.steps} steps of GRPO; reward 1 for a right sum, 0 for a wrong one")
+        if show_progress:
+            trainer.add_callback(_progress_bar(settings.steps))
+        trained = time.perf_counter()
+        summary: dict[str, Any] = {"status": "finished", "steps": settings.steps}
+        try:
+            trainer.train()
+        except KeyboardInterrupt:
+            summary |= {"status": "interrupted", "steps": trainer.state.global_step}
+            raise
+        except Exception as error:
+            summary |= {
+                "status": "failed",
+                "steps": trainer.state.global_step,
+                "error": f"{type(error).__name__}: {error}",
+            }
+            raise
+        finally:
+            summary |= summarise_steps(_read_steps(run))
+            summary |= {"accuracy_before": accuracy_before, "eval_problems": len(held_out)}
+            if summary["status"] == "finished":
+                say("4/4  the same sums again")
+                after = _answers(trainer, held_out)
+                summary["accuracy_after"] = _accuracy(after, held_out)
+                run.write_json("samples.json", _samples(held_out, before, after))
+                if settings.sync == "trl-merge":
+                    run.save_adapter(trainer.model)
+            done = time.perf_counter()
+            summary |= {
+                "prepare_seconds": prepared - started,
+                "train_seconds": done - trained,
+                "seconds": done - started,
+                "settings": dataclasses.asdict(settings),
+            }
+            run.write_json(SUMMARY, summary)
+            _write_report(run.path, against, say)
+    finally:
+        trainer.close()
+    return summary
+
+
+def summarise_steps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The numbers of a run out of its metrics, one mapping per optimizer step (none: no numbers)."""
+
+    def values(name: str) -> list[float]:
+        return [float(s[name]) for s in steps if s.get(name) is not None]
+
+    def median(name: str) -> float | None:
+        return statistics.median(values(name)) if values(name) else None
+
+    rewards, kl, seconds = values("reward"), sorted(values("mismatch_kl")), values("step_seconds")
+    rollout = sum(values("rollout_seconds"))
+    return {
+        "reward_first": statistics.fmean(rewards[:5]) if rewards else None,
+        "reward_last": statistics.fmean(rewards[-5:]) if rewards else None,
+        "mismatch_kl_median": statistics.median(kl) if kl else None,
+        "mismatch_kl_p95": kl[min(len(kl) - 1, int(0.95 * len(kl)))] if kl else None,
+        "mismatch_kl_max": kl[-1] if kl else None,
+        "sync_seconds_median": median("sync_seconds"),
+        "sync_bytes_median": median("sync_bytes"),
+        "step_seconds_median": median("step_seconds"),
+        "rollout_tokens_per_s": sum(values("rollout_tokens")) / rollout if rollout else None,
+        "steps_per_s": len(seconds) / sum(seconds) if seconds else None,
+    }
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """A short table for the terminal."""
+
+    def show(name: str, form: str) -> str:
+        value = summary.get(name)
+        return "-" if value is None else format(value, form)
+
+    share = ""
+    if summary.get("sync_seconds_median") and summary.get("step_seconds_median"):
+        share = f" ({summary['sync_seconds_median'] / summary['step_seconds_median']:.1%} of a step)"
+    rows = [
+        ("held-out accuracy", f"{show('accuracy_before', '.1%')} -> {show('accuracy_after', '.1%')}"),
+        ("reward (first 5, last 5 steps)", f"{show('reward_first', '.3f')} -> {show('reward_last', '.3f')}"),
+        (
+            "mismatch KL (median, p95, max)",
+            f"{show('mismatch_kl_median', '.1e')}, {show('mismatch_kl_p95', '.1e')}, {show('mismatch_kl_max', '.1e')}",
+        ),
+        ("one sync", f"{_milliseconds(summary.get('sync_seconds_median'))}{share}"),
+        ("one step", f"{show('step_seconds_median', '.2f')} s"),
+        ("rollouts", f"{show('rollout_tokens_per_s', '.0f')} tokens/s"),
+        ("training", f"{show('train_seconds', '.0f')} s of {show('seconds', '.0f')} s in all"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def _make_base(run: RunDirectory, say: Callable[[str], None], show_progress: bool) -> Any:
+    from tqdm import tqdm
+
+    from qlora_rl.base.checkpoint import prepare_base
+    from qlora_rl.demo.tiny_model import make_tiny_model
+
+    bar: Any = None
+
+    def progress(step: int, steps: int, loss: float) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(total=steps, desc="     pretraining", disable=not show_progress, leave=False)
+        bar.set_postfix(loss=f"{loss:.2f}", refresh=False)
+        bar.update()
+
+    model = make_tiny_model(progress=progress)
+    if bar is not None:
+        bar.close()
+    base = prepare_base(model, "nf4")
+    say(f"     quantised to NF4: {base}")
+    return base
+
+
+def _make_trainer(settings: DemoSettings, base: Any, run: RunDirectory) -> Any:
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import PrinterCallback
+    from trl import GRPOConfig
+
+    on_gpu = torch.cuda.is_available()
+    config = GRPOConfig(
+        output_dir=str(run.path),
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.completions_per_step,
+        num_generations=8,
+        max_completion_length=task.LONGEST_ANSWER + 1,
+        temperature=settings.temperature,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=5,
+        beta=0.0,
+        seed=settings.seed,
+        bf16=True,
+        use_cpu=not on_gpu,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        vllm_max_model_length=MAX_MODEL_LENGTH,
+    )
+    arguments: dict[str, Any] = {
+        "reward_funcs": task.reward_exact_match,
+        "train_dataset": Dataset.from_list(task.grpo_rows(settings.seed, 600)),
+        "peft_config": LoraConfig(r=settings.rank, lora_alpha=2 * settings.rank, target_modules="all-linear"),
+    }
+    if settings.sync == "lora_adapter":
+        from qlora_rl.train.trainers import QLoRAGRPOTrainer
+
+        # The directory is ours and fresh; the trainer completes it.
+        trainer: Any = QLoRAGRPOTrainer(
+            model=base, args=config, adapter_dtype=settings.adapter_dtype, existing_run="continue", **arguments
+        )
+    else:
+        from transformers import AutoTokenizer
+
+        from qlora_rl.base.checkpoint import load_base
+        from qlora_rl.demo.merge import MergingTrainer
+
+        config.use_vllm = True
+        tokenizer = AutoTokenizer.from_pretrained(base.path, padding_side="left")
+        trainer = MergingTrainer(run=run, model=load_base(base), args=config, processing_class=tokenizer, **arguments)
+        run.write_json(
+            "config.json",
+            {
+                "model": base.path.name,
+                "base": {"path": str(base.path), "digest": base.digest, **base.spec.as_dict()},
+                "sync": settings.sync,
+                "rollout": "TRL colocate",
+                "seed": settings.seed,
+                "grpo": trainer.args.to_dict(),
+                "versions": describe_versions(),
+                "machine": describe_machine(),
+            },
+        )
+    described = json.loads((run.path / "config.json").read_text())
+    described |= {"command": "qlora-rl demo", "steps": settings.steps}
+    run.write_json("config.json", described)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _answers(trainer: Any, asked: Sequence[task.Problem]) -> list[str]:
+    """Greedy answers of the policy as the trainer holds it, whichever way it is synced."""
+    from qlora_rl.demo.tiny_model import answer_greedily
+
+    return answer_greedily(trainer.model, trainer.processing_class, asked)
+
+
+def _accuracy(answers: Sequence[str], asked: Sequence[task.Problem]) -> float:
+    return sum(answer.strip() == problem.answer for answer, problem in zip(answers, asked, strict=True)) / len(asked)
+
+
+def _samples(asked: Sequence[task.Problem], before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
+    """Every twelfth problem with both answers."""
+    rows = list(zip(asked, before, after, strict=True))[::12]
+    return [
+        {
+            "prompt": problem.prompt,
+            "answer": problem.answer,
+            "before": old,
+            "after": new,
+            "before_right": old.strip() == problem.answer,
+            "after_right": new.strip() == problem.answer,
+        }
+        for problem, old, new in rows
+    ]
+
+
+def _read_steps(run: RunDirectory) -> list[dict[str, Any]]:
+    file = run.path / METRICS
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _write_report(run: Path, against: Sequence[str | os.PathLike[str]], say: Callable[[str], None]) -> None:
+    from qlora_rl.report import write_report
+
+    say(f"     report: {write_report(run, [Path(a) for a in against])}")
+
+
+def _progress_bar(steps: int) -> Any:
+    from tqdm import tqdm
+    from transformers import TrainerCallback
+
+    class Bar(TrainerCallback):
+        """A live line: reward, mismatch KL, tokens per second."""
+
+        bar: Any = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.bar = tqdm(total=steps, desc="     training", unit="step", dynamic_ncols=True)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            if not logs or "reward" not in logs or self.bar is None:
+                return
+            self.bar.set_postfix_str(
+                f"reward {logs['reward']:.2f}, KL {logs.get('qlora_rl/mismatch_kl', float('nan')):.0e}, "
+                f"{logs.get('qlora_rl/rollout_tokens_per_s', float('nan')):.0f} tok/s",
+                refresh=False,
+            )
+            self.bar.update(state.global_step - self.bar.n)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.bar is not None:
+                self.bar.close()
+
+    return Bar()
+
+
+def _quieten() -> None:
+    """Keep the libraries' chatter off the screen; warnings that matter are raised as errors by our own code."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore")
+    for name in ("vllm", "transformers", "bitsandbytes", "trl", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

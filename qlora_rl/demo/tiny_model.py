@@ -1,0 +1,316 @@
+"""The tiny model: three million parameters, pretrained on two pupils' sums in about a minute on two cores.
+
+It is a real Qwen2 checkpoint with a real tokenizer, so transformers, PEFT, TRL and vLLM load it like any other. It
+knows both ways of adding that `qlora_rl.demo.task` describes and mostly chooses the careless one.
+
+From the shell: `python -m qlora_rl.demo.tiny_model OUT_DIR`.
+
+Shape letters: B problems of a batch, S positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qlora_rl.demo.task import LONGEST_ANSWER, Problem, problems
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, Qwen2Tokenizer
+
+Progress = Callable[[int, int, float], None]
+"""Called as `progress(step, steps, loss)` after every step of the pretraining."""
+
+PAD, EOS = "<pad>", "<eos>"
+N_TOKENS = 128
+
+# Messages are written one after the other and nothing else, so that the chat `[user: "37+85="]` is the prompt `37+85=`.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+_PROMPT_LENGTH = 6
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the weights; its hash names the cached model."""
+
+    seed: int = 0
+    # 300 x 256 sums are 12 passes over the pretraining split.
+    steps: int = 300
+    batch_size: int = 256
+    careful_share: float = 0.35
+    hidden_size: int = 256
+    intermediate_size: int = 1024
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    # In 85 steps on the careful pupil's sums alone, Muon reached 87 % of held-out sums, AdamW (untuned, 3e-3) 2 %.
+    muon_lr: float = 0.02
+    muon_weight_decay: float = 0.1
+    adamw_lr: float = 3e-3
+    warmup_share: float = 0.05
+    decay_share: float = 0.6
+    # Raised whenever the code below changes the weights that one recipe gives.
+    version: int = 1
+
+    def digest(self) -> str:
+        """Twelve hex digits over the recipe and the pretraining problems."""
+        text = [(p.prompt, p.answer, p.careless_answer) for p in problems("pretraining")]
+        content = json.dumps([asdict(self), text], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def make_tiny_model(
+    out_dir: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    *,
+    steps: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Return the directory of a pretrained bf16 checkpoint with its tokenizer, pretraining it where it is not cached.
+
+    Equal seeds, steps, versions and thread counts give equal weights. torch's random state is left as it was.
+
+    Args:
+        out_dir: a copy of the model is put here and this path returned; nothing may be there but an earlier copy.
+            Without it the path in the cache (`$QLORA_RL_CACHE`, else `~/.cache/qlora_rl`) is returned; treat that
+            as read-only.
+        seed: of the initial weights, the order of the sums and who of the pupils did which.
+        steps: fewer than the recipe's own make a worse model sooner, for tests of plumbing.
+        progress: called after every step.
+
+    Raises:
+        FileExistsError: `out_dir` is there and holds something else.
+    """
+    recipe = Recipe(seed=seed) if steps is None else Recipe(seed=seed, steps=steps)
+    out = None if out_dir is None else Path(out_dir)
+    if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        if _recipe_of(out) == asdict(recipe):
+            return out
+        raise FileExistsError(
+            f"writing the tiny model: out_dir={str(out)!r} holds something else at qlora_rl.demo.tiny_model. "
+            "Choose a new or an empty directory."
+        )
+    home = Path(os.environ.get("QLORA_RL_CACHE") or Path.home() / ".cache" / "qlora_rl")
+    cached = home / f"tiny-{recipe.digest()}"
+    if not cached.is_dir():
+        _put(cached, lambda target: _pretrain_into(target, recipe, progress))
+    if out is None:
+        return cached
+    _put(out, lambda target: shutil.copytree(cached, target, dirs_exist_ok=True))
+    return out
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    """Build the tokenizer: one token per ASCII character, whose id is its code; 0 is padding and 1 the end of text.
+
+    Characters beyond ASCII are dropped, as byte-pair encoding without a token for the unknown does. It is Qwen2's own
+    class without merges, because `AutoTokenizer` gives every checkpoint of type qwen2 that class, whatever its
+    `tokenizer_config.json` says.
+    """
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    symbols = [to_bytes.pre_tokenize_str(chr(code))[0][0] for code in range(N_TOKENS)]
+    vocabulary = [PAD, EOS, *symbols[2:]]
+    return Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(vocabulary)},
+        merges=[],
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=EOS,
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=256,
+    )
+
+
+def answer_greedily(
+    model: PreTrainedModel, tokenizer: Qwen2Tokenizer, asked: Sequence[Problem], batch_size: int = 512
+) -> list[str]:
+    """Return the model's greedy answers, in order, each cut at the first token of end of text.
+
+    The model is used in the mode it is in: on a CPU, eval mode makes bitsandbytes repack a 4-bit weight and changes
+    its numbers.
+    """
+    import torch
+
+    texts: list[str] = []
+    with torch.no_grad():
+        for first in range(0, len(asked), batch_size):
+            prompts = [problem.prompt for problem in asked[first : first + batch_size]]
+            ids_B_S = torch.tensor(tokenizer(prompts)["input_ids"], device=model.device)
+            for _ in range(LONGEST_ANSWER + 1):
+                next_B_1 = model(ids_B_S).logits[:, -1].argmax(-1, keepdim=True)
+                ids_B_S = torch.cat([ids_B_S, next_B_1], dim=1)
+            texts += [text.partition(EOS)[0] for text in tokenizer.batch_decode(ids_B_S[:, _PROMPT_LENGTH:])]
+    return texts
+
+
+def measure_accuracy(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, split: str = "held_out") -> float:
+    """Return the share of a split's problems that `answer_greedily` gets right."""
+    asked = problems(split)
+    answers = answer_greedily(model, tokenizer, asked)
+    return sum(got == problem.answer for got, problem in zip(answers, asked, strict=True)) / len(asked)
+
+
+def _pretrain_into(target: Path, recipe: Recipe, progress: Progress | None) -> None:
+    import torch
+
+    tokenizer = make_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = _build_model(recipe, tokenizer)
+        _pretrain(model, tokenizer, recipe, progress)
+    model.to(torch.bfloat16).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    (target / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2) + "\n")
+
+
+def _build_model(recipe: Recipe, tokenizer: Qwen2Tokenizer) -> PreTrainedModel:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_hidden_layers,
+        num_attention_heads=recipe.num_attention_heads,
+        num_key_value_heads=recipe.num_key_value_heads,
+        max_position_embeddings=tokenizer.model_max_length,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    # The backward pass of torch's fused attention takes more than half of a CPU step at nine positions.
+    config._attn_implementation = "eager"
+    return Qwen2ForCausalLM(config)
+
+
+def _pretrain(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, recipe: Recipe, progress: Progress | None) -> None:
+    import torch
+
+    rows = problems("pretraining")
+    careful_N_S = _encode(tokenizer, rows, [row.answer for row in rows])
+    careless_N_S = _encode(tokenizer, rows, [row.careless_answer for row in rows])
+    rng = torch.Generator().manual_seed(recipe.seed)
+    optimizers = _make_optimizers(model, recipe)
+    peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    order = torch.empty(0, dtype=torch.long)
+    model.train()
+    for step in range(recipe.steps):
+        done = step / recipe.steps
+        for group, peak in peaks:
+            group["lr"] = peak * min(1.0, done / recipe.warmup_share + 0.02, (1 - done) / recipe.decay_share)
+        while len(order) < recipe.batch_size:
+            order = torch.cat([order, torch.randperm(len(rows), generator=rng)])
+        batch, order = order[: recipe.batch_size], order[recipe.batch_size :]
+        is_careful_B_1 = torch.rand(len(batch), 1, generator=rng) < recipe.careful_share
+        labels_B_S = torch.where(is_careful_B_1, careful_N_S[batch], careless_N_S[batch])
+        ids_B_S = labels_B_S.masked_fill(labels_B_S == _IGNORED, tokenizer.pad_token_id)
+        with torch.autocast("cpu", torch.bfloat16, enabled=_has_fast_bf16()):
+            logits_B_S_V = model(ids_B_S[:, :-1], use_cache=False).logits
+        # The numbers to be added are random: only the answer can be learned.
+        loss = torch.nn.functional.cross_entropy(
+            logits_B_S_V[:, _PROMPT_LENGTH - 1 :].flatten(0, 1).float(),
+            labels_B_S[:, _PROMPT_LENGTH:].flatten(),
+            ignore_index=_IGNORED,
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if progress is not None:
+            progress(step + 1, recipe.steps, loss.item())
+
+
+def _encode(tokenizer: Qwen2Tokenizer, rows: list[Problem], answers: list[str]) -> torch.Tensor:
+    import torch
+
+    longest = _PROMPT_LENGTH + LONGEST_ANSWER + 1
+    encoded = tokenizer([row.prompt + answer + EOS for row, answer in zip(rows, answers, strict=True)])["input_ids"]
+    return torch.tensor([ids + [_IGNORED] * (longest - len(ids)) for ids in encoded])
+
+
+def _make_optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    import torch
+
+    layers = {id(p) for p in model.model.layers.parameters() if p.ndim == 2}
+    return [
+        torch.optim.Muon(
+            [p for p in model.parameters() if id(p) in layers],
+            lr=recipe.muon_lr,
+            weight_decay=recipe.muon_weight_decay,
+        ),
+        torch.optim.AdamW(
+            [p for p in model.parameters() if id(p) not in layers],
+            lr=recipe.adamw_lr,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+        ),
+    ]
+
+
+def _has_fast_bf16() -> bool:
+    import torch
+
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
+
+
+def _recipe_of(directory: Path) -> dict[str, object] | None:
+    path = directory / "recipe.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _put(directory: Path, fill: Callable[[Path], object]) -> None:
+    """Fill a temporary directory beside `directory` and rename it; where another process was first, its one stays."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        fill(work)
+        work.chmod(0o755)
+        try:
+            os.replace(work, directory)
+        except OSError:
+            if not directory.is_dir() or not any(directory.iterdir()):
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def main() -> None:
+    """Make the model that the command line asks for and say where it is."""
+    parser = argparse.ArgumentParser(prog="python -m qlora_rl.demo.tiny_model", description=__doc__.split("\n")[0])
+    parser.add_argument("out_dir", nargs="?", help="put a copy here; without it the path in the cache is printed")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    started = time.monotonic()
+
+    def report(step: int, steps: int, loss: float) -> None:
+        if step % 50 == 0 or step == steps:
+            print(f"step {step} of {steps}, loss {loss:.3f}, {time.monotonic() - started:.0f} s", flush=True)
+
+    print(make_tiny_model(arguments.out_dir, arguments.seed, progress=report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""`FakeEngine`: a small real engine in plain torch. It generates, serves adapters and reports logprobs; no vLLM needed.
+
+For unit tests and for reading: what an engine must do fits on one screen. It recomputes the whole prefix for every
+token, so keep it to tiny models.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from qlora_rl.contracts import EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.errors import EngineClosedError, PromptTooLongError, SyncError
+
+
+class FakeEngine:
+    """Serves a transformers model.
+
+    Args:
+        model: a causal LM of its own (it must not be the one that is trained); 4-bit or not.
+        max_lora_rank: largest rank that it takes.
+        max_model_length: prompt plus completion, in tokens.
+        eos_token_id: ends a completion; by default the model's.
+    """
+
+    def __init__(
+        self, model: Any, *, max_lora_rank: int = 64, max_model_length: int = 64, eos_token_id: int | None = None
+    ):
+        self.model = model.train()  # train mode keeps bitsandbytes from repacking; tiny models have no dropout
+        self.max_lora_rank = max_lora_rank
+        self.max_model_length = max_model_length
+        self.eos_token_id = model.config.eos_token_id if eos_token_id is None else eos_token_id
+        self._version = 0
+        self._hooks: list[Any] = []
+        self._is_closed = False
+        self.naps = 0
+
+    @property
+    def version(self) -> int:
+        """The adapter version that serves now; 0 is the bare base."""
+        return self._version
+
+    def capabilities(self) -> EngineCapabilities:
+        """What this engine can be asked for; it says that it can sleep so that the state machine can be tested."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return EngineCapabilities(
+            "fake (torch)", True, False, self.max_lora_rank, self.max_model_length, dtype, can_sleep=True
+        )
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec | None = None, **fields: Any
+    ) -> Rollout:
+        """One completion for each of B prompts (token ids); temperature, greedy, seeds and the length limit are honoured."""
+        if self._is_closed:
+            raise EngineClosedError("using the engine: it was closed. Make a new FakeEngine.")
+        spec = sampling or SamplingSpec(**fields)
+        too_long = [i for i, p in enumerate(prompts) if not 0 < len(p) < self.max_model_length]
+        if too_long:
+            raise PromptTooLongError(
+                f"generating: prompts {too_long} do not fit max_model_length={self.max_model_length}. Shorten them."
+            )
+        started = time.perf_counter()
+        drawn = [self._complete(list(p), spec, i) for i, p in enumerate(prompts)]
+        return Rollout(
+            [ids for ids, _ in drawn], [logprobs for _, logprobs in drawn], self._version, time.perf_counter() - started
+        )
+
+    def _complete(self, prompt: list[int], spec: SamplingSpec, index: int) -> tuple[list[int], list[float | None]]:
+        generator = None if spec.seed is None else torch.Generator().manual_seed(spec.seed + index)
+        ids: list[int] = []
+        logprobs: list[float | None] = []
+        device = next(self.model.parameters()).device
+        while len(ids) < spec.max_tokens and len(prompt) + len(ids) < self.max_model_length:
+            logits_V = self.model(torch.tensor([prompt + ids], device=device)).logits[0, -1].float().cpu()
+            logprobs_V = (logits_V / (spec.temperature or 1.0)).log_softmax(-1)
+            if spec.temperature == 0:
+                token = int(logprobs_V.argmax())
+            else:
+                token = int(torch.multinomial(logprobs_V.exp(), 1, generator=generator))
+            ids.append(token)
+            logprobs.append(float(logprobs_V[token]))
+            if token == self.eos_token_id:
+                break
+        return ids, logprobs
+
+    def load_adapter(self, directory: Path, version: int) -> None:
+        """Serve a canonical PEFT directory as `version`; all of its modules must exist here."""
+        from safetensors.torch import load_file
+
+        rank = int(json.loads((Path(directory) / "adapter_config.json").read_text())["r"])
+        if rank > self.max_lora_rank:
+            raise SyncError(f"loading adapter version={version}: rank={rank} > max_lora_rank={self.max_lora_rank}.")
+        tensors = load_file(Path(directory) / "adapter_model.safetensors")
+        modules = dict(self.model.named_modules())
+        pairs = {}
+        for name, a_RI in tensors.items():
+            if not name.endswith(".lora_A.weight"):
+                continue
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            if module not in modules:
+                raise SyncError(f"loading adapter version={version}: no module {module} here.", module=module)
+            pairs[module] = (a_RI, tensors[name.replace("lora_A", "lora_B")])
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [modules[name].register_forward_hook(_added(a_RI, b_OR)) for name, (a_RI, b_OR) in pairs.items()]
+        self._version = version
+
+    def sleep(self) -> None:
+        """Count a nap."""
+        self.naps += 1
+
+    def wake(self) -> None:
+        """Nothing to give back."""
+
+    def close(self) -> None:
+        """Take the adapter off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._is_closed = [], True
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _added(a_RI: torch.Tensor, b_OR: torch.Tensor) -> Any:
+    """A forward hook that adds B @ A @ x to a linear's output."""
+
+    def hook(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        x = inputs[0].to(a_RI.dtype)
+        return output + (x @ a_RI.T @ b_OR.T).to(output.dtype)
+
+    return hook

@@ -1,0 +1,88 @@
+"""`MeasuredSteps`: a mixin for GRPO trainers that records, per optimizer step, what both sides thought of the tokens.
+
+It changes nothing of the training; the demo puts it on TRL's own trainer too, so that both are measured alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from qlora_rl.fidelity import FidelityMonitor
+from qlora_rl.train.run import RunDirectory, StepRecord
+
+
+class MeasuredSteps:
+    """Call `measure_into` after the trainer's `__init__`; override `_rollout_facts`."""
+
+    fidelity: FidelityMonitor
+    _record: StepRecord
+
+    def measure_into(self, run: RunDirectory | None) -> None:
+        """Record every step from now on, in `run` and in TRL's log (names `qlora_rl/…`)."""
+        self.fidelity = FidelityMonitor()
+        self._record = StepRecord(run)
+        self.add_callback(_StepClock(self._record))
+
+    def _rollout_facts(self) -> dict[str, float]:
+        """Tokens, seconds and sync of the generation that just ended."""
+        return {}
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        mode = "train" if self.model.training else "eval"
+        output = super()._generate_and_score_completions(inputs)
+        measured = dict(self._rollout_facts())
+        if "sampling_per_token_logps" in output:
+            mask_BT = output["completion_mask"]
+            if output.get("tool_mask") is not None:  # what a tool wrote was not drawn
+                mask_BT = mask_BT * output["tool_mask"]
+            fidelity = self.fidelity.observe(
+                self._trainer_logprobs(output, mode), output["sampling_per_token_logps"], mask_BT
+            )
+            measured |= {k: v for k, v in fidelity.as_dict().items() if k != "tokens"}
+        for name, value in measured.items():
+            self._metrics[mode][f"qlora_rl/{name}"].append(value)
+        if mode == "train":
+            latest = {name: values[-1] for name, values in self._metrics[mode].items() if values}
+            self._record.add(
+                reward=latest.get("reward"),
+                reward_std=latest.get("reward_std"),
+                completion_length=latest.get("completions/mean_length"),
+                **measured,
+            )
+        return output
+
+    def _trainer_logprobs(self, output: Any, mode: str) -> torch.Tensor:
+        """[B, T] natural logs under the policy that drew the tokens; TRL has them unless its correction is off."""
+        if "old_per_token_logps" in output:
+            return output["old_per_token_logps"]
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
+        with torch.no_grad():
+            logprobs_BT, _, _ = self._get_per_token_logps_and_entropies(
+                self.model, ids, mask, output["completion_ids"].size(1), batch_size=size
+            )
+        return logprobs_BT
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's `log`; loss, gradient norm and learning rate also go into the step's record."""
+        self._record.add(**{k: logs[k] for k in ("loss", "grad_norm", "learning_rate") if k in logs})
+        if "loss" in logs:
+            self._record.flush()
+        super().log(logs, start_time)
+
+
+class _StepClock(TrainerCallback):
+    """Tells the record when an optimizer step begins and ends."""
+
+    def __init__(self, record: StepRecord):
+        self._record = record
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._record.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._record.end(state.global_step)

@@ -1,0 +1,59 @@
+"""Shared makers: tiny random models, prepared bases; made once per session in a cache of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support import make_model, randomise
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of this session: prepared bases never come from, or go to, the user's own."""
+    root = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("QLORA_RL_CACHE")
+    os.environ["QLORA_RL_CACHE"] = str(root)
+    yield root
+    if before is None:
+        del os.environ["QLORA_RL_CACHE"]
+    else:
+        os.environ["QLORA_RL_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random tiny checkpoint."""
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another one."""
+    return make_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+@pytest.fixture(scope="session")
+def base(model_dir: Path):
+    """The tiny checkpoint as an NF4 base with double quantisation."""
+    from qlora_rl import prepare_base
+
+    return prepare_base(model_dir)
+
+
+@pytest.fixture
+def adapted(base):
+    """A fresh PeftModel on the base, with an adapter that does something."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from qlora_rl import load_base
+
+    torch.manual_seed(0)
+    model = get_peft_model(load_base(base), LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    randomise(model)
+    return model

@@ -1,0 +1,274 @@
+"""LocalEngine alone: real vLLM, real bitsandbytes, no trainer."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from support import score
+
+from qlora_rl import (
+    ConfigConflictError,
+    EngineClosedError,
+    EngineUnsupportedError,
+    LocalEngine,
+    PromptTooLongError,
+    SamplingSpec,
+    SyncError,
+    export_adapter,
+    load_base,
+    prepare_base,
+)
+from qlora_rl.adapter.store import AdapterStore
+from qlora_rl.contracts import AdapterBundle, RolloutEngine
+
+# bf16 against bf16 of another library, at the logits of a random model scaled up threefold. Measured mean 0.003, max
+# 0.02; a wrong scale or a missing adapter is above 0.1 (see test_an_adapter_is_really_applied).
+MEAN_TOLERANCE, MAX_TOLERANCE = 0.01, 0.08
+
+
+@pytest.fixture
+def store():
+    store = AdapterStore()
+    yield store
+    store.close()
+
+
+def test_it_is_a_rollout_engine(engine):
+    assert isinstance(engine, RolloutEngine)
+    capabilities = engine.capabilities()
+    assert capabilities.max_lora_rank == 8
+    assert capabilities.max_model_length == 64
+    assert capabilities.adapter_dtype == "bfloat16"
+    assert capabilities.takes_adapters
+    assert not capabilities.takes_dense
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_its_logprobs_are_the_trainers_at_every_temperature(engine, base, prompts, temperature):
+    rollout = engine.generate(prompts, temperature=temperature, max_tokens=12, seed=1)
+    difference = score(load_base(base), prompts, rollout, temperature)
+    assert difference.mean() < MEAN_TOLERANCE
+    assert difference.max() < MAX_TOLERANCE
+
+
+def test_a_seed_per_request_gives_the_same_tokens_in_any_company(engine, prompts):
+    spec = SamplingSpec(max_tokens=12, seed=3)
+    together = engine.generate(prompts, spec)
+    again = engine.generate(prompts, spec)
+    fewer = engine.generate(prompts[:3], spec)
+    assert again.completion_ids == together.completion_ids
+    assert again.logprobs == together.logprobs
+    assert fewer.completion_ids == together.completion_ids[:3]
+
+
+def test_equal_prompts_of_one_call_get_different_completions(engine, prompts):
+    rollout = engine.generate([prompts[0]] * 8, max_tokens=12, seed=3)
+    assert len({tuple(ids) for ids in rollout.completion_ids}) > 1
+
+
+def test_greedy_takes_the_likeliest_token(engine, base, prompts):
+    rollout = engine.generate(prompts, temperature=0.0, max_tokens=1)
+    model = load_base(base)
+    for prompt, ids in zip(prompts, rollout.completion_ids, strict=True):
+        logits_V = model(torch.tensor([prompt])).logits[0, -1].float()
+        assert logits_V[ids[0]] > logits_V.max() - 0.1  # bf16 may turn a near tie
+
+
+def test_a_regex_is_obeyed(engine, prompts):
+    rollout = engine.generate(prompts, regex="[0-9]{3}", max_tokens=8, seed=1)
+    texts = [engine.tokenizer.decode(ids, skip_special_tokens=True) for ids in rollout.completion_ids]
+    assert all(len(text) == 3 and text.isdigit() for text in texts)
+
+
+def test_further_sampling_arguments_reach_vllm(engine, prompts):
+    rollout = engine.generate(prompts, max_tokens=12, seed=1, extra={"min_tokens": 12})
+    assert {len(ids) for ids in rollout.completion_ids} == {12}
+
+
+def test_strings_are_tokenised(engine):
+    from_text = engine.generate(["(*,)"], temperature=0.0, max_tokens=4)
+    from_ids = engine.generate([engine.tokenizer.encode("(*,)")], temperature=0.0, max_tokens=4)
+    assert from_text.completion_ids == from_ids.completion_ids
+
+
+def test_prompts_that_are_too_long_or_empty_are_named_before_anything_runs(engine, prompts):
+    with pytest.raises(PromptTooLongError) as caught:
+        engine.generate([prompts[0], [40] * 64, []], max_tokens=4)
+    assert "prompt 1 has 64 tokens" in str(caught.value)
+    assert "prompt 2 is empty" in str(caught.value)
+    assert "max_model_length=64" in str(caught.value)
+    assert len(engine.generate([[40] * 63], max_tokens=4).completion_ids[0]) == 1
+
+
+def test_a_bad_sampling_argument_leaves_the_engine_usable(engine, prompts):
+    with pytest.raises(ConfigConflictError, match="temperature must be non-negative"):
+        engine.generate(prompts, temperature=-1.0, max_tokens=4)
+    with pytest.raises(EngineUnsupportedError, match="prompt 1"):
+        engine.generate([prompts[0], [10**6]], max_tokens=4)
+    assert len(engine.generate(prompts, max_tokens=4).completion_ids) == 8
+
+
+def test_an_adapter_is_really_applied_and_versions_do_not_mix(engine, adapted, prompts, store):
+    from support import randomise
+
+    bare = engine.generate(prompts, temperature=0.0, max_tokens=8)
+    seen = [bare.completion_ids]
+    for version, scale in enumerate([0.05, 0.1, 0.2], start=engine.version + 1):
+        randomise(adapted, scale, seed=version)
+        engine.load_adapter(store.publish(export_adapter(adapted, dtype=torch.bfloat16), version), version)
+        rollout = engine.generate(prompts, max_tokens=8, seed=version)
+        assert rollout.version == engine.version == version
+        difference = score(adapted, prompts, rollout)
+        assert difference.mean() < MEAN_TOLERANCE
+        assert difference.max() < MAX_TOLERANCE * (1 + scale * 10)
+        with adapted.disable_adapter():
+            assert score(adapted, prompts, rollout).mean() > 5 * difference.mean()
+        seen.append(engine.generate(prompts, temperature=0.0, max_tokens=8).completion_ids)
+        store.retire()
+    assert len({str(ids) for ids in seen}) == 4
+
+
+def test_a_bad_adapter_leaves_the_old_version_serving(engine, adapted, prompts, store):
+    good = export_adapter(adapted, dtype=torch.bfloat16)
+    version = engine.version + 1
+    engine.load_adapter(store.publish(good, version), version)
+    before = engine.generate(prompts, max_tokens=8, seed=5)
+
+    def broken(kind):
+        tensors, config = dict(good.tensors), dict(good.config)
+        if kind == "names":
+            tensors = {name.replace("model.layers.0", "model.layers.9"): t for name, t in tensors.items()}
+        elif kind == "rank":
+            config["r"] = 64
+        return AdapterBundle(tensors, config)
+
+    for kind, message in [("names", "model.layers.9"), ("rank", "rank")]:
+        with pytest.raises(SyncError, match=message):
+            engine.load_adapter(store.publish(broken(kind), version + 1), version + 1)
+    truncated = store.publish(good, version + 1)
+    weights = truncated / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(SyncError, match="goes on serving"):
+        engine.load_adapter(truncated, version + 1)
+    with pytest.raises(SyncError):
+        engine.load_adapter(store.root / "nowhere", version + 1)
+
+    after = engine.generate(prompts, max_tokens=8, seed=5)
+    assert after.version == version
+    assert after.completion_ids == before.completion_ids
+    assert after.logprobs == before.logprobs
+
+
+def test_the_prefix_cache_never_serves_an_older_version(engine, adapted, store):
+    from support import randomise
+
+    long_prompt = [[40 + i % 20 for i in range(48)]]
+    spec = SamplingSpec(max_tokens=8, temperature=0.0)
+    results = {}
+    for version, seed in enumerate([1, 2], start=engine.version + 1):
+        randomise(adapted, 0.2, seed=seed)
+        engine.load_adapter(store.publish(export_adapter(adapted, dtype=torch.bfloat16), version), version)
+        engine.generate(long_prompt, spec)  # fills the cache of this version
+        warm = engine.generate(long_prompt, spec)
+        assert engine.llm.llm_engine.reset_prefix_cache()
+        cold = engine.generate(long_prompt, spec)
+        assert warm.logprobs == cold.logprobs
+        results[version] = cold.logprobs
+    first, second = results.values()
+    assert first != second
+
+
+def _generate_for_ever(engine, prompts):
+    while True:
+        engine.generate(prompts, max_tokens=56, seed=1, extra={"min_tokens": 50})
+
+
+def _interrupt_in(seconds):
+    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+def test_an_interrupted_generate_leaves_a_usable_engine(engine, prompts):
+    spec = SamplingSpec(max_tokens=8, temperature=0.0)
+    expected = engine.generate(prompts, spec)
+    many = [list(p) for p in prompts for _ in range(8)]
+    for delay in (0.02, 0.1, 0.25):
+        timer = _interrupt_in(delay)
+        with pytest.raises(KeyboardInterrupt):
+            _generate_for_ever(engine, many)
+        timer.join()
+        assert engine.llm.llm_engine.get_num_unfinished_requests() == 0
+        started = time.perf_counter()
+        found = engine.generate(prompts, spec)
+        assert time.perf_counter() - started < 5
+        assert found.completion_ids == expected.completion_ids
+        assert found.logprobs == expected.logprobs
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_generate_works_outside_of_the_main_thread(engine, prompts):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(engine.generate(prompts, max_tokens=4, temperature=0.0)))
+    thread.start()
+    thread.join()
+    assert found[0].completion_ids == engine.generate(prompts, max_tokens=4, temperature=0.0).completion_ids
+
+
+def test_a_failure_inside_vllm_rebuilds_the_engine_with_its_adapter(base, adapted, prompts, store, monkeypatch):
+    from qlora_rl import EngineBrokenError
+
+    with LocalEngine(base, max_lora_rank=8, max_model_length=64, max_num_seqs=8) as engine:
+        engine.load_adapter(store.publish(export_adapter(adapted, dtype=torch.bfloat16), 1), 1)
+        before = engine.generate(prompts, max_tokens=8, seed=1)
+        broken = engine.llm.llm_engine
+
+        def fail():
+            raise RuntimeError("the GPU fell off the bus")
+
+        monkeypatch.setattr(broken, "step", fail)
+        with pytest.raises(EngineBrokenError, match="fell off the bus"):
+            engine.generate(prompts, max_tokens=8, seed=1)
+        after = engine.generate(prompts, max_tokens=8, seed=1)
+        assert engine.llm.llm_engine is not broken
+        assert (after.version, after.completion_ids) == (1, before.completion_ids)
+
+
+def test_closing_is_final_and_repeatable(base):
+    engine = LocalEngine(base, max_lora_rank=0, max_model_length=32, max_num_seqs=4)
+    with pytest.raises(EngineUnsupportedError, match="without LoRA"):
+        engine.load_adapter("anywhere", 1)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineClosedError, match="Make a new LocalEngine"):
+        engine.generate([[40]], max_tokens=1)
+
+
+def test_building_an_engine_leaves_environment_and_random_state_alone(base):
+    before, state = dict(os.environ), torch.get_rng_state()
+    threads = torch.get_num_threads()
+    with LocalEngine(base, max_model_length=32, max_num_seqs=4):
+        changed = {k for k in {*before, *os.environ} if before.get(k) != os.environ.get(k)}
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in changed
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_head_size_that_the_cpu_cannot_serve_is_refused_with_the_sizes(tmp_path):
+    from support import make_model
+
+    base = prepare_base(make_model(tmp_path / "narrow", head_dim=16))
+    with pytest.raises(EngineUnsupportedError, match=r"head_dim=16 is not one of \[32, 64"):
+        LocalEngine(base)
+
+
+def test_settings_that_cannot_work_are_refused_before_vllm_starts(base, model_dir):
+    with pytest.raises(EngineUnsupportedError, match="rank=513 > max_lora_rank=512"):
+        LocalEngine(base, max_lora_rank=513)
+    with pytest.raises(EngineUnsupportedError, match="tensor_parallel_size=2 with a 4-bit base"):
+        LocalEngine(base, tensor_parallel_size=2)
+    with pytest.raises(EngineUnsupportedError, match="compute_dtype=float32"):
+        LocalEngine(prepare_base(model_dir, compute_dtype="float32"))

@@ -1,0 +1,62 @@
+"""What tests of several rooms share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def make_model(directory: Path, *, seed: int = 0, tied: bool = True, head_dim: int = 32, kv_heads: int = 2) -> Path:
+    """A random two-layer Qwen2 with the demo's tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from qlora_rl.demo.tiny_model import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=4 * head_dim,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():  # far enough from uniform that a wrong weight shows
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(3.0)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def randomise(model, scale: float = 0.05, seed: int = 0) -> None:
+    """Give every trainable B a value."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def score(model, prompts: list[list[int]], rollout, temperature: float = 1.0):
+    """|trainer - engine| for every drawn token, [tokens]."""
+    import torch
+
+    model.train()
+    differences = []
+    for prompt, ids, logprobs in zip(prompts, rollout.completion_ids, rollout.logprobs, strict=True):
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([prompt + ids])).logits[0].float() / temperature
+        own_T = logits_TV.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(ids)[:, None])[:, 0]
+        differences.append((own_T - torch.tensor(logprobs)).abs())
+    return torch.cat(differences)

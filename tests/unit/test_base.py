@@ -1,0 +1,268 @@
+"""Preparing and loading bases, with real bitsandbytes."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from support import make_model
+
+from qlora_rl import BaseIncompleteError, ConfigConflictError, QuantSpec, UnsupportedQuantError, load_base, prepare_base
+from qlora_rl.base.checkpoint import MANIFEST, open_base
+
+PROMPT = torch.tensor([[40, 41, 42, 43, 44]])
+
+
+def stored(base):
+    from safetensors.torch import load_file
+
+    return load_file(base.path / "model.safetensors")
+
+
+def test_preparing_twice_gives_the_same_directory_and_does_the_work_once(model_dir, base):
+    before = (base.path / "model.safetensors").stat().st_mtime_ns
+    again = prepare_base(model_dir)
+    assert again == base
+    assert (base.path / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_the_name_depends_on_the_contents_and_not_on_the_place(model_dir, base, tmp_path):
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(model_dir, moved)
+    assert prepare_base(moved).digest == base.digest
+    make_model(moved, seed=7)
+    assert prepare_base(moved).digest != base.digest
+
+
+@pytest.mark.parametrize("quant", ["nf4", "fp4"])
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("blocksize", [64, 128])
+def test_what_is_stored_is_what_bitsandbytes_makes_of_the_weights(model_dir, quant, double_quant, blocksize):
+    import bitsandbytes.functional as functional
+    from transformers import AutoModelForCausalLM
+
+    base = prepare_base(model_dir, quant, double_quant=double_quant, blocksize=blocksize)
+    original = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    model = load_base(base)
+    for name, module in model.named_modules():
+        if not name.endswith("_proj"):
+            continue
+        state = module.weight.quant_state
+        assert (state.quant_type, state.nested, state.blocksize) == (quant, double_quant, blocksize)
+        codes, made = functional.quantize_4bit(
+            original.get_submodule(name).weight.data,
+            blocksize=blocksize,
+            compress_statistics=double_quant,
+            quant_type=quant,
+        )
+        assert torch.equal(module.weight.data, codes)
+        ours, theirs = functional.dequantize_4bit(module.weight.data, state), functional.dequantize_4bit(codes, made)
+        assert torch.equal(ours, theirs)
+    for name in ("model.embed_tokens", "model.norm", "model.layers.0.self_attn.q_proj"):
+        ours, theirs = model.get_submodule(name), original.get_submodule(name)
+        what = "bias" if name.endswith("q_proj") else "weight"
+        assert torch.equal(getattr(ours, what), getattr(theirs, what))
+
+
+def test_a_base_without_quantisation_keeps_every_bit(model_dir):
+    from transformers import AutoModelForCausalLM
+
+    model, original = load_base(prepare_base(model_dir, "none")), AutoModelForCausalLM.from_pretrained(model_dir)
+    assert torch.equal(model(PROMPT).logits, original(PROMPT).logits)
+    assert not getattr(model, "is_loaded_in_4bit", False)
+
+
+def test_skipped_modules_stay_unquantised(model_dir):
+    model = load_base(prepare_base(model_dir, skip_modules=["layers.1.mlp.down_proj"]))
+    assert model.model.layers[1].mlp.down_proj.weight.dtype == torch.bfloat16
+    assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.uint8
+
+
+def test_untied_heads_are_stored_and_tied_ones_once(model_dir, base, tmp_path):
+    assert "lm_head.weight" not in stored(base)
+    untied = prepare_base(make_model(tmp_path / "untied", tied=False))
+    assert stored(untied)["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_a_loaded_base_is_frozen_and_fit_for_adapters_with_gradient_checkpointing(base):
+    from peft import LoraConfig, get_peft_model
+
+    model = load_base(base)
+    assert not any(p.requires_grad for p in model.parameters())
+    model.gradient_checkpointing_enable()
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    adapted(PROMPT, labels=PROMPT).loss.backward()
+    with_gradient = {name for name, p in adapted.named_parameters() if p.grad is not None}
+    assert with_gradient
+    assert all(".lora_" in name for name in with_gradient)
+
+
+def test_eval_mode_changes_neither_bytes_nor_numbers(base):
+    model = load_base(base)
+    codes = {name: p.detach().clone() for name, p in model.named_parameters()}
+    training = model(PROMPT).logits
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(model(PROMPT).logits, training)
+    assert all(torch.equal(p, codes[name]) for name, p in model.named_parameters())
+
+
+def test_a_model_quantised_in_flight_is_stored_with_its_own_bytes(model_dir):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)  # FP4, single: the defaults
+    model = AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=config, dtype=torch.bfloat16)
+    base = prepare_base(model, tokenizer=AutoTokenizer.from_pretrained(model_dir))
+    assert (base.spec.quant_type, base.spec.double_quant) == ("fp4", False)
+    loaded = load_base(base)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, loaded.get_parameter(name)), name
+    assert torch.equal(loaded(PROMPT).logits, model.train()(PROMPT).logits)
+
+
+def test_the_base_of_a_peft_model_is_stored_without_its_adapter(adapted, base):
+    bare = adapted.get_base_model()
+    bare.qlora_base = None  # as if it had been loaded by other means
+    written = prepare_base(adapted, tokenizer=_tokenizer(base))
+    assert stored(written).keys() == stored(base).keys()
+    assert all(torch.equal(t, stored(base)[name]) for name, t in stored(written).items())
+
+
+def _tokenizer(base):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(base.path)
+
+
+@pytest.mark.parametrize("quant", ["int8", "8bit"])
+def test_8_bits_are_refused_with_the_way_out(model_dir, quant):
+    with pytest.raises(UnsupportedQuantError, match="use quant='nf4'"):
+        prepare_base(model_dir, quant)
+
+
+def test_an_8_bit_model_object_is_refused(model_dir):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=config, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedQuantError, match="q_proj is 8-bit"):
+        prepare_base(model)
+
+
+def test_an_odd_blocksize_and_dtype_are_refused():
+    with pytest.raises(UnsupportedQuantError, match="blocksize=48"):
+        QuantSpec(blocksize=48)
+    with pytest.raises(UnsupportedQuantError, match="compute_dtype='int8'"):
+        QuantSpec(compute_dtype="int8")
+
+
+def test_a_half_written_directory_is_never_used(base, tmp_path):
+    half = tmp_path / "half"
+    shutil.copytree(base.path, half)
+    (half / MANIFEST).unlink()
+    with pytest.raises(BaseIncompleteError, match="half-written"):
+        load_base(half)
+
+
+def test_damage_is_named_file_by_file(base, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(base.path, broken)
+    weights = broken / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    (broken / "config.json").write_text("{}")
+    (broken / "tokenizer.json").unlink()
+    with pytest.raises(BaseIncompleteError) as caught:
+        open_base(broken)
+    assert len(caught.value.reasons) == 3
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert name in str(caught.value)
+    weights.write_bytes(data[:-100])
+    with pytest.raises(BaseIncompleteError, match="bytes="):
+        open_base(broken, verify=False)
+
+
+def test_a_directory_that_holds_something_else_is_not_overwritten(model_dir, tmp_path):
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(ConfigConflictError, match="holds something else"):
+        prepare_base(model_dir, out=tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "precious"
+
+
+def test_a_named_directory_is_made_and_reused(model_dir, tmp_path):
+    made = prepare_base(model_dir, out=tmp_path / "base")
+    assert prepare_base(model_dir, out=tmp_path / "base") == made
+    assert prepare_base(made.path) == made
+
+
+def test_a_model_that_is_nowhere_is_a_clear_error(tmp_path):
+    with pytest.raises(BaseIncompleteError, match="does not exist"):
+        prepare_base(tmp_path / "nothing")
+    with pytest.raises(BaseIncompleteError, match="Check the name"):
+        prepare_base("nobody/nothing")
+
+
+def test_another_quantiser_is_refused(model_dir, tmp_path):
+    shutil.copytree(model_dir, tmp_path / "gptq")
+    config = json.loads((model_dir / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "gptq" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedQuantError, match="gptq"):
+        prepare_base(tmp_path / "gptq")
+
+
+def _prepare_in_process(model_dir, root, barrier, results):
+    os.environ["QLORA_RL_CACHE"] = root
+    barrier.wait()
+    results.put(str(prepare_base(model_dir, "fp4").path))
+
+
+def test_two_processes_that_race_get_one_whole_base(model_dir, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    workers = [
+        context.Process(target=_prepare_in_process, args=(str(model_dir), str(tmp_path), barrier, results))
+        for _ in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    paths = {results.get(timeout=120) for _ in workers}
+    for worker in workers:
+        worker.join()
+    assert len(paths) == 1
+    open_base(paths.pop())
+    assert [p.name for p in (tmp_path / "bases").iterdir() if ".tmp-" in p.name] == []
+
+
+def _prepare_slowly(model_dir, root, started):
+    os.environ["QLORA_RL_CACHE"] = root
+    from qlora_rl.base import checkpoint
+
+    real = checkpoint._write_checkpoint
+
+    def write_then_hang(*args, **kwargs):
+        real(*args, **kwargs)
+        started.set()
+        time.sleep(600)
+
+    checkpoint._write_checkpoint = write_then_hang
+    prepare_base(model_dir)
+
+
+def test_a_process_killed_in_the_middle_leaves_nothing_that_is_used(model_dir, tmp_path, monkeypatch):
+    context = multiprocessing.get_context("spawn")
+    started = context.Event()
+    worker = context.Process(target=_prepare_slowly, args=(str(model_dir), str(tmp_path), started))
+    worker.start()
+    assert started.wait(120)
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+    assert any(".tmp-" in p.name for p in (tmp_path / "bases").iterdir())  # it really was in the middle
+    monkeypatch.setenv("QLORA_RL_CACHE", str(tmp_path))
+    open_base(prepare_base(model_dir))
+    assert not any(".tmp-" in p.name for p in (tmp_path / "bases").iterdir())

@@ -1,0 +1,163 @@
+"""Promises of `qlora_rl.demo`: the splits, the reward, the tokenizer and the cache of the tiny model."""
+
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+
+from qlora_rl.demo import task
+from qlora_rl.demo.task import SPLITS, Problem, grpo_rows, problems, reward_exact_match
+from qlora_rl.demo.tiny_model import make_tiny_model, make_tokenizer
+
+
+def unordered(split):
+    return {tuple(sorted((p.left, p.right))) for p in problems(split)}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(SPLITS, 2)))
+def test_no_sum_is_in_two_splits_not_even_with_its_operands_swapped(one, other):
+    assert not unordered(one) & unordered(other)
+
+
+def test_the_splits_together_are_all_sums_of_two_digit_numbers():
+    asked = [problem for split in SPLITS for problem in problems(split)]
+    assert sorted(asked) == [Problem(a, b) for a in range(10, 100) for b in range(10, 100)]
+
+
+def test_the_held_out_split_is_large_enough_to_measure_on():
+    # 390 problems: one standard error is at most 2.6 points.
+    assert len(problems("held_out")) >= 390
+
+
+def test_between_a_fifth_and_a_third_of_every_split_needs_no_carry():
+    for split in SPLITS:
+        asked = problems(split)
+        assert 0.20 < sum(not p.has_carry for p in asked) / len(asked) < 0.33
+
+
+def test_the_splits_are_the_same_in_every_process():
+    code = "from qlora_rl.demo.task import problems; print([p.prompt for p in problems('held_out')])"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == str([p.prompt for p in problems("held_out")])
+
+
+def test_an_unknown_split_is_refused_with_the_names_there_are():
+    with pytest.raises(ValueError, match="held_out"):
+        problems("test")
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "answer", "careless"),
+    [
+        (37, 85, "122", "12"),
+        (12, 34, "46", "46"),
+        (82, 45, "127", "27"),
+        (38, 45, "83", "73"),
+        (55, 55, "110", "00"),
+        (99, 99, "198", "88"),
+    ],
+)
+def test_the_pupils_differ_exactly_where_something_carries(left, right, answer, careless):
+    problem = Problem(left, right)
+    assert (problem.prompt, problem.answer, problem.careless_answer) == (f"{left}+{right}=", answer, careless)
+    assert problem.has_carry == (answer != careless)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("122", 1.0), (" 122\n", 1.0), ("12", 0.0), ("1222", 0.0), ("1 22", 0.0), ("0122", 0.0), ("", 0.0), ("x", 0.0)],
+)
+def test_only_the_exact_answer_is_rewarded(completion, reward):
+    assert reward_exact_match([completion], answer=["122"]) == [reward]
+
+
+def test_the_reward_takes_what_trl_passes():
+    text = reward_exact_match(prompts=["1+1=", "2+2="], completions=["2", "5"], answer=["2", "4"], trainer_state=None)
+    chat = reward_exact_match([[{"role": "assistant", "content": "2"}]], ["2"])
+    assert (text, chat) == ([1.0, 0.0], [1.0])
+
+
+def test_the_reward_refuses_columns_of_unequal_length():
+    with pytest.raises(ValueError):
+        reward_exact_match(["1", "2"], answer=["1"])
+
+
+def test_grpo_rows_are_sums_of_the_rl_split_and_equal_for_equal_seeds():
+    rows = grpo_rows(seed=3, count=1500)
+    known = {p.prompt: p.answer for p in problems("rl")}
+    assert len(rows) == 1500
+    assert all(known[row["prompt"]] == row["answer"] for row in rows)
+    assert rows == grpo_rows(seed=3, count=1500)
+    assert rows != grpo_rows(seed=4, count=1500)
+
+
+def test_no_prompt_repeats_within_one_pass_over_the_rl_split():
+    size = len(problems("rl"))
+    assert len({row["prompt"] for row in grpo_rows(seed=0, count=size)}) == size
+
+
+def test_the_task_is_plain_python():
+    # Run from its file, outside the package, whose own import needs torch.
+    code = (
+        "import runpy, sys; before = set(sys.modules); runpy.run_path(sys.argv[1]); "
+        "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, task.__file__], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_every_ascii_text_comes_back_from_the_tokenizer_one_token_per_character(tmp_path):
+    from transformers import AutoTokenizer
+
+    make_tokenizer().save_pretrained(tmp_path)
+    # A checkpoint of type qwen2 has its tokenizer class overridden on loading; the file must survive that.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = "37+85=122 " + "".join(map(chr, range(2, 128)))
+    for tokenizer in (make_tokenizer(), loaded):
+        ids = tokenizer(text)["input_ids"]
+        assert ids == [ord(character) for character in text]
+        assert tokenizer.decode(ids) == text
+        assert len(tokenizer) == 128
+        assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+
+
+def test_a_chat_of_one_user_message_is_the_plain_prompt():
+    tokenizer = make_tokenizer()
+    user = [{"role": "user", "content": "37+85="}]
+    ids = tokenizer.apply_chat_template(user, add_generation_prompt=True)["input_ids"]
+    assert ids == tokenizer("37+85=")["input_ids"]
+    both = [*user, {"role": "assistant", "content": "122"}]
+    assert tokenizer.apply_chat_template(both, tokenize=False) == "37+85=122<eos>"
+
+
+def test_equal_seeds_give_equal_weights_and_the_second_call_is_served_from_the_cache(tmp_path, monkeypatch):
+    import torch
+    from safetensors.torch import load_file
+
+    weights, calls = [], []
+    for home in ("a", "b"):
+        monkeypatch.setenv("QLORA_RL_CACHE", str(tmp_path / home))
+        path = make_tiny_model(steps=2, progress=lambda *step: calls.append(step))
+        assert make_tiny_model(steps=2, progress=lambda *step: calls.append(step)) == path
+        weights.append(load_file(path / "model.safetensors"))
+        assert [entry.name for entry in (tmp_path / home).iterdir()] == [path.name]
+    assert [step for step, _, _ in calls] == [1, 2, 1, 2]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    # 4-bit blocks are 64 values long, and no row may end inside one.
+    linears = [w for name, w in weights[0].items() if w.ndim == 2]
+    assert all(w.dtype == torch.bfloat16 and w.shape[0] % 64 == 0 and w.shape[1] % 64 == 0 for w in linears)
+
+
+def test_a_directory_with_something_else_in_it_is_not_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setenv("QLORA_RL_CACHE", str(tmp_path / "cache"))
+    copy = make_tiny_model(tmp_path / "copy", steps=1)
+    assert make_tiny_model(tmp_path / "copy", steps=1) == copy
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("do not lose")
+    with pytest.raises(FileExistsError, match="empty directory"):
+        make_tiny_model(tmp_path / "mine", steps=1)
+    assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
