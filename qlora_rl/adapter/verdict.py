@@ -156,7 +156,8 @@ def _is_plain(model: Any, adapter: str, _: EngineCapabilities | None) -> Iterato
     for name, layer in lora_layers(model, adapter):
         variant = layer.lora_variant.get(adapter)
         if variant is not None or layer.use_dora.get(adapter):
-            title = type(variant).__name__.removesuffix("Variant") if variant is not None else "DoRA"
+            title = type(variant).__name__ if variant is not None else "DoRA"
+            title = "DoRA" if title.startswith(("Dora", "DoRA")) else title
             yield (
                 "full_weights",
                 f"{title} is more than B @ A (first at {name}); vLLM cannot serve it as LoRA. Switch the variant off (such as "

@@ -1,0 +1,222 @@
+"""Verdict, export and store on live PEFT models; no engine."""
+
+import json
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from support import randomise
+
+from qlora_rl import AdapterRefusedError, SyncError, export_adapter, judge_adapter
+from qlora_rl.adapter.store import AdapterStore, write_adapter
+from qlora_rl.contracts import EngineCapabilities
+
+PROMPT = torch.tensor([[40, 41, 42, 43, 44]])
+ENGINE = EngineCapabilities("test", True, False, 8, 64, "bfloat16", False)
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir):
+    """Makes PeftModels on the dense tiny model, quickly."""
+    from transformers import AutoModelForCausalLM
+
+    def make(config):
+        torch.manual_seed(0)
+        return get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), config)
+
+    return make
+
+
+def lora(**fields):
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **fields})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lora(),
+        lora(use_rslora=True),
+        lora(rank_pattern={"q_proj": 8}, alpha_pattern={"v_proj": 64}),
+        lora(r=512),
+        lora(target_modules=["q_proj"]),
+        lora(lora_dropout=0.1),
+        lora(init_lora_weights="gaussian"),
+    ],
+    ids=["plain", "rslora", "patterns", "rank 512", "one module", "dropout", "gaussian"],
+)
+def test_plain_lora_may_travel_alone(plain, config):
+    verdict = judge_adapter(plain(config))
+    assert (verdict.kind, verdict.reasons) == ("adapter", ())
+    assert verdict
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "word"),
+    [
+        (lora(use_dora=True), "full_weights", "DoRA"),
+        (lora(r=513), "full_weights", "rank=513 > 512"),
+        (lora(bias="all"), "full_weights", "bias='all'"),
+        (lora(lora_bias=True), "full_weights", "lora_bias"),
+        (lora(modules_to_save=["norm"]), "full_weights", "modules_to_save"),
+        (lora(target_modules=["q_proj", "embed_tokens"]), "full_weights", "embed_tokens is an embedding"),
+        (lora(target_modules=["q_proj", "lm_head"]), "full_weights", "lm_head is the output head"),
+        (lora(init_lora_weights="pissa"), "full_weights", "pissa"),
+        (lora(init_lora_weights="olora"), "full_weights", "olora"),
+        (lora(trainable_token_indices=[1, 2]), "full_weights", "trainable_token_indices"),
+        (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "full_weights", "IA3, not LoRA"),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "refuse", "PROMPT_TUNING"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_plain_lora_is_named_with_the_way_out(plain, config, kind, word):
+    model = plain(config)
+    verdict = judge_adapter(model)
+    assert verdict.kind == kind
+    assert any(word in reason for reason in verdict.reasons)
+    with pytest.raises(AdapterRefusedError, match=word):
+        export_adapter(model)
+
+
+def test_the_engines_own_limit_counts(plain):
+    assert judge_adapter(plain(lora(r=8)), ENGINE).kind == "adapter"
+    assert "rank=9 > 8" in judge_adapter(plain(lora(r=9)), ENGINE).reasons[0]
+
+
+def test_a_model_without_an_adapter_is_refused(model_dir):
+    from transformers import AutoModelForCausalLM
+
+    assert judge_adapter(AutoModelForCausalLM.from_pretrained(model_dir)).kind == "refuse"
+
+
+def test_merged_disabled_and_broken_adapters_are_refused(plain):
+    model = plain(lora())
+    model.merge_adapter()
+    assert "merged into the base" in judge_adapter(model).reasons[0]
+    model.unmerge_adapter()
+    with model.disable_adapter():
+        assert "disabled" in judge_adapter(model).reasons[0]
+    assert judge_adapter(model).kind == "adapter"
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "lora_A" in n)[0, 0] = float("nan")
+    assert "NaN" in judge_adapter(model).reasons[0]
+
+
+def test_all_reasons_are_given_at_once(plain):
+    verdict = judge_adapter(plain(lora(use_dora=True, bias="all", modules_to_save=["norm"])))
+    assert len(verdict.reasons) == 3
+
+
+def test_several_active_adapters_are_not_taken_for_one(plain):
+    model = plain(lora())
+    model.add_adapter("second", lora())
+    model.base_model.set_adapter(["default", "second"])
+    assert "Several adapters are active (default, second)" in " ".join(judge_adapter(model).reasons)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rank=st.integers(1, 9),
+    alpha=st.integers(1, 40),
+    rslora=st.booleans(),
+    rank_pattern=st.dictionaries(st.sampled_from(["q_proj", "down_proj"]), st.integers(1, 12)),
+    alpha_pattern=st.dictionaries(st.sampled_from(["k_proj", "up_proj"]), st.integers(1, 70)),
+    factor=st.sampled_from([None, 0.3, 2.5]),
+)
+def test_the_canonical_form_is_the_same_function(
+    plain, tmp_path_factory, rank, alpha, rslora, rank_pattern, alpha_pattern, factor
+):
+    fields = {"rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}
+    model = plain(lora(r=rank, lora_alpha=alpha, use_rslora=rslora, **fields))
+    randomise(model)
+    if factor is not None:
+        for module in model.modules():
+            if hasattr(module, "set_scale"):
+                module.set_scale("default", factor)
+    bundle = export_adapter(model)
+    directory = tmp_path_factory.mktemp("canonical")
+    write_adapter(bundle, directory)
+    loaded = PeftModel.from_pretrained(plain(lora()).unload(), directory)
+    assert torch.allclose(loaded(PROMPT).logits, model(PROMPT).logits, atol=1e-4, rtol=1e-4)
+    assert {t.shape[0] for n, t in bundle.tensors.items() if "lora_A" in n} == {bundle.rank}
+    assert bundle.rank == judge_adapter(model).rank == bundle.config["lora_alpha"]
+
+
+def test_exporting_changes_nothing_and_shares_nothing(adapted):
+    before = {n: p.detach().clone() for n, p in adapted.named_parameters()}
+    bundle = export_adapter(adapted)
+    for tensor in bundle.tensors.values():
+        tensor.zero_()
+    assert all(torch.equal(p, before[n]) for n, p in adapted.named_parameters())
+
+
+def test_a_power_of_two_scaling_is_folded_without_rounding(adapted):
+    bundle = export_adapter(adapted, dtype=torch.bfloat16)
+    layer = adapted.get_base_model().model.layers[0].self_attn.q_proj
+    stored = bundle.tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
+    assert torch.equal(stored, (layer.lora_B["default"].weight.to(torch.bfloat16) * 2))
+
+
+def test_bytes_and_modules_of_a_bundle_are_what_lies_on_disk(adapted, tmp_path):
+    from safetensors.torch import load_file
+
+    bundle = export_adapter(adapted, dtype=torch.bfloat16)
+    write_adapter(bundle, tmp_path)
+    on_disk = load_file(tmp_path / "adapter_model.safetensors")
+    assert on_disk.keys() == bundle.tensors.keys()
+    assert all(torch.equal(on_disk[n], t) for n, t in bundle.tensors.items())
+    assert bundle.nbytes == sum(t.numel() * t.element_size() for t in on_disk.values())
+    assert len(bundle.modules) == 14
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 8
+
+
+def test_the_store_keeps_a_ring_of_fresh_paths(adapted, tmp_path):
+    store, bundle = AdapterStore(tmp_path, keep=2), export_adapter(adapted)
+    paths = []
+    for version in range(1, 6):
+        paths.append(store.publish(bundle, version))
+        store.retire()
+    assert len(set(paths)) == 5
+    assert [p.exists() for p in paths] == [False, False, False, True, True]
+    same_version = store.publish(bundle, 5)
+    assert same_version not in paths
+    store.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_appears_whole_or_not_at_all(adapted, tmp_path, monkeypatch):
+    store, bundle = AdapterStore(tmp_path), export_adapter(adapted)
+    good = store.publish(bundle, 1)
+    monkeypatch.setattr(os, "rename", _refuse)
+    with pytest.raises(SyncError, match="No space left"):
+        store.publish(bundle, 2)
+    assert list(store.root.iterdir()) == [good]
+
+
+def _refuse(*_):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_says_how_much_is_needed_and_how_much_is_free(adapted, tmp_path):
+    import subprocess
+
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"this machine does not let root mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        store = AdapterStore(small)
+        with pytest.raises(SyncError, match=r"MiB are needed and .* MiB are free at .*sync_dir="):
+            store.publish(export_adapter(adapted), 1)
+        assert list(store.root.iterdir()) == []
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_a_ring_of_one_is_refused():
+    with pytest.raises(ValueError, match="keep=1 < 2"):
+        AdapterStore(keep=1)

@@ -1,0 +1,117 @@
+"""The house rules that a machine can check."""
+
+import ast
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import qlora_rl
+
+PACKAGE = Path(qlora_rl.__file__).parent
+FLOORS = {
+    "errors": 0, "contracts": 0, "fidelity": 0,
+    "base": 1,
+    "adapter": 2,
+    "engine": 3, "sync": 3,
+    "train": 4,
+    "demo": 5, "report": 5, "cli": 5,
+}  # fmt: skip
+# Which room may import which outside library (at any depth of a function).
+OWNERS = {
+    "bitsandbytes": {"base"},
+    "peft": {"adapter", "demo"},
+    "vllm": {"engine"},
+    "vllm_bnb_plugin": {"engine"},
+    "trl": {"train", "demo"},
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down_the_floors(path):
+    here = room(path)
+    if here == "__init__":
+        return
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] != "qlora_rl" or len(parts) < 2 or parts[1] == here:
+            continue
+        assert FLOORS[parts[1]] <= FLOORS[here], f"{path} imports {name}, which is above it"
+        assert {here, parts[1]} != {"engine", "sync"}, f"{path} imports {name}: the two wings have no door"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_one_outside_library_belongs_to_one_room(path):
+    for name in imports(path):
+        owners = OWNERS.get(name.split(".")[0])
+        assert owners is None or room(path) in owners, f"{path} imports {name}, which belongs to {owners}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_holds_one_idea(path):
+    assert len(path.read_text().splitlines()) <= 500
+    assert path.stem not in {"utils", "helpers", "common"}
+
+
+def test_importing_the_package_loads_no_library_and_takes_no_time():
+    code = (
+        "import sys; import qlora_rl; "
+        "print([m for m in ('torch','vllm','trl','peft','transformers','bitsandbytes') if m in sys.modules])"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert time.perf_counter() - started < 5  # a fraction of a second on an idle machine
+
+
+def test_the_help_of_the_command_loads_nothing_heavy():
+    code = (
+        "import sys; from qlora_rl.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch','vllm','trl','transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("[]")
+
+
+def test_every_public_name_exists_and_is_documented():
+    for name in qlora_rl.__all__:
+        value = getattr(qlora_rl, name)
+        assert value.__doc__, name
+
+
+def test_every_error_is_in_the_tree_of_the_docstring_and_is_a_standard_error_too():
+    from qlora_rl import errors
+
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, errors.QloraRLError) and value is not errors.QloraRLError:
+            assert re.search(rf"{name} +\((\w+)\)", errors.__doc__), name
+            assert len(value.__mro__) > 4, name
+
+
+def test_an_error_keeps_all_of_its_reasons():
+    from qlora_rl.errors import ConfigConflictError, collected
+
+    error = collected("reading", ["one thing", "another"], ConfigConflictError)
+    assert error.reasons == ("one thing", "another")
+    assert "2 reasons" in str(error)
+    assert str(collected("reading", ["one thing"], ConfigConflictError)) == "reading: one thing"
