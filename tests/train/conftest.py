@@ -1,0 +1,92 @@
+"""A trainer on the tiny base with `FakeEngine`: no vLLM, one or two steps, completions of at most three tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def by_place(completions: list[Any], **_: Any) -> list[float]:
+    """A reward that differs within every group, so that every step has a gradient."""
+    return [float(i % 2) for i in range(len(completions))]
+
+
+@pytest.fixture(scope="session")
+def engine(base):
+    """One engine for all tests: every trainer pushes its own adapter before it generates."""
+    from qlora_rl import load_base
+    from qlora_rl.engine.fake import FakeEngine
+
+    with FakeEngine(load_base(base), max_model_length=64) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def plain():
+    """A dataset of plain prompts."""
+    from datasets import Dataset
+
+    return Dataset.from_list([{"prompt": f"{10 + i}+{11 + i}=", "answer": str(21 + 2 * i)} for i in range(8)])
+
+
+@pytest.fixture
+def config(tmp_path) -> Callable[..., Any]:
+    """GRPOConfig for one short step on the CPU; arguments replace its own."""
+
+    def make(**fields: Any) -> Any:
+        from trl import GRPOConfig
+
+        tiny = {
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 1,
+            "per_device_train_batch_size": 4,
+            "num_generations": 2,
+            "max_completion_length": 3,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "gradient_checkpointing": False,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "bf16": True,
+        }
+        return GRPOConfig(**tiny | fields)
+
+    return make
+
+
+@pytest.fixture
+def lora() -> Any:
+    """A new adapter."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+
+
+@pytest.fixture
+def make_trainer(base, engine, plain, config, lora):
+    """QLoRAGRPOTrainer on the tiny base with a new adapter; arguments replace the usual ones."""
+    made = []
+
+    def make(**arguments: Any) -> Any:
+        from qlora_rl import QLoRAGRPOTrainer
+
+        usual = {
+            "model": base,
+            "reward_funcs": by_place,
+            "train_dataset": plain,
+            "peft_config": lora,
+            "rollout": engine,
+        } | arguments
+        if "args" not in usual:
+            usual["args"] = config()
+        made.append(QLoRAGRPOTrainer(**usual))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
