@@ -117,6 +117,8 @@ class LocalEngine:
             kv_cache_gib = _kv_cache_gib(text, self._max_model_length, max_num_seqs)
         self._options: dict[str, Any] = {
             "model": str(self.base),
+            # Said aloud: "auto" would serve a float32 base in 16 bits.
+            "dtype": str(config.dtype).removeprefix("torch."),
             "enable_lora": bool(self.max_lora_rank),
             "max_model_len": self._max_model_length,
             "max_num_seqs": max_num_seqs,
