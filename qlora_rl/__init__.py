@@ -16,6 +16,9 @@ _HOMES = {
     "load_base": "qlora_rl.base.checkpoint",
     "PreparedBase": "qlora_rl.base.checkpoint",
     "QuantSpec": "qlora_rl.base.quant",
+    "fingerprint_base": "qlora_rl.base.fingerprint",
+    "compare": "qlora_rl.base.fingerprint",
+    "prove_base": "qlora_rl.sync.admission",
     "judge_adapter": "qlora_rl.adapter.verdict",
     "export_adapter": "qlora_rl.adapter.export",
     "plan_sync": "qlora_rl.sync.plan",
@@ -30,6 +33,7 @@ _HOMES = {
 _ERRORS = [
     "AdapterRefusedError",
     "BaseIncompleteError",
+    "BaseMismatchError",
     "ConfigConflictError",
     "EngineBrokenError",
     "EngineClosedError",

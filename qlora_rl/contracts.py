@@ -6,6 +6,7 @@ I/O in- and out-features of a linear, R rank.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -98,6 +99,53 @@ class AdapterBundle:
 
 
 @dataclass(frozen=True)
+class Leaf:
+    """One weight of a base.
+
+    Attributes:
+        kind: "nf4" or "fp4" for a 4-bit linear, otherwise the torch name of the dtype.
+        shape: of the weight that it stands for (not of the packed codes).
+        values: digest of the packed codes, or of the bytes of an unquantised weight.
+        scales: digest of the un-nested scales (float32); `None` where there are none, like the next two.
+        table: digest of the 16 values that the codes stand for (float32).
+        blocksize: weights per scale.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    values: str
+    scales: str | None = None
+    table: str | None = None
+    blocksize: int | None = None
+
+
+@dataclass(frozen=True)
+class BaseFingerprint:
+    """The *function* of a whole base.
+
+    Attributes:
+        leaves: by the name that transformers gives the parameter.
+    """
+
+    leaves: Mapping[str, Leaf]
+
+    @property
+    def digest(self) -> str:
+        """One digest over all leaves (hex)."""
+        lines = [f"{name}:{leaf}" for name, leaf in sorted(self.leaves.items())]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"digest": self.digest, "leaves": {name: asdict(leaf) for name, leaf in self.leaves.items()}}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> BaseFingerprint:
+        """Inverse of `as_dict`."""
+        return cls({n: Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for n, leaf in content["leaves"].items()})
+
+
+@dataclass(frozen=True)
 class EngineCapabilities:
     """What an engine can be asked for.
 
@@ -168,6 +216,14 @@ class RolloutEngine(Protocol):
 
     def capabilities(self) -> EngineCapabilities:
         """What this engine can be asked for."""
+        ...
+
+    def describe_base(self) -> BaseFingerprint:
+        """The base that this engine really multiplies with, read from its own weights."""
+        ...
+
+    def repair_base(self) -> Mapping[str, float]:
+        """Write the exact scales back where a loader has rounded them; the largest relative error of each weight."""
         ...
 
     def sleep(self) -> None:

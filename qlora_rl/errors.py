@@ -7,6 +7,7 @@
     ├── NotYetSupportedError     (NotImplementedError)  a known wish that this version cannot meet; names what can
     ├── UnsupportedQuantError    (ValueError)           a quantisation that trainer and engine cannot share
     ├── BaseIncompleteError      (ValueError)           a base directory that is half written or was changed
+    ├── BaseMismatchError        (ValueError)           trainer and engine hold different bases
     ├── ConfigConflictError      (ValueError)           arguments that contradict each other or this project
     ├── AdapterRefusedError      (ValueError)           an adapter that cannot be served as asked
     ├── EngineUnsupportedError   (ValueError)           a model or setting that the engine cannot run
@@ -57,6 +58,10 @@ class UnsupportedQuantError(QloraRLError, ValueError):
 
 class BaseIncompleteError(QloraRLError, ValueError):
     """A base directory is half written, damaged, or was changed after it was prepared."""
+
+
+class BaseMismatchError(QloraRLError, ValueError):
+    """Trainer and engine hold different bases; names the first weight that differs, and how many more there are."""
 
 
 class ConfigConflictError(QloraRLError, ValueError):

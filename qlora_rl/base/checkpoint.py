@@ -1,7 +1,8 @@
 """`prepare_base` quantises once into a directory; `load_base` reads it for training. The engine reads the same bytes.
 
 A base directory is a standard transformers checkpoint (bitsandbytes format) with tokenizer and chat template, plus
-`qlora_base.json`, written last: what was quantised how, and the size and digest of every other file. A directory
+`fingerprint.json` (what every weight is, see base/fingerprint) and `qlora_base.json`, written last: what was quantised
+how, and the size and digest of every other file. A directory
 without it, or that differs from it, is never used.
 """
 
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qlora_rl.base.fingerprint import fingerprint_stored
 from qlora_rl.base.quant import QuantSpec, keep_packing, plain_name, quantize_linear, spec_of
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
 
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MANIFEST = "qlora_base.json"
-FORMAT = 1
+FINGERPRINT = "fingerprint.json"
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -377,6 +380,7 @@ def _publish(
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
         try:
             spec = write(staging)
+            (staging / FINGERPRINT).write_text(json.dumps(fingerprint_stored(staging).as_dict(), indent=1))
             files = {
                 str(f.relative_to(staging)): {"bytes": f.stat().st_size, "sha256": _file_digest(f)}
                 for f in sorted(staging.rglob("*"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -136,6 +137,45 @@ def quantize_linear(weight_OI: torch.Tensor, spec: QuantSpec) -> dict[str, torch
     tensors = {"weight": codes}
     tensors |= {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
     return {key: value.cpu().contiguous() for key, value in tensors.items()}
+
+
+def exact_absmax(state: Any) -> torch.Tensor:
+    """The scales of a QuantState as the float32 numbers that the dequantisation multiplies with, flat [blocks].
+
+    Double-quantised scales are un-nested: `code2[absmax] * absmax2 + offset`, in float32 like bitsandbytes' own kernels.
+
+    Raises:
+        UnsupportedQuantError: the weight was repacked for the CPU, which has rounded its scales.
+    """
+    if getattr(state, "packing_format_for_cpu", False):
+        raise UnsupportedQuantError(
+            "reading the scales: bitsandbytes has repacked this weight for the CPU (eval mode) and rounded its scales to bf16. "
+            "Load the model with qlora_rl.load_base, which forbids it."
+        )
+    if not state.nested:
+        return state.absmax.float().flatten()
+    inner = state.state2
+    values = inner.code.float()[state.absmax.flatten().long()]
+    scales = inner.absmax.float().repeat_interleave(inner.blocksize)[: values.numel()]
+    return values * scales + state.offset.float()
+
+
+def stored_absmax(read: Callable[[str], torch.Tensor], keys: Collection[str], name: str) -> torch.Tensor:
+    """The exact scales of one weight out of a checkpoint, float32, flat [blocks].
+
+    Args:
+        read: gives the stored tensor of a key.
+        keys: that are stored.
+        name: of the weight, such as "model.layers.0.mlp.up_proj.weight".
+    """
+    absmax = read(f"{name}.absmax")
+    if f"{name}.nested_absmax" not in keys:
+        return absmax.float().flatten()
+    packed = next(key for key in keys if key.startswith(f"{name}.quant_state.bitsandbytes__"))
+    described = json.loads(bytes(read(packed).tolist()))
+    values = read(f"{name}.nested_quant_map").float()[absmax.flatten().long()]
+    scales = read(f"{name}.nested_absmax").float().repeat_interleave(described["nested_blocksize"])[: values.numel()]
+    return values * scales + torch.tensor(described["nested_offset"], dtype=torch.float32)
 
 
 def keep_packing(model: torch.nn.Module) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from qlora_rl.contracts import EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.base.fingerprint import fingerprint_base
+from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.errors import EngineClosedError, PromptTooLongError, SyncError
 
 
@@ -52,6 +53,14 @@ class FakeEngine:
         return EngineCapabilities(
             "fake (torch)", True, False, self.max_lora_rank, self.max_model_length, dtype, can_sleep=True
         )
+
+    def describe_base(self) -> BaseFingerprint:
+        """The base as it is held here."""
+        return fingerprint_base(self.model)
+
+    def repair_base(self) -> dict[str, float]:
+        """Nothing is rounded here."""
+        return {}
 
     @torch.no_grad()
     def generate(

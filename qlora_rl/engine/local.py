@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.contracts import EngineCapabilities, Rollout, SamplingSpec, rank_class
+from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
 from qlora_rl.engine import compat
 from qlora_rl.errors import (
     ConfigConflictError,
@@ -133,6 +133,7 @@ class LocalEngine:
             # The default, raw logprobs, leaves temperature out: importance ratios would be wrong at any but 1.
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
+            "worker_extension_cls": "qlora_rl.engine.worker.BaseExtension",
         }
         if self.max_lora_rank:
             # Two in memory, one in the slot: the version that serves stays whole while the next one loads.
@@ -172,6 +173,20 @@ class LocalEngine:
             adapter_dtype=dtype,
             can_sleep=self._enable_sleep and not self._is_cpu,
         )
+
+    def describe_base(self) -> BaseFingerprint:
+        """The base as vLLM holds it, read from its own weights."""
+        return BaseFingerprint.from_dict(self.llm.collective_rpc("qlora_describe_base")[0])
+
+    def repair_base(self) -> dict[str, float]:
+        """Write the exact scales of the base directory into vLLM's weights, where its loader has rounded them.
+
+        vllm-bnb-plugin 0.0.3 reads the offset of double-quantised scales in bf16; see docs/fidelity.md.
+
+        Returns:
+            The largest relative error of each repaired weight; empty when nothing differed.
+        """
+        return self.llm.collective_rpc("qlora_repair_scales", args=(str(self.base),))[0]
 
     def generate(
         self, prompts: Sequence[Sequence[int] | str], sampling: SamplingSpec | None = None, **fields: Any

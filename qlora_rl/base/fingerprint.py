@@ -1,0 +1,179 @@
+"""What a base *is*, module by module, wherever it is held; and how two of them differ.
+
+Two digests. *file*: the stored bytes, written by `prepare_base` into the manifest and checked whenever a base is opened.
+*function*: what the module computes with, however it is stored: packed codes, the exact scales (absmax, un-nested, float32
+bits), code table, block size, shape and type of a 4-bit linear; bytes and dtype of everything else. The trainer's model
+and the engine's must have the same *function*; their ways of holding it differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from qlora_rl.base.quant import exact_absmax, plain_name, stored_absmax
+from qlora_rl.contracts import BaseFingerprint, Leaf
+
+State = Literal["equal", "repairable", "different"]
+
+
+@dataclass(frozen=True)
+class LeafDiff:
+    """One difference at one weight.
+
+    Attributes:
+        how: "codes", "scales", "table", "blocksize", "type", "shape", "values", "missing" (theirs has none), "unexpected".
+    """
+
+    name: str
+    how: str
+    ours: str
+    theirs: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.how} differ (ours {self.ours}, theirs {self.theirs})"
+
+
+@dataclass(frozen=True)
+class Diff:
+    """How two bases differ.
+
+    Attributes:
+        entries: every difference, in the order of the names.
+        state: "equal"; "repairable": only scales differ, which can be written back exactly; "different".
+    """
+
+    entries: tuple[LeafDiff, ...] = field(default=())
+
+    @property
+    def state(self) -> State:
+        """What can be done about it."""
+        if not self.entries:
+            return "equal"
+        return "repairable" if all(entry.how == "scales" for entry in self.entries) else "different"
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the weights that differ, each once."""
+        return list(dict.fromkeys(entry.name for entry in self.entries))
+
+
+def fingerprint_base(model: torch.nn.Module) -> BaseFingerprint:
+    """The *function* of a transformers model's base; adapters are left out.
+
+    Every byte is read once; the extra memory is one module's scales.
+
+    Args:
+        model: bare or a PeftModel; nothing in it is changed.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return BaseFingerprint(dict(sorted(_leaves(base))))
+
+
+def fingerprint_stored(directory: str | os.PathLike[str]) -> BaseFingerprint:
+    """The *function* of a base directory, read from its tensors without building a model."""
+    from safetensors import safe_open
+
+    files = [safe_open(file, "pt") for file in sorted(Path(directory).glob("*.safetensors"))]
+    home = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (no mapping)
+
+    def read(key: str) -> torch.Tensor:
+        return home[key].get_tensor(key)
+
+    leaves: dict[str, Leaf] = {}
+    for name in sorted(home):
+        if ".weight." in name:
+            continue  # belongs to the codes of the same weight
+        packed = f"{name}.quant_state.bitsandbytes__"
+        state = next((key for key in home if key.startswith(packed)), None) if f"{name}.absmax" in home else None
+        if state is None:
+            leaves[name] = digest_plain(read(name))
+            continue
+        described = json.loads(bytes(read(state).tolist()))
+        leaves[name] = Leaf(
+            kind=state.removeprefix(packed),
+            shape=tuple(described["shape"]),
+            values=digest_bytes(read(name)),
+            scales=digest_bytes(stored_absmax(read, home, name)),
+            table=digest_bytes(read(f"{name}.quant_map").float()),
+            blocksize=int(described["blocksize"]),
+        )
+    return BaseFingerprint(leaves)
+
+
+def compare(ours: BaseFingerprint, theirs: BaseFingerprint) -> Diff:
+    """Every difference between two bases; a function of values."""
+    entries: list[LeafDiff] = []
+    for name in sorted({*ours.leaves, *theirs.leaves}):
+        mine, other = ours.leaves.get(name), theirs.leaves.get(name)
+        if mine is None or other is None:
+            how = "missing" if other is None else "unexpected"
+            entries.append(LeafDiff(name, how, _kind(mine), _kind(other)))
+            continue
+        if mine.kind != other.kind:
+            entries.append(LeafDiff(name, "type", mine.kind, other.kind))
+        if mine.shape != other.shape:
+            entries.append(LeafDiff(name, "shape", str(mine.shape), str(other.shape)))
+        if entries and entries[-1].name == name:
+            continue  # digests of other types or shapes say nothing more
+        if mine.blocksize != other.blocksize:
+            entries.append(LeafDiff(name, "blocksize", str(mine.blocksize), str(other.blocksize)))
+        if mine.table != other.table:
+            entries.append(LeafDiff(name, "table", _short(mine.table), _short(other.table)))
+        if mine.values != other.values:
+            how = "values" if mine.scales is None else "codes"
+            entries.append(LeafDiff(name, how, _short(mine.values), _short(other.values)))
+        if mine.scales != other.scales:
+            entries.append(LeafDiff(name, "scales", _short(mine.scales), _short(other.scales)))
+    return Diff(tuple(entries))
+
+
+def digest_plain(weight: torch.Tensor) -> Leaf:
+    """Leaf of an unquantised weight. Minus zero counts as zero: no product can tell them apart."""
+    return Leaf(str(weight.dtype).removeprefix("torch."), tuple(weight.shape), digest_bytes(weight.detach() + 0.0))
+
+
+def digest_4bit(codes: torch.Tensor, state: Any) -> Leaf:
+    """Leaf of a 4-bit weight.
+
+    Args:
+        codes: packed, in any storage dtype.
+        state: bitsandbytes' QuantState, nested or not.
+    """
+    return Leaf(
+        kind=str(state.quant_type),
+        shape=tuple(state.shape),
+        values=digest_bytes(codes),
+        scales=digest_bytes(exact_absmax(state)),
+        table=digest_bytes(state.code.float()),
+        blocksize=int(state.blocksize),
+    )
+
+
+def digest_bytes(tensor: torch.Tensor) -> str:
+    """SHA-256 over a tensor's bytes in row-major order, cut to 32 hex digits."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
+    return hashlib.sha256(flat).hexdigest()[:32]
+
+
+def _leaves(base: torch.nn.Module) -> Iterator[tuple[str, Leaf]]:
+    for name, parameter in base.named_parameters():
+        if ".lora_" in name or ".modules_to_save." in name:
+            continue
+        state = getattr(parameter, "quant_state", None)
+        yield plain_name(name), digest_plain(parameter) if state is None else digest_4bit(parameter.data, state)
+
+
+def _kind(leaf: Leaf | None) -> str:
+    return "nothing" if leaf is None else f"{leaf.kind} {leaf.shape}"
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:8]

@@ -1,0 +1,94 @@
+"""`prove_base`: training starts only when both sides hold the same base, bit for bit; what can be repaired is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qlora_rl.base.fingerprint import Diff, compare, fingerprint_base
+from qlora_rl.contracts import BaseFingerprint, RolloutEngine
+from qlora_rl.errors import BaseMismatchError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the handshake found.
+
+    Attributes:
+        ours: fingerprint of the trainer's base.
+        theirs: of the engine's, after the repair.
+        repaired: largest relative error of the scales of each weight that was repaired.
+        diff: what still differs.
+    """
+
+    ours: BaseFingerprint
+    theirs: BaseFingerprint
+    repaired: Mapping[str, float]
+    diff: Diff
+
+    @property
+    def is_proven(self) -> bool:
+        """Both sides hold the same base."""
+        return self.diff.state == "equal"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the run directory's fingerprints.json."""
+        return {
+            "proven": self.is_proven,
+            "repaired": dict(self.repaired),
+            "differences": [str(entry) for entry in self.diff.entries],
+            "ours": self.ours.as_dict(),
+            "theirs": self.theirs.as_dict(),
+        }
+
+
+def prove_base(
+    model: Any | BaseFingerprint, engine: RolloutEngine, *, allow_base_mismatch: bool = False, repair: bool = True
+) -> Admission:
+    """Compare the trainer's base with the engine's; repair rounded scales and compare again.
+
+    Args:
+        model: the trainer's (bare or PeftModel; only read), or its fingerprint.
+        engine: whose weights are read, and whose scales are written where they were rounded.
+        allow_base_mismatch: go on, with a warning, when the bases differ.
+        repair: write exact scales back.
+
+    Raises:
+        BaseMismatchError: they differ; names the first weight, both values and the way out.
+    """
+    ours = model if isinstance(model, BaseFingerprint) else fingerprint_base(model)
+    theirs = engine.describe_base()
+    diff = compare(ours, theirs)
+    repaired: Mapping[str, float] = {}
+    if repair and diff.state == "repairable":
+        repaired = engine.repair_base()
+        theirs = engine.describe_base()
+        diff = compare(ours, theirs)
+        logger.info("scales of %d weights were rounded by the engine's loader and are exact again", len(repaired))
+    admission = Admission(ours, theirs, repaired, diff)
+    if admission.is_proven:
+        return admission
+    message = explain(diff, engine.capabilities().name)
+    if not allow_base_mismatch:
+        raise BaseMismatchError(message, reasons=[str(entry) for entry in diff.entries], module=diff.modules[0])
+    logger.warning("%s (allow_base_mismatch=True: going on, every metric is marked)", message)
+    return admission
+
+
+def explain(diff: Diff, engine: str) -> str:
+    """The sentence for people: what differs first, how much more does, and what to do."""
+    first, more = diff.entries[0], len(diff.modules) - 1
+    also = f", and so do {more} more weights" if more else ""
+    hint = "Let both sides load one base made by `qlora-rl prepare`"
+    types = {entry.how for entry in diff.entries}
+    if "type" in types:
+        hint += " (vLLM's own in-flight quantisation is always NF4 with double quantisation, whatever the trainer uses)"
+    elif "blocksize" in types or "table" in types:
+        hint += "; they were quantised with other settings"
+    elif types == {"scales"}:
+        hint = "Only scales differ; let them be repaired (repair=True)"
+    return f"proving the base: {first}{also} on {engine}. {hint}, or pass allow_base_mismatch=True to go on with other weights."
