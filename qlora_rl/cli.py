@@ -76,6 +76,15 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     prepare.set_defaults(run=_prepare)
 
+    verify = commands.add_parser("verify", help="does vLLM hold the same base? which weight differs?")
+    verify.add_argument("base", type=Path, help="directory made by `prepare`")
+    where = verify.add_mutually_exclusive_group(required=True)
+    where.add_argument("--local", action="store_true", help="start vLLM in this process")
+    where.add_argument("--server", metavar="URL", help="ask a server (not there yet)")
+    verify.add_argument("--as-loaded", action="store_true", help="do not repair rounded scales first")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.set_defaults(run=_verify)
+
     report = commands.add_parser("report", help="a run as one HTML page, others beside it")
     report.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="run directories; the page goes into the first"
@@ -117,6 +126,59 @@ def _prepare(arguments: argparse.Namespace) -> int:
     size = sum(f.stat().st_size for f in base.path.iterdir()) / 2**20
     print(f"{base}: {base.spec.label}, {size:.1f} MiB, digest {base.digest[:16]}")
     return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    """Exit 0 equal (repaired or not), 1 different, 2 could not tell."""
+    from qlora_rl.base.checkpoint import open_base
+    from qlora_rl.errors import BaseIncompleteError
+
+    if arguments.server:
+        print("qlora-rl: --server is not there yet; use --local", file=sys.stderr)
+        return 2
+    if not arguments.base.is_dir():
+        print(f"qlora-rl: {arguments.base} does not exist", file=sys.stderr)
+        return 2
+    found: dict[str, object] = {"base": str(arguments.base), "file": "equal", "state": "unknown", "repaired": 0}
+    try:
+        base = open_base(arguments.base)
+    except BaseIncompleteError as error:
+        found |= {"file": "different", "differences": list(error.reasons)}
+        return _tell(arguments, found, str(error), 1)
+    from qlora_rl.demo.job import quieten
+
+    quieten()
+    from qlora_rl.base.fingerprint import fingerprint_stored
+    from qlora_rl.engine.local import LocalEngine
+    from qlora_rl.sync.admission import prove_base
+
+    try:
+        with LocalEngine(base, max_model_length=64, max_num_seqs=4, use_tqdm_on_load=False) as engine:
+            proof = prove_base(
+                fingerprint_stored(base), engine, allow_base_mismatch=True, repair=not arguments.as_loaded
+            )
+    except QloraRLError as error:
+        return _tell(arguments, found, f"could not tell: {error}", 2)
+    found |= {
+        "state": proof.diff.state,
+        "weights": len(proof.ours.leaves),
+        "repaired": len(proof.repaired),
+        "largest_relative_error": max(proof.repaired.values(), default=0.0),
+        "differences": [str(entry) for entry in proof.diff.entries],
+        "digest": proof.ours.digest,
+    }
+    if not proof.is_proven:
+        lines = "\n".join(f"  {entry}" for entry in proof.diff.entries)
+        return _tell(arguments, found, f"{arguments.base}: {proof.diff.state}\n{lines}", 1)
+    how = f" after {len(proof.repaired)} weights got their exact scales back" if proof.repaired else ""
+    return _tell(arguments, found, f"{arguments.base}: all {len(proof.ours.leaves)} weights are equal in vLLM{how}", 0)
+
+
+def _tell(arguments: argparse.Namespace, found: dict[str, object], text: str, code: int) -> int:
+    import json
+
+    print(json.dumps(found, indent=1) if arguments.json else text)
+    return code
 
 
 def _report(arguments: argparse.Namespace) -> int:

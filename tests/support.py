@@ -4,34 +4,56 @@ from __future__ import annotations
 
 from pathlib import Path
 
+ARCHITECTURES = {
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "llama": ("LlamaConfig", {}),
+    "llama-bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "gemma": ("GemmaConfig", {"hidden_activation": "gelu_pytorch_tanh"}),
+}
 
-def make_model(directory: Path, *, seed: int = 0, tied: bool = True, head_dim: int = 32, kv_heads: int = 2) -> Path:
-    """A random two-layer Qwen2 with the demo's tokenizer."""
+
+def make_model(
+    directory: Path,
+    *,
+    architecture: str = "qwen2",
+    seed: int = 0,
+    tied: bool = True,
+    head_dim: int = 32,
+    kv_heads: int = 2,
+) -> Path:
+    """A random two-layer model with the demo's tokenizer."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     from qlora_rl.demo.tiny_model import make_tokenizer
 
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    name, extra = ARCHITECTURES[architecture]
+    config = getattr(transformers, name)(
         vocab_size=len(tokenizer),
         hidden_size=4 * head_dim,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        **extra,
     )
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    with torch.no_grad():  # far enough from uniform that a wrong weight shows
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim == 2:  # far enough from uniform that a wrong weight shows
                 parameter.mul_(3.0)
+            else:  # norms and biases are not all ones and zeros
+                parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

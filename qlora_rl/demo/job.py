@@ -88,7 +88,7 @@ def run_demo(
         RunDirectoryError: `out` holds another run.
         KeyboardInterrupt: passed on after the run directory was completed.
     """
-    _quieten()
+    quieten()
     run = RunDirectory(out)
     started = time.perf_counter()
     say("1/4  a tiny language model that has read sums by two pupils, one of whom forgets to carry")
@@ -372,7 +372,7 @@ def _progress_bar(steps: int) -> Any:
     return Bar()
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Keep the libraries' chatter off the screen; warnings that matter are raised as errors by our own code."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

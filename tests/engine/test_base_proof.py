@@ -1,0 +1,144 @@
+"""The base inside real vLLM: read, compared, repaired."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from support import make_model, score
+
+from qlora_rl import BaseMismatchError, LocalEngine, compare, fingerprint_base, load_base, prepare_base, prove_base
+
+MATRIX = [
+    # architecture, tied, kv heads, quant, double, blocksize, skip
+    ("qwen2", True, 2, "nf4", True, 64, ()),
+    ("qwen3", False, 1, "nf4", True, 128, ("layers.1.mlp.down_proj",)),
+    ("llama-bias", False, 4, "fp4", False, 64, ()),
+    ("mistral", False, 2, "nf4", False, 64, ()),
+    ("gemma", True, 1, "fp4", True, 64, ()),
+    ("llama", True, 2, "none", False, 64, ()),
+]
+FULL = [
+    (architecture, tied, kv_heads, quant, double, blocksize, skip)
+    for architecture in ("qwen2", "qwen3", "llama", "llama-bias", "mistral", "gemma")
+    for tied in (True, False)
+    for kv_heads in (1, 4)
+    for quant, double, blocksize in (("nf4", True, 64), ("nf4", False, 128), ("fp4", True, 128), ("fp4", False, 64))
+    for skip in ((), ("layers.0.self_attn.o_proj",))
+    if architecture != "gemma" or tied
+]
+
+
+def check(tmp_path, architecture, tied, kv_heads, quant, double, blocksize, skip):
+    source = make_model(tmp_path / "model", architecture=architecture, tied=tied, kv_heads=kv_heads)
+    base = prepare_base(source, quant, double_quant=double, blocksize=blocksize, skip_modules=skip)
+    model = load_base(base)
+    with LocalEngine(base, max_lora_rank=8, max_model_length=32, max_num_seqs=4) as engine:
+        as_loaded = compare(fingerprint_base(model), engine.describe_base())
+        assert as_loaded.state == ("repairable" if double and quant != "none" else "equal"), as_loaded.entries[:3]
+        admission = prove_base(model, engine)
+        assert admission.is_proven
+        assert set(admission.repaired) == set(as_loaded.modules)
+        quantised = [n for n, leaf in admission.ours.leaves.items() if leaf.kind in ("nf4", "fp4")]
+        assert len(quantised) == (0 if quant == "none" else 14 - len(skip))
+        if double and quant != "none":
+            assert len(admission.repaired) == len(quantised)
+        prompts = [[40, 41, 42, 43, 44, 45]] * 4
+        rollout = engine.generate(prompts, max_tokens=8, seed=1)
+        assert score(model, prompts, rollout).mean() < 0.02
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=lambda case: f"{case[0]}-{case[3]}")
+def test_both_sides_agree_on_what_the_base_is(tmp_path, case):
+    check(tmp_path, *case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", FULL, ids=lambda case: "-".join(map(str, case)))
+def test_both_sides_agree_on_the_whole_matrix(tmp_path, case):
+    check(tmp_path, *case)
+
+
+def test_after_the_repair_the_dequantised_weights_are_equal(base, engine):
+    import bitsandbytes.functional as functional
+
+    model = load_base(base)
+    prove_base(model, engine)
+    runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
+    compared = 0
+    for name, parameter in runner.get_model().named_parameters():
+        states = getattr(parameter, "bnb_quant_state", None)
+        if states is None:
+            continue
+        offsets = parameter.bnb_shard_offsets.tolist()
+        path = name.replace(".base_layer.weight", "").removesuffix(".weight")
+        parts = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+        parent, _, own = path.rpartition(".")
+        for i, part in enumerate(parts.get(own, [own])):
+            ours = model.get_submodule(f"{parent}.{part}").weight
+            theirs = functional.dequantize_4bit(parameter.data[offsets[i] : offsets[i + 1]], states[i])
+            assert torch.equal(functional.dequantize_4bit(ours.data, ours.quant_state), theirs.to(torch.bfloat16))
+            compared += 1
+    assert compared == 14
+
+
+def test_an_engine_that_quantised_in_flight_is_refused(model_dir):
+    model = load_base(prepare_base(model_dir, "fp4", double_quant=False))
+    with LocalEngine(
+        prepare_base(model_dir, "none"), max_model_length=32, max_num_seqs=4, quantization="bitsandbytes"
+    ) as engine:
+        with pytest.raises(BaseMismatchError) as caught:
+            prove_base(model, engine)
+    text = str(caught.value)
+    assert "type differ (ours fp4, theirs nf4)" in text
+    assert "vLLM's own in-flight quantisation is always NF4 with double quantisation" in text
+
+
+@pytest.mark.parametrize("what", ["codes", "values"])
+def test_one_flipped_bit_inside_vllm_is_named(model_dir, what):
+    base = prepare_base(model_dir)
+    with LocalEngine(base, max_model_length=32, max_num_seqs=4) as engine:
+        prove_base(load_base(base), engine)
+        model = engine.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+        wanted = "layers.1.mlp.gate_up_proj" if what == "codes" else "layers.0.input_layernorm"
+        parameter = next(p for n, p in model.named_parameters() if wanted in n)
+        parameter.data.view(torch.uint8).flatten()[5] ^= 64
+        with pytest.raises(BaseMismatchError) as caught:
+            prove_base(load_base(base), engine)
+    name = "model.layers.1.mlp.gate_proj.weight" if what == "codes" else "model.layers.0.input_layernorm.weight"
+    assert caught.value.module == name
+    assert f"{what} differ" in str(caught.value)
+
+
+def verify(*arguments):
+    command = [sys.executable, "-m", "qlora_rl.cli", "verify", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_verify_repairs_and_says_how_much(base):
+    done = verify(base, "--local", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["state"] == "equal"
+    assert found["repaired"] == 14
+    assert 0 < found["largest_relative_error"] < 0.1
+    done = verify(base, "--local", "--json", "--as-loaded")
+    assert (done.returncode, json.loads(done.stdout)["state"]) == (1, "repairable")
+    assert json.loads(done.stdout)["repaired"] == 0
+
+
+def test_verify_tells_a_damaged_base_from_one_that_it_cannot_judge(base, tmp_path):
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(base.path, broken)
+    weights = broken / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-7] ^= 2
+    weights.write_bytes(data)
+    done = verify(broken, "--local")
+    assert done.returncode == 1
+    assert "model.safetensors" in done.stderr + done.stdout
+    assert verify(tmp_path / "nothing", "--local").returncode == 2
+    assert verify(base, "--server", "http://localhost:1").returncode == 2
