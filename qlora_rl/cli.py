@@ -103,7 +103,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     try:
         summary = run_demo(settings, out, against=arguments.against, show_progress=not arguments.quiet)
     except KeyboardInterrupt:
-        print(f"\nqlora-rl: interrupted; the run so far and the last adapter are in {out}", file=sys.stderr)
+        kept = (
+            "the run so far and the last adapter are"
+            if (out / "adapter").is_dir()
+            else "no step was done; what there is lies"
+        )
+        print(f"\nqlora-rl: interrupted; {kept} in {out}", file=sys.stderr)
         return INTERRUPTED
     print(f"\n{table(summary)}\n\n  run directory: {out}")
     return 0

@@ -44,7 +44,7 @@ class PreparedBase:
     Attributes:
         path: the directory.
         spec: how it is quantised.
-        digest: of its contents (hex), the same on every machine that prepared the same source in the same way.
+        digest: of what went in (hex): the source's bytes, the settings, the tokenizer.
     """
 
     path: Path
@@ -100,13 +100,17 @@ def prepare_base(
         UnsupportedQuantError: a quantisation that the engine could not hold bit for bit.
         ConfigConflictError: `out` holds something else.
     """
+    spec = QuantSpec(quant, double_quant, blocksize, compute_dtype, tuple(sorted(skip_modules)))
     if not isinstance(model, str | os.PathLike):
-        return _prepare_object(model, QuantSpec(quant, double_quant, blocksize, compute_dtype), tokenizer, out)
-
-    spec = QuantSpec(quant, double_quant and quant != "none", blocksize, compute_dtype, tuple(sorted(skip_modules)))
+        return _prepare_object(model, spec, tokenizer, out)
     source = _local_directory(os.fspath(model), revision)
     if (source / MANIFEST).is_file():
         base = open_base(source)
+        if spec not in (QuantSpec(), base.spec):
+            raise ConfigConflictError(
+                f"preparing a base: {source} is a prepared base already ({base.spec.label}) and cannot become {spec.label}. Start "
+                "from the original model."
+            )
         if out is not None and Path(out).resolve() != source.resolve():
             raise ConfigConflictError(f"preparing a base: {source} is a prepared base already. Copy it to {out}.")
         return base
@@ -116,12 +120,15 @@ def prepare_base(
             f"preparing a base: {model} is quantised with {method}. Start from its 16-bit original, or from a 4-bit "
             "bitsandbytes checkpoint."
         )
-    key = _digest([_directory_digest(source), json.dumps(spec.as_dict(), sort_keys=True), method or ""])
+    if method is not None:
+        spec = _stored_spec(source)
+    key = _digest([_directory_digest(source), json.dumps(spec.as_dict(), sort_keys=True), _tokenizer_digest(tokenizer)])
 
     def write(directory: Path) -> QuantSpec:
         from transformers import AutoModelForCausalLM
 
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust_remote_code)
+        # A checkpoint that is 4-bit already keeps its bytes; its live layers say what its config may not.
         written = spec if method is None else spec_of(loaded)
         _write_checkpoint(loaded, written, directory, is_quantized=method is not None)
         _write_tokenizer(tokenizer, source, directory, trust_remote_code)
@@ -139,7 +146,7 @@ def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.P
         return open_base(known)
     live = spec_of(base)
     written = live if live.is_4bit else spec
-    key = _digest([_model_digest(base), json.dumps(written.as_dict(), sort_keys=True)])
+    key = _digest([_model_digest(base), json.dumps(written.as_dict(), sort_keys=True), _tokenizer_digest(tokenizer)])
     origin = getattr(base.config, "_name_or_path", "") or type(base).__name__
 
     def write(directory: Path) -> QuantSpec:
@@ -252,7 +259,9 @@ def _local_directory(model: str, revision: str | None) -> Path:
 
     patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.py"]
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        # Weights in another format lie beside transformers' own in some repositories.
+        other = ["consolidated*", "original/*"]
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=other))
     except Exception as error:
         raise BaseIncompleteError(
             f"preparing a base: {model!r} is no directory here and the hub did not give it ({type(error).__name__}: "
@@ -274,6 +283,12 @@ def _quant_method(source: Path) -> str | None:
     if quantization.get("quant_method") == "bitsandbytes":
         return "bitsandbytes-4bit" if quantization.get("load_in_4bit") else "bitsandbytes in 8 bits"
     return str(quantization.get("quant_method"))
+
+
+def _stored_spec(source: Path) -> QuantSpec:
+    """The spec of a checkpoint that is 4-bit already, as far as its config tells."""
+    stored = json.loads((source / "config.json").read_text())["quantization_config"]
+    return QuantSpec(stored.get("bnb_4bit_quant_type", "fp4"), bool(stored.get("bnb_4bit_use_double_quant", False)))
 
 
 def _write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *, is_quantized: bool) -> None:
@@ -363,6 +378,8 @@ def _publish(
 ) -> PreparedBase:
     """Run `write` into a fresh directory beside the target and rename it there when all is on disk."""
     target = Path(out) if out is not None else cache_root() / "bases" / f"{name}-{label}-{key[:16]}"
+    if target.exists() and not target.is_dir():
+        raise ConfigConflictError(f"preparing a base: {target} is a file. Choose another directory.")
     if out is not None and target.exists() and any(target.iterdir()):
         base = open_base(target) if (target / MANIFEST).is_file() else None
         if base is None or base.digest != key:
@@ -432,6 +449,15 @@ def _directory_digest(source: Path) -> str:
     """Of all that decides what a checkpoint is: weights, configs, tokenizer; whatever the directory is called."""
     files = sorted(f for f in source.iterdir() if f.is_file() and not f.name.startswith(".") and f.suffix != ".md")
     return _digest([f"{f.name}:{_file_digest(f)}" for f in files])
+
+
+def _tokenizer_digest(tokenizer: Any) -> str:
+    """Of a tokenizer that is stored in the place of the model's own."""
+    if tokenizer is None:
+        return ""
+    with tempfile.TemporaryDirectory() as directory:
+        getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(directory)
+        return _directory_digest(Path(directory))
 
 
 def _model_digest(model: torch.nn.Module) -> str:

@@ -39,6 +39,9 @@ class QuantSpec:
     skip_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.quant_type == "none":  # one way to say it: the name of the base depends on it
+            object.__setattr__(self, "double_quant", False)
+            object.__setattr__(self, "blocksize", 64)
         if self.quant_type not in QUANT_TYPES:
             hint = (
                 "8-bit bases have no bit-exact way into vLLM; use quant='nf4' (half the memory) or quant='none' (16 bit)"

@@ -112,8 +112,10 @@ def run_demo(
             trainer.add_callback(_progress_bar(settings.steps))
         trained = time.perf_counter()
         summary: dict[str, Any] = {"status": "finished", "steps": settings.steps}
+        trained_seconds = None
         try:
             trainer.train()
+            trained_seconds = time.perf_counter() - trained
         except KeyboardInterrupt:
             summary |= {"status": "interrupted", "steps": trainer.state.global_step}
             raise
@@ -132,13 +134,12 @@ def run_demo(
                 after = _answers(trainer, held_out)
                 summary["accuracy_after"] = _accuracy(after, held_out)
                 run.write_json("samples.json", _samples(held_out, before, after))
-                if settings.sync == "trl-merge":
-                    run.save_adapter(trainer.model)
-            done = time.perf_counter()
+            if settings.sync == "trl-merge":  # TRL's trainer does not do it by itself
+                run.save_adapter(trainer.model)
             summary |= {
                 "prepare_seconds": prepared - started,
-                "train_seconds": done - trained,
-                "seconds": done - started,
+                "train_seconds": trained_seconds,
+                "seconds": time.perf_counter() - started,
                 "settings": dataclasses.asdict(settings),
             }
             run.write_json(SUMMARY, summary)

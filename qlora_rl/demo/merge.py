@@ -26,8 +26,11 @@ class MergingTrainer(MeasuredSteps, GRPOTrainer):
     """
 
     def __init__(self, *, run: RunDirectory | None, **arguments: Any):
+        from qlora_rl.engine import compat
+
         with engine_environment():
             super().__init__(**arguments)
+        compat.started()
         self.run = run
         self.measure_into(run)
         self._facts: dict[str, float] = {}

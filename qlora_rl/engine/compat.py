@@ -125,6 +125,7 @@ def construction() -> Iterator[None]:
     key = "VLLM_ENABLE_V1_MULTIPROCESSING"
     before = os.environ.get(key)
     states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     threads = torch.get_num_threads()
     os.environ[key] = "0"
     try:
@@ -137,6 +138,8 @@ def construction() -> Iterator[None]:
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])
+        if on_gpu:
+            torch.cuda.set_rng_state_all(on_gpu)
         torch.set_num_threads(threads)
 
 
@@ -158,20 +161,42 @@ def unreached_modules(llm: LLM, adapter_id: int) -> list[str] | None:
     return lost or ([] if adapter.loras else ["(all)"])
 
 
+# Engines of this process that are not shut down. vLLM keeps its process groups in module globals that all of them share.
+_alive = 0
+
+
+def started() -> None:
+    """An in-process engine was built."""
+    global _alive
+    _alive += 1
+
+
 def shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     """Stop an in-process engine and give its memory back; the caller drops its own references first.
 
-    Args:
-        llm: engine built under `construction`.
-        owns_process_group: vLLM had made torch.distributed's default group; without that only its own groups go.
-    """
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
+    vLLM's own shutdown also destroys the process groups, and torch.distributed's default one with them. Other engines in
+    this process could not take another step then, nor could a trainer that had made the default group: in both cases the
+    rest of the shutdown is done by hand. Remove when EngineCore.shutdown leaves alone what it has not made.
 
-    llm.llm_engine.engine_core.shutdown()
-    if owns_process_group:
-        cleanup_dist_env_and_memory()
-    else:
-        gc.unfreeze()
+    Args:
+        llm: engine built under `construction`, after `started`.
+        owns_process_group: vLLM had made torch.distributed's default group.
+    """
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    global _alive
+    _alive -= 1
+    client = llm.llm_engine.engine_core
+    if _alive == 0 and owns_process_group:
+        client.shutdown()
+        return
+    client._finalizer.detach()
+    core = client.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
+    if _alive == 0:
         destroy_model_parallel()
 
 

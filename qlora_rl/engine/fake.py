@@ -17,7 +17,7 @@ import torch
 
 from qlora_rl.base.fingerprint import fingerprint_base
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.errors import EngineClosedError, PromptTooLongError, SyncError
+from qlora_rl.errors import EngineClosedError, NotYetSupportedError, PromptTooLongError, SyncError
 
 
 class FakeEngine:
@@ -70,6 +70,11 @@ class FakeEngine:
         if self._is_closed:
             raise EngineClosedError("using the engine: it was closed. Make a new FakeEngine.")
         spec = sampling or SamplingSpec(**fields)
+        plain = SamplingSpec(spec.max_tokens, spec.temperature, seed=spec.seed)
+        if spec != plain:
+            raise NotYetSupportedError(
+                f"generating: {spec}: the fake engine knows max_tokens, temperature and seed only. Use LocalEngine."
+            )
         too_long = [i for i, p in enumerate(prompts) if not 0 < len(p) < self.max_model_length]
         if too_long:
             raise PromptTooLongError(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from qlora_rl.base.checkpoint import open_base
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
 from qlora_rl.engine import compat
 from qlora_rl.errors import (
@@ -25,7 +26,6 @@ from qlora_rl.errors import (
     EngineClosedError,
     EngineUnsupportedError,
     PromptTooLongError,
-    QloraRLError,
     SyncError,
 )
 
@@ -61,6 +61,7 @@ class LocalEngine:
     Raises:
         MissingDependencyError: vLLM or its bitsandbytes support is missing; names what to install.
         EngineUnsupportedError: this base or setting cannot be served.
+        BaseIncompleteError: `base` is not a prepared base.
     """
 
     def __init__(
@@ -85,16 +86,18 @@ class LocalEngine:
         self.max_lora_rank = rank_class(max_lora_rank) if max_lora_rank else 0
         self._enable_sleep = enable_sleep
         self._version = 0
-        self._adapter: Path | None = None
-        self._requests = 0
+        self._adapter: Any = None  # the LoRARequest that serves
+        self._requests = self._loads = 0
+        self._is_repaired = False
         self._is_broken = self._is_closed = self._is_asleep = False
         self._llm: Any = None
 
         self._vllm_version = compat.vllm_version()
+        self._owns_process_group = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         from transformers import AutoConfig
 
+        is_4bit = open_base(base, verify=False).spec.is_4bit
         config = AutoConfig.from_pretrained(self.base, trust_remote_code=trust_remote_code)
-        is_4bit = bool(getattr(config, "quantization_config", None))
         if is_4bit:
             compat.require_bitsandbytes_support()
         self._is_cpu = compat.platform_is_cpu()
@@ -186,7 +189,9 @@ class LocalEngine:
         Returns:
             The largest relative error of each repaired weight; empty when nothing differed.
         """
-        return self.llm.collective_rpc("qlora_repair_scales", args=(str(self.base),))[0]
+        repaired = self.llm.collective_rpc("qlora_repair_scales", args=(str(self.base),))[0]
+        self._is_repaired = True
+        return repaired
 
     def generate(
         self, prompts: Sequence[Sequence[int] | str], sampling: SamplingSpec | None = None, **fields: Any
@@ -234,17 +239,24 @@ class LocalEngine:
                 "loading an adapter: this engine was started without LoRA (max_lora_rank=0). Start it with the adapter's rank."
             )
         self._ensure_usable()
-        request = self._lora_request(directory, version)
+        from vllm.lora.request import LoRARequest
+
+        # A number that vLLM has never seen: it would take one that it knows for the adapter that it has loaded already.
+        self._loads += 1
+        request = LoRARequest(f"policy-v{version}", self._loads, str(directory))
         engine = self._llm.llm_engine
         try:
             engine.add_lora(request)
-        except Exception as error:
+            lost = compat.unreached_modules(self._llm, self._loads)
+        except BaseException as error:
+            self._forget(self._loads)
+            if not isinstance(error, Exception):
+                raise
             raise SyncError(
                 f"loading adapter version={version} into vLLM: {error}. Version {self._version} goes on serving."
             ) from error
-        lost = compat.unreached_modules(self._llm, version)
         if lost:
-            engine.remove_lora(version)
+            self._forget(self._loads)
             raise SyncError(
                 f"loading adapter version={version} into vLLM: no layer of the engine multiplies with {', '.join(lost[:4])}"
                 f"{' …' if len(lost) > 4 else ''}; it would have been left out without a word. Version {self._version} goes "
@@ -252,7 +264,7 @@ class LocalEngine:
                 reasons=lost,
                 module=lost[0],
             )
-        self._adapter, self._version = Path(directory), version
+        self._adapter, self._version = request, version
 
     def sleep(self) -> None:
         """Give back the KV cache and move the weights to host memory (vLLM's level 1); a no-op on the CPU.
@@ -271,6 +283,7 @@ class LocalEngine:
         if self._is_asleep:
             self._llm.wake_up()
             self._is_asleep = False
+            self._load_again()  # a wake has been seen to lose adapters (vllm#53888)
 
     def close(self) -> None:
         """Stop vLLM and give its memory back; harmless when repeated."""
@@ -288,17 +301,15 @@ class LocalEngine:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        self._owns_process_group = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         with compat.construction():
             from vllm import LLM
 
             try:
                 self._llm = LLM(**self._options)
-            except BaseException as error:
-                self._tear_down()
-                if isinstance(error, QloraRLError) or not isinstance(error, Exception):
-                    raise
+            except Exception as error:
+                compat.trim_memory()
                 raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}") from error
+        compat.started()
         self._is_broken = self._is_asleep = False
 
     def _tear_down(self) -> None:
@@ -315,14 +326,27 @@ class LocalEngine:
             logger.warning("rebuilding the engine after a failure; version %d is loaded again", self._version)
             self._tear_down()
             self._build()
-            if self._adapter is not None:
-                adapter, version, self._version = self._adapter, self._version, 0
-                self.load_adapter(adapter, version)
+            if self._is_repaired:
+                self.repair_base()
+            self._load_again()
 
-    def _lora_request(self, directory: Path, version: int) -> Any:
-        from vllm.lora.request import LoRARequest
+    def _load_again(self) -> None:
+        """Load the adapter that serves anew; without its directory the engine must not go on as the bare base."""
+        if self._adapter is None:
+            return
+        directory, version = Path(self._adapter.lora_path), self._version
+        self._adapter, self._version = None, 0
+        if not directory.is_dir():
+            raise EngineBrokenError(
+                f"loading adapter version={version} again: {directory} is gone, and the engine holds the bare base now. Push "
+                "the adapter again."
+            )
+        self.load_adapter(directory, version)
 
-        return LoRARequest(f"policy-v{version}", version, str(directory))
+    def _forget(self, adapter_id: int) -> None:
+        """Take an adapter that will not serve out of vLLM, if it got that far."""
+        with contextlib.suppress(Exception):
+            self._llm.llm_engine.remove_lora(adapter_id)
 
     def _check_lengths(self, ids: list[list[int]]) -> None:
         reasons = [
@@ -341,12 +365,12 @@ class LocalEngine:
     def _run(self, ids: list[list[int]], sampling: SamplingSpec) -> list[Any]:
         """Drive the engine until all B requests are done; whatever happens, none of them stays behind."""
         engine = self._llm.llm_engine
-        lora = self._lora_request(self._adapter, self._version) if self._adapter is not None else None
+        lora = self._adapter
         # The salt makes a KV block of one version invisible to every other, whatever their names and paths.
-        salt = f"policy-v{self._version}"
+        salt = "base" if lora is None else f"policy-{lora.lora_int_id}"
         try:
             params = [_sampling_params(sampling, i) for i in range(len(ids))]
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # vLLM has an error type of its own for them
             raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
         place = {f"{self._requests + i}": i for i in range(len(ids))}
         self._requests += len(ids)
@@ -382,6 +406,7 @@ class LocalEngine:
     def _abort(self, internal: list[str]) -> None:
         """Take all requests of the call out of scheduler and workers."""
         engine = self._llm.llm_engine
+        self._is_broken = True  # until they are gone: an interrupt may strike here too
         try:
             engine.abort_request(internal, internal=True)
             while engine.has_unfinished_requests():
@@ -389,7 +414,8 @@ class LocalEngine:
             engine.step()  # tells the worker to forget them
         except Exception:
             logger.warning("aborting the requests failed; the engine is rebuilt at its next use", exc_info=True)
-            self._is_broken = True
+            return
+        self._is_broken = False
 
 
 class _ForcedInterrupt(BaseException):

@@ -94,8 +94,7 @@ def _as_loaded(weight: torch.Tensor, owner: torch.nn.Module, dtype: torch.dtype)
     if weight.numel() == 0 and hasattr(owner, "cpu_linear"):
         size, device = owner.input_size_per_partition, weight.device
         columns = [
-            owner.cpu_linear(eye, owner.weight, None)
-            for eye in torch.eye(size, dtype=dtype, device=device).split(1024)
+            owner.cpu_linear(eye, owner.weight, None) for eye in torch.eye(size, dtype=dtype, device=device).split(1024)
         ]
         return torch.cat(columns).T.contiguous()
     if weight.dtype == torch.float32 != dtype and torch.equal(weight.to(dtype).float(), weight):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from qlora_rl.contracts import RolloutEngine, SamplingSpec, SyncReport, SyncStrategy
@@ -46,10 +47,15 @@ class EngineBridge:
     def install(self, trainer: Any) -> None:
         """Make `trainer` (built with use_vllm=False) generate through this bridge."""
         trainer.use_vllm = True
-        # A word of our own: under "colocate" TRL's tool loop reaches into its VLLMGeneration's `llm`.
-        trainer.vllm_mode = "qlora_rl"
+        trainer.vllm_mode = "colocate"
         trainer.vllm_generation = self
         trainer._last_loaded_step = -1
+
+    @property
+    def llm(self) -> Any:
+        """What TRL's tool loop reads of a colocated vLLM: the length at which it stops a conversation, in tokens."""
+        limit = self.engine.capabilities().max_model_length
+        return SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=limit)))
 
     def sync_weights(self) -> None:
         """Push the current policy; TRL calls it once per optimizer step, before the first generation."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.adapter.verdict import judge_adapter
+from qlora_rl.adapter.verdict import active_adapter, judge_adapter
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import AdapterRefusedError, ConfigConflictError, UnsupportedQuantError, collected
@@ -53,20 +53,53 @@ def resolve_model(
             "reading the model: quantization_config beside a model object, which is quantised already or not at all. Pass it "
             "where the model is loaded, or pass the model's name."
         )
+    if args.model_init_kwargs:
+        raise ConfigConflictError(
+            f"reading the model: args.model_init_kwargs={args.model_init_kwargs!r} beside a model object, which is loaded "
+            "already. Give them where the model is loaded, or pass the model's name."
+        )
     if is_peft:
-        verdict = judge_adapter(model)
-        if verdict.kind == "refuse":
-            raise collected("reading the PeftModel", verdict.reasons, AdapterRefusedError)
+        _check_trainable(model, args)
     bare = model.get_base_model() if is_peft else model
     if processing_class is None and not getattr(bare, "qlora_base", None):
         from transformers import AutoTokenizer
 
-        processing_class = AutoTokenizer.from_pretrained(bare.config._name_or_path)
+        name = bare.config._name_or_path
+        try:
+            processing_class = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+        except Exception as error:
+            raise ConfigConflictError(
+                f"reading the model: it is an object whose config names {name!r}, where no tokenizer was found "
+                f"({type(error).__name__}). The engine needs one: pass processing_class=."
+            ) from error
     base = prepare_base(model, "none", compute_dtype=_dtype_name(bare), tokenizer=processing_class)
     adopt(bare, base)
     if is_peft:
         logger.info("training goes on with the adapter of the PeftModel")
     return model, base
+
+
+def _check_trainable(model: Any, args: GRPOConfig) -> None:
+    """Refuse a PeftModel whose adapter cannot be trained on."""
+    verdict = judge_adapter(model)
+    if verdict.kind == "refuse":
+        raise collected("reading the PeftModel", verdict.reasons, AdapterRefusedError)
+    name = active_adapter(model)
+    if verdict and not any(p.requires_grad for n, p in model.named_parameters() if f".{name}." in n):
+        raise AdapterRefusedError(
+            f"reading the PeftModel: its adapter {name!r} is frozen, so nothing would be trained. Load it with "
+            "PeftModel.from_pretrained(base, path, is_trainable=True)."
+        )
+    if args.beta and name != "default":
+        raise ConfigConflictError(
+            f"reading the PeftModel: beta={args.beta} and its adapter is called {name!r}; TRL makes the frozen reference of "
+            "an adapter called 'default' only. Load it under that name, or set beta=0."
+        )
+    if args.beta and "ref" in model.peft_config:
+        raise ConfigConflictError(
+            f"reading the PeftModel: beta={args.beta} and it holds an adapter 'ref' already (another trainer's frozen "
+            "reference?). Remove it: model.delete_adapter('ref')."
+        )
 
 
 def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> tuple[Any, PreparedBase]:
@@ -79,7 +112,17 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> tuple[A
     init.pop("quantization_config", None)
     revision = init.pop("revision", None)
     trust = bool(init.pop("trust_remote_code", args.trust_remote_code))
-    dtype = init.pop("dtype", None) or init.pop("torch_dtype", None)
+    dtype = _named(init.pop("dtype", None) or init.pop("torch_dtype", None))
+    options = {
+        "attn_implementation": init.pop("attn_implementation", None),
+        "device": _device(init.pop("device_map", None), args.device),
+    }
+    if init:
+        raise ConfigConflictError(
+            f"reading the model: args.model_init_kwargs holds {', '.join(sorted(init))}, which loading a base does not take. "
+            "Leave it out (attn_implementation, device_map, dtype, quantization_config, revision and trust_remote_code are "
+            "taken), or load the model yourself and pass it."
+        )
     if os.path.isfile(os.path.join(path, MANIFEST)):
         if config is not None:
             raise ConfigConflictError(
@@ -87,8 +130,21 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> tuple[A
                 "out, or pass the original model."
             )
         base = open_base(path)
+        if revision is not None or dtype not in (None, base.spec.compute_dtype):
+            raise ConfigConflictError(
+                f"reading the model: revision={revision!r}, dtype={dtype!r} in args.model_init_kwargs beside the prepared base "
+                f"{path}, which is one revision in {base.spec.compute_dtype}. Leave them out, or pass the original model."
+            )
     else:
         spec = spec_from_config(config, dtype)
+        if spec.is_4bit and spec.compute_dtype == "float32":
+            raise ConfigConflictError(
+                "reading the model: 4 bits with compute dtype float32 (the default of BitsAndBytesConfig), which vLLM's "
+                "kernels do not take. Set bnb_4bit_compute_dtype=torch.bfloat16."
+                if dtype is None
+                else f"reading the model: 4 bits with dtype={dtype!r} in args.model_init_kwargs, which vLLM's kernels do not "
+                "take. Set dtype='bfloat16'."
+            )
         base = prepare_base(
             path,
             spec.quant_type,
@@ -99,8 +155,30 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> tuple[A
             revision=revision,
             trust_remote_code=trust,
         )
-        logger.info("%s is held as %s in %s", path, spec.label, base)
-    return load_base(base, trust_remote_code=trust, **init), base
+        if config is not None and base.spec.label != spec.label:
+            raise ConfigConflictError(
+                f"reading the model: quantization_config asks for {spec.label} and {path} is {base.spec.label} already. Leave "
+                "quantization_config out, or pass the original model."
+            )
+        logger.info("%s is held as %s in %s", path, base.spec.label, base)
+    return load_base(base, trust_remote_code=trust, **options), base
+
+
+def _device(device_map: Any, default: Any) -> Any:
+    """The one device that a `device_map` names, or the one that the trainer puts its batches on."""
+    if device_map in (None, "auto"):
+        return default
+    if isinstance(device_map, dict) and list(device_map) == [""]:
+        return device_map[""]
+    raise ConfigConflictError(
+        f"reading the model: device_map={device_map!r} in args.model_init_kwargs; the base lies on one device. Use "
+        "device_map={'': 0}, or leave it out."
+    )
+
+
+def _named(dtype: Any) -> str | None:
+    """Name of a dtype given as torch dtype or string; `None` where it is left to the checkpoint."""
+    return None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
 
 
 def spec_from_config(config: Any, dtype: Any = None) -> QuantSpec:
@@ -109,7 +187,7 @@ def spec_from_config(config: Any, dtype: Any = None) -> QuantSpec:
     Raises:
         UnsupportedQuantError: 8 bits or another quantiser.
     """
-    name = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
+    name = _named(dtype)
     if config is None:
         return QuantSpec(compute_dtype=name or "bfloat16")
     values = config if isinstance(config, dict) else config.to_dict()

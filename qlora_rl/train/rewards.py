@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+from trl.trainer.utils import get_callable_name, is_async_callable
 
 from qlora_rl.errors import RewardFunctionError
 
 
-def guard(reward: Any) -> Any:
-    """Wrap a reward function so that an exception or a wrong result names it; models and names pass through."""
-    if not callable(reward) or isinstance(reward, str) or hasattr(reward, "parameters"):
-        return reward
-    name = getattr(reward, "__name__", type(reward).__name__)
-    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None)):  # noqa: B004
+def guard(reward: Any, name: str | None = None) -> Any:
+    """Wrap a reward function so that an exception or a wrong result names it; reward models pass through.
 
-        @functools.wraps(reward, updated=())
+    Args:
+        reward: as TRL takes it: a function, a partial, an object with `__call__`, each of them async or not, or a model.
+        name: under which TRL logs it; by default the one that TRL would choose.
+    """
+    if isinstance(reward, torch.nn.Module):
+        return reward
+    name = name or get_callable_name(reward)
+    if is_async_callable(reward):
+
         async def wait(*args: Any, **kwargs: Any) -> Any:
             try:
                 result = await reward(*args, **kwargs)
@@ -28,7 +34,6 @@ def guard(reward: Any) -> Any:
         wait.__name__ = name
         return wait
 
-    @functools.wraps(reward, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             result = reward(*args, **kwargs)
@@ -40,11 +45,11 @@ def guard(reward: Any) -> Any:
     return call
 
 
-def guard_all(rewards: Any) -> Any:
-    """`guard` over what TRL takes as `reward_funcs`: one, a list, or nothing. The caller's list is left alone."""
+def as_list(rewards: Any) -> list[Any]:
+    """What TRL takes as `reward_funcs` (one, several, or nothing) as a new list: TRL writes into the one it is given."""
     if rewards is None:
-        return None
-    return [guard(r) for r in rewards] if isinstance(rewards, list) else guard(rewards)
+        return []
+    return list(rewards) if isinstance(rewards, list | tuple) else [rewards]
 
 
 def _failed(name: str, error: Exception) -> RewardFunctionError:
@@ -73,10 +78,12 @@ def _checked(name: str, result: Any, kwargs: dict[str, Callable | Sequence]) -> 
         if value is None:
             continue
         try:
-            float(value)
+            is_number = not isinstance(value, str) and not math.isinf(float(value))
         except (TypeError, ValueError):
+            is_number = False
+        if not is_number:
             raise RewardFunctionError(
-                f"scoring completions: the reward function {name!r} returned {value!r} for completion {i}. Return a number, or "
-                "None to leave it out."
-            ) from None
+                f"scoring completions: the reward function {name!r} returned {value!r} for completion {i}. Return a finite "
+                "number, or None to leave it out."
+            )
     return [None if value is None else float(value) for value in values]

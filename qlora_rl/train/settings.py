@@ -29,13 +29,21 @@ _BUILD_FIELDS = (
     "vllm_enable_sleep_mode",
     "vllm_max_model_length",
 )
+# Sampling arguments that a rollout cannot leave to the caller, and why.
+_OWN_SAMPLING = {
+    "n": "every prompt is repeated num_generations times",
+    "seed": "one seed for all requests would draw the same completion again and again; set GRPOConfig(seed=...)",
+    "logprobs": "those of the drawn tokens are needed, no others",
+    "output_kind": "whole completions are needed",
+}
+_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def own_copy(args: GRPOConfig) -> GRPOConfig:
-    """A copy whose dicts and lists are its own: TRL and transformers write into the config that they are given."""
+    """A copy whose parts are its own: TRL and transformers write into the config that they are given."""
     mine = copy.copy(args)
     for name, value in vars(mine).items():
-        if isinstance(value, dict | list):
+        if isinstance(value, dict | list) or name == "accelerator_config":
             setattr(mine, name, copy.deepcopy(value))
     return mine
 
@@ -64,16 +72,29 @@ def check(args: GRPOConfig, rollout: str | RolloutEngine) -> None:
         )
     changed = [name for name in _SERVER_FIELDS if _is_set(args, name)]
     reasons = []
-    if args.use_vllm and args.vllm_mode == "server":
-        reasons.append("vllm_mode='server' with rollout='colocate': leave vllm_mode at 'colocate'")
+    if args.vllm_mode != "colocate":
+        reasons.append(
+            f"vllm_mode={args.vllm_mode!r}: rollout= says where rollouts come from, leave vllm_mode at 'colocate'"
+        )
     if changed:
-        reasons.append(f"{', '.join(changed)} with rollout='colocate': leave them out, no server is asked")
+        reasons.append(f"{', '.join(changed)}: no server is asked, leave them out")
     if not isinstance(rollout, str):
         for name in _BUILD_FIELDS:
             if _is_set(args, name):
                 reasons.append(
                     f"{name}={getattr(args, name)!r} beside an engine object: set it where the engine is made"
                 )
+    taken = sorted(set(args.generation_kwargs or {}) & set(_OWN_SAMPLING))
+    if taken:
+        ways = "; ".join(f"{name}: {_OWN_SAMPLING[name]}" for name in taken)
+        reasons.append(
+            f"generation_kwargs sets {', '.join(taken)}, which the trainer sets itself ({ways}): leave it out"
+        )
+    if args.vllm_importance_sampling_correction and args.vllm_importance_sampling_mode not in _CORRECTIONS:
+        # TRL says so only after the first rollout.
+        reasons.append(
+            f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}: use one of {', '.join(_CORRECTIONS)}"
+        )
     if args.use_transformers_continuous_batching:
         reasons.append("use_transformers_continuous_batching=True: rollouts come from vLLM here, leave it out")
     if (
@@ -88,6 +109,23 @@ def check(args: GRPOConfig, rollout: str | RolloutEngine) -> None:
         )
     if reasons:
         raise collected("reading the config", reasons, ConfigConflictError)
+
+
+def check_datasets(*datasets: Any) -> None:
+    """Refuse images where the columns show them; what columns do not show, the bridge refuses.
+
+    Raises:
+        NotYetSupportedError: names the column.
+    """
+    parts = [part for d in datasets if d is not None for part in (d.values() if isinstance(d, dict) else [d])]
+    found = sorted(
+        {name for part in parts for name in (getattr(part, "column_names", None) or []) if name in ("image", "images")}
+    )
+    if found:
+        raise NotYetSupportedError(
+            f"reading the dataset: its column {', '.join(found)} holds images, which this version does not hand to the "
+            "engine. Remove the column and use text prompts."
+        )
 
 
 def engine_options(args: GRPOConfig) -> dict[str, Any]:

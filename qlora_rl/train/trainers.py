@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from qlora_rl.adapter.verdict import judge_adapter
+from qlora_rl.adapter.verdict import active_adapter, judge_adapter
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.sync.plan import plan_sync
@@ -21,7 +21,7 @@ from qlora_rl.train import settings
 from qlora_rl.train.bridge import EngineBridge
 from qlora_rl.train.entry import resolve_model
 from qlora_rl.train.measure import MeasuredSteps
-from qlora_rl.train.rewards import guard_all
+from qlora_rl.train.rewards import as_list, guard
 from qlora_rl.train.run import CONFIG, SUMMARY, SYNCS, RunDirectory, describe_machine, describe_versions
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             )
         args = settings.own_copy(args) if args is not None else GRPOConfig("qlora-grpo")
         settings.check(args, rollout)
+        settings.check_datasets(train_dataset, eval_dataset)
         if isinstance(rollout, str):
             from qlora_rl.engine.compat import vllm_version
 
@@ -114,11 +115,16 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         sampling = settings.sampling_spec(args)
         wishes = {name: getattr(args, name) for name in ("use_vllm", "generation_kwargs", "model_init_kwargs")}
-        # TRL would build its own VLLMGeneration, feed vLLM's sampling arguments to transformers, and warn about both.
-        args.use_vllm, args.generation_kwargs, args.model_init_kwargs = False, None, None
+        reward_funcs = as_list(reward_funcs)
+        # TRL would build its own VLLMGeneration and feed vLLM's sampling arguments to transformers.
+        args.use_vllm, args.generation_kwargs = False, None
+        if not any(isinstance(reward, str) for reward in reward_funcs):  # TRL loads reward models with these
+            args.model_init_kwargs = None
+        if isinstance(reward_processing_classes, list):
+            reward_processing_classes = list(reward_processing_classes)  # TRL fills it in
         super().__init__(
             model=model,
-            reward_funcs=guard_all(reward_funcs),
+            reward_funcs=reward_funcs,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -134,9 +140,14 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         for name, value in wishes.items():
             setattr(args, name, value)
         set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
+        # Only now: an environment's own reward is among them, and TRL has named them all.
+        self.reward_funcs = [
+            guard(reward, name) for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
 
         verdict = judge_adapter(self.model)
         plan_sync(verdict, None, sync)  # refuses before the engine is started
+        _check_optimizer(optimizers[0], self.model)
         self._owns_engine = isinstance(rollout, str)
         if isinstance(rollout, str):
             from qlora_rl.engine.local import LocalEngine
@@ -164,6 +175,8 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         self._finalizer = weakref.finalize(self, _release, strategy, engine if self._owns_engine else None)
         self.bridge.install(self)
         logger.info("%s", self.plan)
+        if args.vllm_enable_sleep_mode and not engine.capabilities().can_sleep:
+            logger.warning("vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake", engine.capabilities().name)
         self.measure_into(self.run)
         if self.run is not None:
             self.run.write_json(CONFIG, self._describe(adapter_dtype))
@@ -208,7 +221,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             logger.exception("the run directory could not be completed")
 
     def _describe(self, adapter_dtype: str) -> dict[str, Any]:
-        adapter = next(iter(self.model.peft_config.values())).to_dict()
+        adapter = self.model.peft_config[active_adapter(self.model)].to_dict()
         return {
             "command": "QLoRAGRPOTrainer",
             "model": self.base.path.name,
@@ -252,6 +265,19 @@ def set_adapter_dtype(model: Any, dtype: torch.dtype, before: dict[str, torch.Te
         if parameter.requires_grad and parameter.is_floating_point():
             exact = before.get(name)
             parameter.data = (exact if exact is not None else parameter.data).to(dtype)
+
+
+def _check_optimizer(optimizer: Any, model: Any) -> None:
+    """Refuse an optimizer that was made for other parameters than those that are trained."""
+    if optimizer is None:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in held for parameter in model.parameters() if parameter.requires_grad):
+        raise ConfigConflictError(
+            f"reading the arguments: the {type(optimizer).__name__} in optimizers= holds none of the adapter's parameters, so "
+            "nothing would be trained; peft_config= makes the adapter after it. Make the PeftModel first, the optimizer for "
+            "its parameters, and pass both; or leave optimizers out and use GRPOConfig(optim=...)."
+        )
 
 
 def _release(strategy: Any, engine: Any) -> None:

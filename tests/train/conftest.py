@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 
 def by_place(completions: list[Any], **_: Any) -> list[float]:
@@ -33,7 +34,7 @@ def plain():
 
 @pytest.fixture
 def config(tmp_path) -> Callable[..., Any]:
-    """GRPOConfig for one short step on the CPU; arguments replace its own."""
+    """GRPOConfig for one short step; arguments replace its own."""
 
     def make(**fields: Any) -> Any:
         from trl import GRPOConfig
@@ -51,7 +52,7 @@ def config(tmp_path) -> Callable[..., Any]:
             "save_strategy": "no",
             "report_to": [],
             "disable_tqdm": True,
-            "use_cpu": True,
+            "use_cpu": not torch.cuda.is_available(),
             "bf16": True,
         }
         return GRPOConfig(**tiny | fields)

@@ -266,3 +266,38 @@ def test_a_process_killed_in_the_middle_leaves_nothing_that_is_used(model_dir, t
     monkeypatch.setenv("QLORA_RL_CACHE", str(tmp_path))
     open_base(prepare_base(model_dir))
     assert not any(".tmp-" in p.name for p in (tmp_path / "bases").iterdir())
+
+
+def test_what_was_asked_for_is_never_left_out_in_silence(model_dir, base, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    with pytest.raises(ConfigConflictError, match="cannot become fp4-dq-64"):
+        prepare_base(base.path, "fp4")
+    loaded = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    skipping = prepare_base(loaded, tokenizer=_tokenizer(base), skip_modules=["o_proj"])
+    assert stored(skipping)["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigConflictError, match="is a file"):
+        prepare_base(model_dir, out=tmp_path / "file")
+
+
+def test_another_tokenizer_is_another_base(model_dir, base):
+    tokenizer = _tokenizer(base)
+    tokenizer.chat_template = "{{ messages }}"
+    other = prepare_base(model_dir, tokenizer=tokenizer)
+    assert other.path != base.path
+    assert _tokenizer(other).chat_template == "{{ messages }}"
+
+
+def test_a_4_bit_checkpoint_keeps_its_own_quantisation(model_dir, tmp_path):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4")
+    AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=config, dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "hub"
+    )
+    shutil.copy(model_dir / "tokenizer.json", tmp_path / "hub")
+    shutil.copy(model_dir / "tokenizer_config.json", tmp_path / "hub")
+    written = prepare_base(tmp_path / "hub")
+    assert (written.spec.quant_type, written.spec.double_quant) == ("fp4", False)
+    assert "fp4-64" in written.path.name

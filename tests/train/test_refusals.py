@@ -1,0 +1,308 @@
+"""What is refused, each with what was wrong and the way out: docs/trl-arguments.md."""
+
+import numpy
+import peft
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from qlora_rl import load_base
+from qlora_rl.errors import (
+    AdapterRefusedError,
+    ConfigConflictError,
+    NotYetSupportedError,
+    PromptTooLongError,
+    QloraRLError,
+    RewardFunctionError,
+    RunDirectoryError,
+    UnsupportedQuantError,
+)
+from qlora_rl.train.rewards import guard
+
+Q = {"r": 4, "target_modules": ["q_proj"]}
+
+
+@pytest.fixture
+def peft_model(base):
+    def make(config=None, **arguments):
+        return get_peft_model(load_base(base), config or LoraConfig(**Q), **arguments)
+
+    return make
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------------
+
+NOT_LORA = {
+    "IA3": (peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]), "LoraConfig"),
+    "PROMPT_TUNING": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "LoraConfig"),
+    "DoRA": (LoraConfig(**Q, use_dora=True), "use_dora=False"),
+    "modules_to_save": (LoraConfig(**Q, modules_to_save=["embed_tokens"]), "Leave modules_to_save out"),
+    "bias='all'": (LoraConfig(**Q, bias="all"), "bias='none'"),
+    "lm_head": (LoraConfig(r=4, target_modules=["q_proj", "lm_head"]), "target_modules"),
+    "rank=600 > 512": (LoraConfig(r=600, target_modules=["q_proj"]), "Lower r"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LORA)
+@pytest.mark.parametrize("form", ["peft_config", "PeftModel"])
+def test_an_adapter_that_is_not_plain_lora_is_refused_by_name(name, form, make_trainer, peft_model):
+    config, way_out = NOT_LORA[name]
+    arguments = {"peft_config": config} if form == "peft_config" else {"peft_config": None, "model": peft_model(config)}
+    with pytest.raises((QloraRLError, ValueError)) as caught:
+        make_trainer(**arguments)
+    assert name in str(caught.value)
+    assert way_out in str(caught.value)
+
+
+def test_a_rank_above_the_engines_is_refused_with_the_rank_to_start_it_with(make_trainer):
+    with pytest.raises(ConfigConflictError, match="max_lora_rank=100"):
+        make_trainer(peft_config=LoraConfig(r=100, target_modules=["q_proj"]))
+
+
+def test_without_any_adapter_there_is_nothing_to_train(make_trainer, base):
+    for model in (base, load_base(base)):
+        with pytest.raises(ConfigConflictError, match="peft_config=LoraConfig"):
+            make_trainer(model=model, peft_config=None)
+
+
+def test_a_peft_model_and_a_peft_config_are_two_adapters(make_trainer, adapted, lora):
+    with pytest.raises(ConfigConflictError, match="Leave peft_config out"):
+        make_trainer(model=adapted, peft_config=lora)
+
+
+def test_a_peft_model_that_was_loaded_frozen_is_refused(make_trainer, peft_model, base, tmp_path):
+    peft_model().save_pretrained(tmp_path / "adapter")
+    with pytest.raises(AdapterRefusedError, match="is_trainable=True"):
+        make_trainer(model=PeftModel.from_pretrained(load_base(base), tmp_path / "adapter"), peft_config=None)
+
+
+def test_with_beta_a_peft_models_adapter_must_be_the_default_one(make_trainer, peft_model, config):
+    with pytest.raises(ConfigConflictError, match=r"'mine'.*'default'"):
+        make_trainer(model=peft_model(adapter_name="mine"), peft_config=None, args=config(beta=0.1))
+
+
+def test_with_beta_a_reference_that_an_earlier_trainer_left_is_named(make_trainer, peft_model, config, tmp_path):
+    model = peft_model()
+    make_trainer(model=model, peft_config=None, args=config(beta=0.1))
+    again = config(beta=0.1, output_dir=str(tmp_path / "again"))
+    with pytest.raises(ConfigConflictError, match="delete_adapter"):
+        make_trainer(model=model, peft_config=None, args=again)
+    model.delete_adapter("ref")
+    make_trainer(model=model, peft_config=None, args=again).train()
+
+
+@pytest.mark.parametrize("value", [{"adapter_dtype": "float16"}, {"sync": "merge"}, {"existing_run": "maybe"}])
+def test_an_unknown_word_is_refused_with_the_known_ones(value, make_trainer):
+    (name,) = value
+    with pytest.raises(ConfigConflictError, match=rf"{name}='\w+' is not one of"):
+        make_trainer(**value)
+
+
+def test_full_weights_are_not_there_yet(make_trainer):
+    with pytest.raises(NotYetSupportedError, match="lora_adapter"):
+        make_trainer(sync="weights")
+
+
+# --- models ----------------------------------------------------------------------------------------------------------------
+
+IN_8_BIT = BitsAndBytesConfig(load_in_8bit=True)
+IN_4_BIT = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+
+def test_eight_bits_are_refused(make_trainer, model_dir):
+    with pytest.raises(UnsupportedQuantError, match="use quant='nf4'"):
+        make_trainer(model=str(model_dir), quantization_config=IN_8_BIT)
+
+
+def test_four_bits_that_compute_in_float32_are_refused_before_anything_is_quantised(make_trainer, config):
+    with pytest.raises(ConfigConflictError, match=r"bnb_4bit_compute_dtype=torch\.bfloat16"):
+        make_trainer(model="/nowhere", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    with pytest.raises(ConfigConflictError, match="Set dtype='bfloat16'"):
+        make_trainer(model="/nowhere", args=config(model_init_kwargs={"dtype": "float32"}))
+
+
+def test_a_quantization_config_for_what_is_quantised_already_is_refused(make_trainer, base, model_dir, config):
+    for model in (base, load_base(base)):
+        with pytest.raises(ConfigConflictError, match="quantised already"):
+            make_trainer(model=model, quantization_config=IN_4_BIT)
+    twice = config(model_init_kwargs={"quantization_config": IN_4_BIT})
+    with pytest.raises(ConfigConflictError, match="given twice"):
+        make_trainer(model=str(model_dir), quantization_config=IN_4_BIT, args=twice)
+
+
+def test_a_quantization_config_that_contradicts_a_quantised_checkpoint_is_refused(make_trainer, model_dir, tmp_path):
+    AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=IN_4_BIT).save_pretrained(tmp_path / "nf4")
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "nf4")
+    fp4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_compute_dtype=torch.bfloat16)
+    with pytest.raises(ConfigConflictError, match=r"fp4.*is nf4-64 already"):
+        make_trainer(model=str(tmp_path / "nf4"), quantization_config=fp4)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"low_cpu_mem_usage": True}, "low_cpu_mem_usage"),
+        ({"device_map": "balanced"}, "device_map='balanced'"),
+        ({"dtype": "float16"}, "dtype='float16'"),
+        ({"revision": "v2"}, "revision='v2'"),
+    ],
+)
+def test_model_init_kwargs_that_a_base_does_not_take_are_refused_by_name(options, named, make_trainer, config):
+    with pytest.raises(ConfigConflictError, match=named):
+        make_trainer(args=config(model_init_kwargs=options))
+
+
+def test_model_init_kwargs_beside_a_model_object_are_refused(make_trainer, base, config):
+    with pytest.raises(ConfigConflictError, match="loaded already"):
+        make_trainer(model=load_base(base), args=config(model_init_kwargs={"attn_implementation": "eager"}))
+
+
+def test_a_model_that_is_nowhere_is_refused(make_trainer):
+    for name in ("/nowhere/at/all", "nobody/nothing"):
+        with pytest.raises(QloraRLError, match=name):
+            make_trainer(model=name)
+
+
+def test_a_model_object_without_any_tokenizer_is_refused(make_trainer, model_dir):
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
+    model.config._name_or_path = ""
+    with pytest.raises(ConfigConflictError, match="processing_class"):
+        make_trainer(model=model)
+
+
+def test_an_optimizer_for_other_parameters_is_refused(make_trainer, base):
+    model = load_base(base)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ConfigConflictError, match="none of the adapter's parameters"):
+        make_trainer(model=model, optimizers=(optimizer, None))
+
+
+# --- rewards ---------------------------------------------------------------------------------------------------------------
+
+
+def as_async(function):
+    async def later(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    later.__name__ = function.__name__
+    return later
+
+
+def fails(completions, **_):
+    raise KeyError("answer")
+
+
+def too_few(completions, **_):
+    return [1.0] * (len(completions) - 1)
+
+
+def one_number(completions, **_):
+    return 1.0
+
+
+def words(completions, **_):
+    return ["1.0"] * len(completions)
+
+
+def endless(completions, **_):
+    return [float("inf")] * len(completions)
+
+
+def objects(completions, **_):
+    return [{}] * len(completions)
+
+
+BROKEN = {
+    fails: "raised KeyError: 'answer'",
+    too_few: "returned 3 values for 4 completions",
+    one_number: "returned float instead of a list",
+    words: "returned '1.0' for completion 0",
+    endless: "returned inf for completion 0",
+    objects: "returned {} for completion 0",
+}
+
+
+@pytest.mark.parametrize("kind", [lambda f: f, as_async], ids=["sync", "async"])
+@pytest.mark.parametrize("reward", BROKEN)
+def test_a_broken_reward_function_is_named_with_what_it_did(reward, kind, make_trainer):
+    trainer = make_trainer(reward_funcs=kind(reward))
+    with pytest.raises(RewardFunctionError) as caught:
+        trainer.train()
+    assert f"reward function '{reward.__name__}' {BROKEN[reward]}" in str(caught.value)
+    # The run says so too, and can be read.
+    assert '"failed"' in (trainer.run.path / "summary.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "values", [[True, False], [1, 2.5], (1.0, None), torch.ones(2), numpy.ones(2), [torch.tensor(1)] * 2]
+)
+def test_whatever_holds_numbers_is_a_reward(values):
+    assert len(guard(lambda completions: values)(completions=["a", "b"])) == 2
+
+
+def test_without_any_reward_there_is_nothing_to_learn(make_trainer):
+    with pytest.raises(ValueError, match="No reward source"):
+        make_trainer(reward_funcs=None)
+
+
+def test_a_missing_weight_is_refused(make_trainer, config):
+    with pytest.raises(ValueError, match="reward weights"):
+        make_trainer(args=config(reward_weights=[1.0, 2.0]))
+
+
+# --- prompts, runs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", ["train_dataset", "eval_dataset"])
+def test_a_dataset_with_images_is_refused_before_anything_is_loaded(argument, make_trainer):
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1="}], "image": "x"}] * 4)
+    with pytest.raises(NotYetSupportedError, match="column image holds images"):
+        make_trainer(model="/nowhere", **{argument: {"a": rows} if argument == "eval_dataset" else rows})
+
+
+def test_a_list_is_no_dataset(make_trainer):
+    with pytest.raises(TypeError, match="must be a `Dataset`"):
+        make_trainer(train_dataset=[{"prompt": "1+1="}])
+
+
+def test_images_inside_messages_are_refused_when_they_are_met(make_trainer):
+    content = [{"type": "image", "image": "x"}, {"type": "text", "text": "1+1="}]
+    trainer = make_trainer(train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": content}]}] * 4))
+    with pytest.raises(NotYetSupportedError, match="Use text prompts"):
+        trainer.train()
+
+
+def test_a_prompt_that_the_engine_cannot_hold_is_named(make_trainer, engine):
+    long = Dataset.from_list([{"prompt": "1" * engine.max_model_length}] * 4)
+    with pytest.raises(PromptTooLongError, match="max_model_length=64"):
+        make_trainer(train_dataset=long).train()
+
+
+def test_tools_need_a_template_that_can_call_them(make_trainer):
+    def tool(x: int) -> int:
+        """Double. Args: x: a number."""
+        return 2 * x
+
+    with pytest.raises(ValueError, match="does not support tool calling"):
+        make_trainer(tools=[tool])
+
+
+def test_an_output_directory_that_holds_another_run_is_refused(make_trainer, config):
+    first = make_trainer()
+    first.train()
+    lines = (first.run.path / "metrics.jsonl").read_text()
+    with pytest.raises(RunDirectoryError, match="existing_run='overwrite' or 'continue'"):
+        make_trainer()
+    assert (first.run.path / "metrics.jsonl").read_text() == lines
+    make_trainer(existing_run="continue").train()
+    assert len((first.run.path / "metrics.jsonl").read_text().splitlines()) == 2
+    make_trainer(existing_run="overwrite").train()
+    assert len((first.run.path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_an_output_directory_that_is_a_file_is_refused(make_trainer, config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="is a file"):
+        make_trainer(args=config(output_dir=str(tmp_path / "file")))

@@ -1,0 +1,254 @@
+"""Every `vllm_*` field of GRPOConfig is honoured or refused, and the caller's config is not changed."""
+
+import dataclasses
+
+import pytest
+import torch
+from trl import GRPOConfig
+
+from qlora_rl import SamplingSpec, load_base
+from qlora_rl.engine.fake import FakeEngine
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.train import settings
+
+# field -> a value that is not the default, and the argument of LocalEngine in which it arrives
+ARRIVES = {
+    "vllm_model_impl": ("transformers", "model_impl"),
+    "vllm_enable_sleep_mode": (True, "enable_sleep"),
+    "vllm_gpu_memory_utilization": (0.7, "gpu_memory_utilization"),
+    "vllm_max_model_length": (48, "max_model_length"),
+    "vllm_tensor_parallel_size": (2, "tensor_parallel_size"),
+}
+# field -> a value, and the trainer's attribute that TRL reads it from in every step
+READ_BY_TRL = {
+    "vllm_importance_sampling_correction": (False, "vllm_importance_sampling_correction"),
+    "vllm_importance_sampling_mode": ("token_mask", "vllm_importance_sampling_mode"),
+    "vllm_importance_sampling_clip_max": (2.5, "vllm_importance_sampling_clip_max"),
+    "vllm_importance_sampling_clip_min": (0.5, "vllm_importance_sampling_clip_min"),
+    "vllm_importance_sampling_cap": (2.5, "vllm_importance_sampling_clip_max"),
+}
+REFUSED = {
+    "vllm_mode": "server",
+    "vllm_server_base_url": "http://localhost:8000",
+    "vllm_server_host": "10.0.0.1",
+    "vllm_server_port": 8001,
+    "vllm_server_timeout": 10.0,
+    "vllm_group_port": 51217,
+}
+SAMPLED = {"vllm_structured_outputs_regex": "[0-9]+"}
+
+
+class Recorded(FakeEngine):
+    """Takes what LocalEngine takes and remembers it, and every SamplingSpec; draws by the part that FakeEngine knows."""
+
+    made = []
+
+    def __init__(self, base, **options):
+        super().__init__(load_base(base), max_lora_rank=options["max_lora_rank"])
+        self.options, self.specs = options, []
+        Recorded.made.append(self)
+
+    def generate(self, prompts, sampling):
+        self.specs.append(sampling)
+        known = SamplingSpec(sampling.max_tokens, sampling.temperature, seed=sampling.seed)
+        return super().generate(prompts, known)
+
+
+@pytest.fixture
+def colocate(monkeypatch):
+    """`rollout="colocate"` without vLLM."""
+    Recorded.made.clear()
+    monkeypatch.setattr("qlora_rl.engine.local.LocalEngine", Recorded)
+    monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", lambda: "0.31.0")
+    return Recorded.made
+
+
+def test_no_vllm_field_of_trl_is_unknown_here():
+    fields = {f.name for f in dataclasses.fields(GRPOConfig) if f.name.startswith("vllm_")}
+    known = [ARRIVES, READ_BY_TRL, REFUSED, SAMPLED]
+    assert fields == set().union(*known)
+    assert len(fields) == sum(len(table) for table in known)
+
+
+@pytest.mark.parametrize("field", ARRIVES)
+def test_a_field_about_the_engine_arrives_in_its_options(field, make_trainer, config, colocate):
+    value, option = ARRIVES[field]
+    make_trainer(rollout="colocate", args=config(**{field: value}))
+    assert colocate[0].options[option] == value
+
+
+@pytest.mark.parametrize("field", ARRIVES)
+def test_a_field_about_the_engine_is_refused_beside_an_engine_object(field, make_trainer, config):
+    with pytest.raises(ConfigConflictError, match=rf"{field}=.* beside an engine object"):
+        make_trainer(args=config(**{field: ARRIVES[field][0]}))
+
+
+@pytest.mark.parametrize("field", READ_BY_TRL)
+def test_a_field_that_trl_reads_is_where_trl_reads_it(field, make_trainer, config):
+    value, attribute = READ_BY_TRL[field]
+    trainer = make_trainer(args=config(**{field: value}))
+    assert getattr(trainer, attribute) == value
+
+
+@pytest.mark.parametrize("use_vllm", [True, False])
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_field_about_a_server_is_refused(field, use_vllm, make_trainer, config):
+    with pytest.raises(ConfigConflictError, match=field):
+        make_trainer(args=config(use_vllm=use_vllm, **{field: REFUSED[field]}))
+
+
+def test_the_regex_and_all_other_sampling_fields_reach_every_request(make_trainer, config, colocate):
+    fields = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
+    trainer = make_trainer(
+        rollout="colocate",
+        args=config(
+            vllm_structured_outputs_regex=SAMPLED["vllm_structured_outputs_regex"],
+            generation_kwargs={"stop": ["="]},
+            max_steps=2,
+            **fields,
+        ),
+    )
+    trainer.train()
+    first, second = colocate[0].specs
+    assert (first.regex, first.max_tokens, first.extra) == ("[0-9]+", 3, {"stop": ["="]})
+    assert {name: getattr(first, name) for name in fields} == fields
+    assert first.seed != second.seed
+
+
+def test_the_corrections_bounds_act_on_the_loss(make_trainer, config):
+    bounds = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 0.5}
+    trainer = make_trainer(args=config(**bounds))
+    trainer.train()
+    assert trainer.state.log_history[0]["sampling/importance_sampling_ratio/max"] == 0.5
+
+
+def test_the_engine_is_sized_for_the_adapter_and_the_batch_and_engine_options_win(make_trainer, config, colocate):
+    args = config(gradient_accumulation_steps=2, seed=7, trust_remote_code=True)
+    make_trainer(rollout="colocate", args=args, engine_options={"kv_cache_gib": 1.0, "gpu_memory_utilization": 0.5})
+    expected = {"max_lora_rank": 4, "max_num_seqs": 8, "seed": 7, "trust_remote_code": True, "max_model_length": None}
+    expected |= {"kv_cache_gib": 1.0, "gpu_memory_utilization": 0.5}
+    options = colocate[0].options
+    assert {name: options[name] for name in expected} == expected
+
+
+def test_the_engine_sleeps_between_rollouts_when_the_config_says_so(make_trainer, config, colocate):
+    make_trainer(rollout="colocate", args=config(vllm_enable_sleep_mode=True, max_steps=2)).train()
+    assert colocate[0].naps == 2
+
+
+def test_an_engine_that_cannot_sleep_is_reported(make_trainer, config, colocate, monkeypatch, caplog):
+    original = Recorded.capabilities
+    monkeypatch.setattr(Recorded, "capabilities", lambda self: dataclasses.replace(original(self), can_sleep=False))
+    make_trainer(rollout="colocate", args=config(vllm_enable_sleep_mode=True)).train()
+    assert colocate[0].naps == 0
+    assert "cannot sleep" in caplog.text
+
+
+# --- what TRL checks only under use_vllm=True ------------------------------------------------------------------------------
+
+
+def test_vespo_with_a_sequence_correction_is_refused_as_under_use_vllm(make_trainer, config):
+    with pytest.raises(ConfigConflictError, match=r"vespo.*token_truncate"):
+        make_trainer(args=config(loss_type="vespo", vllm_importance_sampling_mode="sequence_mask"))
+
+
+def test_vespo_with_a_token_correction_trains(make_trainer, config):
+    make_trainer(args=config(loss_type="vespo", vllm_importance_sampling_mode="token_mask")).train()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"vllm_mode": "elsewhere"}, "vllm_mode='elsewhere'"),
+        ({"vllm_importance_sampling_mode": "sentence_mask"}, "sentence_mask"),
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        ({"generation_kwargs": {"n": 2}}, "num_generations"),
+        ({"generation_kwargs": {"seed": 1}}, r"GRPOConfig\(seed"),
+    ],
+)
+def test_a_setting_that_cannot_be_met_is_refused_before_anything_is_loaded(fields, named, make_trainer, config):
+    with pytest.raises(ConfigConflictError, match=named):
+        make_trainer(model="/nowhere", args=config(**fields))
+
+
+def test_all_contradictions_are_said_at_once(make_trainer, config):
+    with pytest.raises(ConfigConflictError) as caught:
+        make_trainer(args=config(vllm_mode="server", vllm_server_port=8001, vllm_max_model_length=48))
+    assert len(caught.value.reasons) == 3
+
+
+def test_several_processes_are_refused(config, engine):
+    class TwoProcesses(GRPOConfig):
+        world_size = 2
+
+    two = TwoProcesses(output_dir=config().output_dir, use_cpu=True, num_generations=2, report_to=[])
+    with pytest.raises(NotYetSupportedError, match="2 processes"):
+        settings.check(two, engine)
+
+
+@pytest.mark.parametrize(("rollout", "error"), [("server", NotYetSupportedError), (42, ConfigConflictError)])
+def test_another_rollout_is_refused(rollout, error, make_trainer):
+    with pytest.raises(error, match="'colocate'"):
+        make_trainer(rollout=rollout)
+
+
+# --- the caller's config -----------------------------------------------------------------------------------------------------
+
+
+def test_the_callers_config_is_not_changed(make_trainer, config, plain, model_dir, colocate):
+    args = config(
+        use_vllm=True,
+        generation_kwargs={"stop": ["="]},
+        model_init_kwargs={"attn_implementation": "eager"},
+        dataloader_num_workers=1,
+    )
+    before = args.to_dict() | {"accelerator": args.accelerator_config.to_dict()}
+    stream = plain.to_iterable_dataset()
+    trainer = make_trainer(model=str(model_dir), args=args, train_dataset=stream, rollout="colocate")
+    trainer.train()
+    assert args.to_dict() | {"accelerator": args.accelerator_config.to_dict()} == before
+    assert trainer.args is not args
+    # What the trainer keeps says the same where the two are about the same thing.
+    assert trainer.args.use_vllm is True
+    assert trainer.args.generation_kwargs == {"stop": ["="]}
+
+
+def test_without_a_config_the_run_has_trls_defaults(make_trainer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if not torch.cuda.is_available():  # TRL's default is a GPU; it says how to ask for the CPU
+        with pytest.raises(ValueError, match="use_cpu"):
+            make_trainer(args=None)
+        return
+    trainer = make_trainer(args=None)
+    assert trainer.args.num_generations == GRPOConfig("x", report_to=[]).num_generations
+    assert (tmp_path / "qlora-grpo" / "config.json").is_file()
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------------
+
+
+def pushes(trainer):
+    return len((trainer.run.path / "sync.jsonl").read_text().splitlines())
+
+
+def test_num_iterations_uses_a_rollout_twice_and_pushes_once(make_trainer, config):
+    trainer = make_trainer(args=config(num_iterations=2, max_steps=2))
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert pushes(trainer) == 1
+
+
+def test_gradient_accumulation_generates_once_per_step_for_the_whole_batch(make_trainer, config):
+    trainer = make_trainer(args=config(gradient_accumulation_steps=2, max_steps=2))
+    trainer.train()
+    assert pushes(trainer) == 2
+    assert 8 <= trainer._record.last["rollout_tokens"] <= 8 * 3
+
+
+def test_a_seed_gives_the_same_adapter_again(make_trainer, config, tmp_path):
+    def train(name):
+        trainer = make_trainer(args=config(output_dir=str(tmp_path / name), max_steps=2, seed=3))
+        trainer.train()
+        return [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
+
+    assert all(torch.equal(a, b) for a, b in zip(train("a"), train("b"), strict=True))
