@@ -158,7 +158,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     from qlora_rl.sync.admission import prove_base
 
     try:
-        with LocalEngine(base, max_model_length=64, max_num_seqs=4, use_tqdm_on_load=False) as engine:
+        with LocalEngine(
+            base, max_model_length=64, max_num_seqs=4, repair_scales=False, use_tqdm_on_load=False
+        ) as engine:
             proof = prove_base(
                 fingerprint_stored(base), engine, allow_base_mismatch=True, repair=not arguments.as_loaded
             )

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import os
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +17,8 @@ import torch
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
 from qlora_rl.engine import compat
+from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
+from qlora_rl.engine.sampling import sampled_logprobs, sampling_params
 from qlora_rl.errors import (
     ConfigConflictError,
     EngineBrokenError,
@@ -56,6 +55,7 @@ class LocalEngine:
         model_impl: vLLM's own model code ("vllm"), transformers' ("transformers"), or "auto".
         trust_remote_code: let the model's own code run.
         seed: of the engine; requests carry their own.
+        repair_scales: write the exact scales into vLLM when it has loaded (`repair_base`).
         vllm_options: further arguments of `vllm.LLM`.
 
     Raises:
@@ -80,6 +80,7 @@ class LocalEngine:
         model_impl: str = "auto",
         trust_remote_code: bool = False,
         seed: int = 0,
+        repair_scales: bool = True,
         **vllm_options: Any,
     ):
         self.base = Path(base)
@@ -88,7 +89,6 @@ class LocalEngine:
         self._version = 0
         self._adapter: Any = None  # the LoRARequest that serves
         self._requests = self._loads = 0
-        self._is_repaired = False
         self._is_broken = self._is_closed = self._is_asleep = False
         self._llm: Any = None
 
@@ -144,6 +144,7 @@ class LocalEngine:
         if kv_cache_gib is not None:
             self._options["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
         self._options |= vllm_options
+        self._repair_scales = is_4bit and repair_scales
         self._build()
 
     # --- what people ask it -----------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class LocalEngine:
             The largest relative error of each repaired weight; empty when nothing differed.
         """
         repaired = self.llm.collective_rpc("qlora_repair_scales", args=(str(self.base),))[0]
-        self._is_repaired = True
+        self._repair_scales = True  # a rebuilt engine gets them too
         return repaired
 
     def generate(
@@ -222,7 +223,7 @@ class LocalEngine:
         outputs = self._run(ids, sampling)
         rollout = Rollout(
             completion_ids=[list(o.token_ids) for o in outputs],
-            logprobs=[_sampled_logprobs(o) for o in outputs],
+            logprobs=[sampled_logprobs(o) for o in outputs],
             version=self._version,
             seconds=time.perf_counter() - started,
         )
@@ -311,6 +312,8 @@ class LocalEngine:
                 raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}") from error
         compat.started()
         self._is_broken = self._is_asleep = False
+        if self._repair_scales:
+            self.repair_base()
 
     def _tear_down(self) -> None:
         llm, self._llm = self._llm, None
@@ -326,8 +329,6 @@ class LocalEngine:
             logger.warning("rebuilding the engine after a failure; version %d is loaded again", self._version)
             self._tear_down()
             self._build()
-            if self._is_repaired:
-                self.repair_base()
             self._load_again()
 
     def _load_again(self) -> None:
@@ -369,7 +370,7 @@ class LocalEngine:
         # The salt makes a KV block of one version invisible to every other, whatever their names and paths.
         salt = "base" if lora is None else f"policy-{lora.lora_int_id}"
         try:
-            params = [_sampling_params(sampling, i) for i in range(len(ids))]
+            params = [sampling_params(sampling, i) for i in range(len(ids))]
         except Exception as error:  # vLLM has an error type of its own for them
             raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
         place = {f"{self._requests + i}": i for i in range(len(ids))}
@@ -377,7 +378,7 @@ class LocalEngine:
         finished: list[Any] = [None] * len(ids)
         internal: list[str] = []
         try:
-            with _interrupts_between_steps() as raise_if_interrupted:
+            with interrupts_between_steps() as raise_if_interrupted:
                 for name, i in place.items():
                     prompt = {"prompt_token_ids": ids[i], "cache_salt": salt}
                     internal.append(engine.add_request(name, prompt, params[i], lora_request=lora))
@@ -387,7 +388,7 @@ class LocalEngine:
                         if output.finished:
                             finished[place[output.request_id]] = output.outputs[0]
                 raise_if_interrupted()
-        except _ForcedInterrupt:
+        except ForcedInterrupt:
             self._is_broken = True
             raise KeyboardInterrupt from None
         except KeyboardInterrupt:
@@ -416,82 +417,6 @@ class LocalEngine:
             logger.warning("aborting the requests failed; the engine is rebuilt at its next use", exc_info=True)
             return
         self._is_broken = False
-
-
-class _ForcedInterrupt(BaseException):
-    """A second Ctrl-C during one engine step."""
-
-
-@contextlib.contextmanager
-def _interrupts_between_steps() -> Iterator[Any]:
-    """Hold SIGINT back while vLLM is in the middle of a step, where it would leave scheduler and worker at odds.
-
-    Yields a function that raises KeyboardInterrupt if one is due. Outside of the main thread, where Python never
-    delivers SIGINT, it does nothing.
-    """
-    due = 0
-
-    def note(*_: Any) -> None:
-        nonlocal due
-        due += 1
-        if due > 1:
-            raise _ForcedInterrupt
-
-    def raise_if_due() -> None:
-        if due:
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
-        yield raise_if_due
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield raise_if_due
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _sampling_params(spec: SamplingSpec, index: int) -> Any:
-    """vLLM's parameters for request `index` of a call."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-    fields: dict[str, Any] = {
-        "n": 1,
-        "max_tokens": spec.max_tokens,
-        "temperature": spec.temperature,
-        "top_p": spec.top_p,
-        "top_k": spec.top_k,
-        "min_p": spec.min_p,
-        "repetition_penalty": spec.repetition_penalty,
-        "logprobs": 0,  # the drawn token's, no others
-        "seed": None if spec.seed is None else request_seed(spec.seed, index),
-        "output_kind": RequestOutputKind.FINAL_ONLY,
-        "detokenize": False,
-    }
-    fields |= dict(spec.extra)
-    structured = fields.get("structured_outputs")
-    if isinstance(structured, dict):
-        fields["structured_outputs"] = StructuredOutputsParams(**structured)
-    if spec.regex is not None:
-        fields["structured_outputs"] = StructuredOutputsParams(regex=spec.regex)
-    if fields.get("stop"):
-        fields["detokenize"] = True  # stop strings are looked for in the text
-    return SamplingParams(**fields)
-
-
-def request_seed(seed: int, index: int) -> int:
-    """Seed of request `index` of a call whose seed is `seed`: 63 bits, unrelated for neighbouring indices."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _sampled_logprobs(output: Any) -> list[float | None]:
-    """The drawn tokens' logprobs out of vLLM's completion output; `None` for NaN."""
-    values = []
-    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
-        logprob = entry[token].logprob
-        values.append(None if math.isnan(logprob) else logprob)
-    return values
 
 
 def _kv_cache_gib(config: Any, length: int, sequences: int) -> float:

@@ -19,7 +19,15 @@ from .markup import Markup, join, tag
 from .quantities import ABSENT, factor, octets, plain, seconds, share
 from .run import Run, read_run, summarise
 from .samples import judge_sample
-from .sentences import MISMATCH_BAR, Facts, choose_window, fidelity_sentence, headline, peak_sentence
+from .sentences import (
+    MISMATCH_BAR,
+    Facts,
+    choose_window,
+    fidelity_sentence,
+    headline,
+    peak_sentence,
+    unproven_sentence,
+)
 
 SAMPLES_SHOWN = 6
 _SECRET = re.compile(r"(?i)(?:^|[_.-])(?:api[_-]?key|(?:hf|auth|access|bearer)[_-]?token|secret|password)$")
@@ -99,7 +107,7 @@ WORDS = (
 def _draw_top(run: Run, facts: Facts) -> Markup:
     model = run.config.get("model")
     words = [part for term, meaning in WORDS for part in (tag("dt", term), tag("dd", meaning))]
-    notes = [sentence for sentence in (peak_sentence(run), *run.problems) if sentence]
+    notes = [sentence for sentence in (unproven_sentence(run), peak_sentence(run), *run.problems) if sentence]
     if run.summary.get("error"):
         notes.insert(0, f"The run ended with an error: {run.summary['error']}")
     return tag(

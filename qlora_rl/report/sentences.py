@@ -71,6 +71,17 @@ def fidelity_sentence(run: Run, facts: Facts) -> str | None:
     )
 
 
+def unproven_sentence(run: Run) -> str | None:
+    """A warning, if the run was allowed to train although trainer and sampler held different bases; else `None`."""
+    proof = run.config.get("base_proof")
+    if not isinstance(proof, dict) or proof.get("proven") is not False:
+        return None
+    return (
+        "Trainer and sampler held different bases (allow_base_mismatch): every number on this page is marked by that; "
+        "fingerprints.json names each weight that differs."
+    )
+
+
 def peak_sentence(run: Run) -> str | None:
     """Where the reward peaked, if it has since lost more than half of its range; else `None`."""
     known = [(s, v) for s, v in zip(run.steps, run.column("reward"), strict=True) if v is not None]

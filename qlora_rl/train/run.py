@@ -1,4 +1,4 @@
-"""The directory that a run leaves: config.json, metrics.jsonl, sync.jsonl, adapter/, summary.json."""
+"""The directory that a run leaves: config.json, fingerprints.json, metrics.jsonl, sync.jsonl, adapter/, summary.json."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 
 CONFIG, METRICS, SYNCS, SUMMARY, ADAPTER = "config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "adapter"
+FINGERPRINTS = "fingerprints.json"
 EXISTING = ("refuse", "overwrite", "continue")
 
 
@@ -44,9 +45,10 @@ class RunDirectory:
                     "pass existing_run='overwrite' or 'continue'."
                 )
             if existing == "overwrite":
-                for name in (CONFIG, METRICS, SYNCS, SUMMARY):
+                for name in (CONFIG, METRICS, SYNCS, SUMMARY, FINGERPRINTS, "samples.json", "report.html"):
                     (self.path / name).unlink(missing_ok=True)
-                shutil.rmtree(self.path / ADAPTER, ignore_errors=True)
+                for directory in [self.path / ADAPTER, *self.path.glob("checkpoint-*")]:
+                    shutil.rmtree(directory, ignore_errors=True)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -77,11 +79,14 @@ class RunDirectory:
         try:
             staging = Path(tempfile.mkdtemp(prefix=".adapter-", dir=self.path))
             try:
-                model.save_pretrained(staging, save_embedding_layers=False, selected_adapters=[_trained(model)])
-                staging.chmod(0o755)
+                name = _trained(model)
+                model.save_pretrained(staging, save_embedding_layers=False, selected_adapters=[name])
+                # PEFT nests every adapter that is not called "default".
+                saved = staging / name if (staging / name).is_dir() else staging
+                saved.chmod(0o755)
                 if target.exists():
                     shutil.rmtree(target)
-                os.rename(staging, target)
+                os.rename(saved, target)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
         except OSError as error:

@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from qlora_rl.adapter.verdict import active_adapter, judge_adapter
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.sync.admission import prove_base
 from qlora_rl.sync.plan import plan_sync
 from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import DirectoryTransport
@@ -22,7 +23,7 @@ from qlora_rl.train.bridge import EngineBridge
 from qlora_rl.train.entry import resolve_model
 from qlora_rl.train.measure import MeasuredSteps
 from qlora_rl.train.rewards import as_list, guard
-from qlora_rl.train.run import CONFIG, SUMMARY, SYNCS, RunDirectory, describe_machine, describe_versions
+from qlora_rl.train.run import CONFIG, FINGERPRINTS, SUMMARY, SYNCS, RunDirectory, describe_machine, describe_versions
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +54,10 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         engine_options: further arguments of LocalEngine; they win over the `vllm_*` fields of `args`.
         sync_dir: where adapter versions lie on their way; by default tmpfs.
         existing_run: what to do when `args.output_dir` holds a run: "refuse", "overwrite", "continue".
+        allow_base_mismatch: train although the engine holds another base; every metric and the report are marked.
 
     Raises:
-        ConfigConflictError, AdapterRefusedError, UnsupportedQuantError, MissingDependencyError, EngineUnsupportedError,
+        BaseMismatchError, ConfigConflictError, AdapterRefusedError, UnsupportedQuantError, MissingDependencyError, EngineUnsupportedError,
         NotYetSupportedError, RunDirectoryError: before anything is trained, each with the way out.
     """
 
@@ -85,6 +87,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         engine_options: dict[str, Any] | None = None,
         sync_dir: str | os.PathLike[str] | None = None,
         existing_run: str = "refuse",
+        allow_base_mismatch: bool = False,
     ):
         if adapter_dtype not in ADAPTER_DTYPES:
             raise ConfigConflictError(
@@ -152,13 +155,20 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         if isinstance(rollout, str):
             from qlora_rl.engine.local import LocalEngine
 
-            options = {"max_lora_rank": verdict.rank, **settings.engine_options(args), **(engine_options or {})}
+            # The handshake below finds what was rounded, repairs it, and says so.
+            options = {
+                "max_lora_rank": verdict.rank,
+                "repair_scales": False,
+                **settings.engine_options(args),
+                **(engine_options or {}),
+            }
             engine: RolloutEngine = LocalEngine(self.base, **options)
         else:
             engine = rollout
         self.engine = engine
         try:
             self.plan = plan_sync(verdict, engine.capabilities(), sync)
+            self.admission = prove_base(self.model, engine, allow_base_mismatch=allow_base_mismatch)
             strategy = AdapterSync(self.model, engine, DirectoryTransport(sync_dir))
             self.bridge = EngineBridge(
                 engine,
@@ -171,7 +181,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             if self._owns_engine:
                 engine.close()
             raise
-        # Also when nobody calls close(): a notebook cell that is run again must not hold two engines.
+        # Also when nobody calls close().
         self._finalizer = weakref.finalize(self, _release, strategy, engine if self._owns_engine else None)
         self.bridge.install(self)
         logger.info("%s", self.plan)
@@ -180,11 +190,13 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         self.measure_into(self.run)
         if self.run is not None:
             self.run.write_json(CONFIG, self._describe(adapter_dtype))
+            self.run.write_json(FINGERPRINTS, self.admission.as_dict())
 
     # --- the run ----------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`. However it ends, the run directory is readable and holds the last step's adapter."""
+        self.bridge.install(self)  # a second call must push again, although its steps are counted from 0
         try:
             result = super().train(*args, **kwargs)
         except KeyboardInterrupt:
@@ -230,6 +242,13 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             "rollout": "colocate" if self._owns_engine else type(self.engine).__name__,
             "sync": self.plan.strategy,
             "plan": self.plan.as_dict(),
+            "base_proof": {
+                "proven": self.admission.is_proven,
+                "digest": self.admission.ours.digest,
+                "repaired": len(self.admission.repaired),
+                "largest_relative_error": max(self.admission.repaired.values(), default=0.0),
+                "differences": len(self.admission.diff.entries),
+            },
             "seed": self.args.seed,
             "adapter_dtype": adapter_dtype,
             "lora": {k: sorted(v) if isinstance(v, set) else v for k, v in adapter.items() if v is not None},
@@ -241,6 +260,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
     def _rollout_facts(self) -> dict[str, float]:
         reports, tokens, seconds = self.bridge.drain()
         facts: dict[str, float] = {
+            "base_is_proven": float(self.admission.is_proven),
             "rollout_tokens": tokens,
             "rollout_seconds": seconds,
             "rollout_tokens_per_s": tokens / seconds if seconds else float("nan"),

@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from support import randomise
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 
-from qlora_rl import load_base
+from qlora_rl import FakeEngine, load_base, prepare_base
 
 NF4 = BitsAndBytesConfig(
     load_in_4bit=True,
@@ -83,9 +83,14 @@ def test_a_model_object_quantised_in_flight_gives_the_engine_its_own_bytes(make_
     assert_only_the_adapter_learns(trainer)
 
 
+def engine_on(model_dir, *quant, **options):
+    """An engine on another base than the one that the tests share."""
+    return FakeEngine(load_base(prepare_base(model_dir, *quant, **options)), max_model_length=64)
+
+
 def test_a_16_bit_model_object_stays_16_bit(make_trainer, model_dir):
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
-    trainer = make_trainer(model=model)
+    trainer = make_trainer(model=model, rollout=engine_on(model_dir, "none"))
     assert not trainer.base.spec.is_4bit
     assert_same(bytes_of_the_base(model), bytes_of_the_base(load_base(trainer.base)))
     assert_only_the_adapter_learns(trainer)
@@ -113,7 +118,9 @@ def test_a_peft_model_that_was_loaded_for_training_goes_on_under_any_name(make_t
 
 def test_quantization_config_decides_how_a_name_is_quantised(make_trainer, model_dir):
     fp4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_compute_dtype=torch.bfloat16)
-    trainer = make_trainer(model=str(model_dir), quantization_config=fp4)
+    trainer = make_trainer(
+        model=str(model_dir), quantization_config=fp4, rollout=engine_on(model_dir, "fp4", double_quant=False)
+    )
     spec = trainer.base.spec
     assert (spec.quant_type, spec.double_quant, spec.compute_dtype) == ("fp4", False, "bfloat16")
     layer = trainer.model.get_base_model().model.layers[0].self_attn.k_proj
@@ -194,7 +201,7 @@ def test_a_model_object_without_a_name_takes_its_tokenizer_from_processing_class
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
     model.config._name_or_path = ""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    trainer = make_trainer(model=model, processing_class=tokenizer)
+    trainer = make_trainer(model=model, processing_class=tokenizer, rollout=engine_on(model_dir, "none"))
     assert (trainer.base.path / "tokenizer_config.json").is_file()
     assert_only_the_adapter_learns(trainer)
 

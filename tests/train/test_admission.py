@@ -1,0 +1,69 @@
+"""The handshake in the trainer, and what a second `train()` and other adapter names do."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from qlora_rl import BaseMismatchError, FakeEngine, load_base, prepare_base
+from qlora_rl.report import write_report
+
+
+@pytest.fixture
+def other_engine(other_model_dir):
+    with FakeEngine(load_base(prepare_base(other_model_dir)), max_model_length=64) as engine:
+        yield engine
+
+
+def test_an_engine_on_another_base_is_refused(make_trainer, other_engine, tmp_path):
+    with pytest.raises(BaseMismatchError, match="values differ"):
+        make_trainer(rollout=other_engine)
+    assert other_engine.version == 0
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_mismatch_that_is_allowed_marks_metrics_and_report(make_trainer, other_engine, tmp_path):
+    trainer = make_trainer(rollout=other_engine, allow_base_mismatch=True)
+    trainer.train()
+    run = tmp_path / "run"
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [m["base_is_proven"] for m in metrics] == [0.0]
+    assert json.loads((run / "config.json").read_text())["base_proof"]["proven"] is False
+    assert json.loads((run / "fingerprints.json").read_text())["differences"]
+    assert "held different bases" in write_report(run).read_text()
+
+
+def test_a_proven_base_stands_in_the_run_directory(make_trainer, tmp_path):
+    trainer = make_trainer()
+    trainer.train()
+    run = tmp_path / "run"
+    proof = json.loads((run / "fingerprints.json").read_text())
+    assert proof["proven"] is True
+    assert proof["ours"] == proof["theirs"]
+    assert json.loads((run / "metrics.jsonl").read_text())["base_is_proven"] == 1.0
+    assert "held different bases" not in write_report(run).read_text()
+
+
+def test_a_second_train_pushes_before_it_generates(make_trainer):
+    trainer = make_trainer()
+    trainer.train()
+    version = trainer.engine.version
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1)
+    trainer.train()
+    assert trainer.engine.version == version + 1
+    assert trainer.fidelity.last.mismatch_kl < 1e-3
+
+
+def test_an_adapter_of_any_name_is_saved_where_it_is_looked_for(make_trainer, base, tmp_path):
+    model = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]), adapter_name="mine")
+    trainer = make_trainer(model=model, peft_config=None)
+    trainer.train()
+    loaded = PeftModel.from_pretrained(load_base(base), tmp_path / "run" / "adapter")
+    for name, parameter in loaded.named_parameters():
+        if ".lora_" in name:
+            trained = trainer.model.get_parameter(name.replace(".default.", ".mine."))
+            assert torch.equal(parameter.float(), trained.float())
