@@ -14,6 +14,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "prepare_base": "qlora_rl.base.checkpoint",
     "load_base": "qlora_rl.base.checkpoint",
+    "bake_base": "qlora_rl.base.bake",
     "PreparedBase": "qlora_rl.base.checkpoint",
     "QuantSpec": "qlora_rl.base.quant",
     "fingerprint_base": "qlora_rl.base.fingerprint",
@@ -22,6 +23,7 @@ _HOMES = {
     "judge_adapter": "qlora_rl.adapter.verdict",
     "export_adapter": "qlora_rl.adapter.export",
     "plan_sync": "qlora_rl.sync.plan",
+    "Canary": "qlora_rl.sync.canary",
     "AdapterSync": "qlora_rl.sync.strategies",
     "LocalEngine": "qlora_rl.engine.local",
     "FakeEngine": "qlora_rl.engine.fake",
@@ -34,6 +36,7 @@ _ERRORS = [
     "AdapterRefusedError",
     "BaseIncompleteError",
     "BaseMismatchError",
+    "CanaryError",
     "ConfigConflictError",
     "EngineBrokenError",
     "EngineClosedError",

@@ -180,7 +180,11 @@ class Delivery:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One push: which version, how, how much, how long (wall seconds)."""
+    """One push: which version, how, how much, how long (wall seconds).
+
+    `seconds` is the push without its proof; `canary_seconds` is the proof, `canary_difference` the mean difference of
+    logprobs that it found (`None` where it did not score).
+    """
 
     version: int
     mode: str
@@ -191,6 +195,8 @@ class SyncReport:
     deliver_seconds: float
     load_seconds: float
     seconds: float
+    canary_seconds: float = 0.0
+    canary_difference: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
@@ -216,6 +222,14 @@ class RolloutEngine(Protocol):
 
     def capabilities(self) -> EngineCapabilities:
         """What this engine can be asked for."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Natural log of the probability of every token but the first of each sequence, under the version that serves."""
+        ...
+
+    def held_adapter(self, rank: int) -> Mapping[str, str]:
+        """What it multiplies with now: a digest of each A and B by canonical name, cut to `rank`; zero parts left out."""
         ...
 
     def describe_base(self) -> BaseFingerprint:
@@ -252,6 +266,10 @@ class Transport(Protocol):
 
     def deliver(self, bundle: AdapterBundle, version: int, engine: RolloutEngine) -> Delivery:
         """Bring the bundle to the engine as `version`: all of it, or raise and leave the old version serving."""
+        ...
+
+    def revoke(self, engine: RolloutEngine) -> None:
+        """Take the newest version back and have the engine serve the one before it."""
         ...
 
     def close(self) -> None:

@@ -15,6 +15,7 @@
     ├── EngineBrokenError        (RuntimeError)         the engine failed in the middle of its work
     ├── EngineClosedError        (RuntimeError)         the engine was used after `close()`
     ├── SyncError                (RuntimeError)         a push failed; the version before it still serves
+    ├── CanaryError              (RuntimeError)         the engine does not multiply with what was pushed
     ├── RewardFunctionError      (ValueError)           a reward function raised or returned nonsense
     └── RunDirectoryError        (OSError)              a run directory that is taken, or a disk that is full
 
@@ -90,6 +91,10 @@ class EngineClosedError(QloraRLError, RuntimeError):
 
 class SyncError(QloraRLError, RuntimeError):
     """A push failed; the version before it still serves."""
+
+
+class CanaryError(QloraRLError, RuntimeError):
+    """After a push, the engine does not hold or does not apply what was pushed; the version before it serves again."""
 
 
 class RewardFunctionError(QloraRLError, ValueError):

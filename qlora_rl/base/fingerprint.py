@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from qlora_rl.base.quant import exact_absmax, plain_name, stored_absmax
+from qlora_rl.base.quant import dequantize_exactly, exact_absmax, plain_name, stored_absmax
 from qlora_rl.contracts import BaseFingerprint, Leaf
 
 State = Literal["equal", "repairable", "different"]
@@ -65,16 +65,17 @@ class Diff:
         return list(dict.fromkeys(entry.name for entry in self.entries))
 
 
-def fingerprint_base(model: torch.nn.Module) -> BaseFingerprint:
+def fingerprint_base(model: torch.nn.Module, *, baked: torch.dtype | None = None) -> BaseFingerprint:
     """The *function* of a transformers model's base; adapters are left out.
 
-    Every byte is read once; the extra memory is one module's scales.
+    Every byte is read once; the extra memory is one module's scales (one module's weights with `baked`).
 
     Args:
         model: bare or a PeftModel; nothing in it is changed.
+        baked: as if the base were baked to this dtype: 4-bit weights count as the weights that they stand for.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return BaseFingerprint(dict(sorted(_leaves(base))))
+    return BaseFingerprint(dict(sorted(_leaves(base, baked))))
 
 
 def fingerprint_stored(directory: str | os.PathLike[str]) -> BaseFingerprint:
@@ -163,12 +164,19 @@ def digest_bytes(tensor: torch.Tensor) -> str:
     return hashlib.sha256(flat).hexdigest()[:32]
 
 
-def _leaves(base: torch.nn.Module) -> Iterator[tuple[str, Leaf]]:
+def _leaves(base: torch.nn.Module, baked: torch.dtype | None) -> Iterator[tuple[str, Leaf]]:
     for name, parameter in base.named_parameters():
         if ".lora_" in name or ".modules_to_save." in name:
             continue
         state = getattr(parameter, "quant_state", None)
-        yield plain_name(name), digest_plain(parameter) if state is None else digest_4bit(parameter.data, state)
+        if state is None:
+            leaf = digest_plain(parameter.data if baked is None else parameter.data.to(baked))
+        elif baked is None:
+            leaf = digest_4bit(parameter.data, state)
+        else:
+            weight = dequantize_exactly(parameter.data, exact_absmax(state), state.code, state.blocksize, state.shape)
+            leaf = digest_plain(weight.to(baked))
+        yield plain_name(name), leaf
 
 
 def _kind(leaf: Leaf | None) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -179,6 +180,27 @@ def stored_absmax(read: Callable[[str], torch.Tensor], keys: Collection[str], na
     values = read(f"{name}.nested_quant_map").float()[absmax.flatten().long()]
     scales = read(f"{name}.nested_absmax").float().repeat_interleave(described["nested_blocksize"])[: values.numel()]
     return values * scales + torch.tensor(described["nested_offset"], dtype=torch.float32)
+
+
+def dequantize_exactly(
+    codes: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, blocksize: int, shape: Sequence[int]
+) -> torch.Tensor:
+    """The float32 weights [O, I] that 4-bit codes stand for: `table[code] * absmax`, in plain torch.
+
+    Rounded to bf16 or fp16 they are what bitsandbytes' kernels give, bit for bit.
+
+    Args:
+        codes: packed, two to a byte, the first in the high half; any storage dtype.
+        absmax: exact scales, float32 [blocks].
+        table: 16 values.
+        blocksize: weights per scale.
+        shape: of the weight.
+    """
+    packed = codes.contiguous().flatten().view(torch.uint8)
+    halves = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[: math.prod(shape)]
+    values = table.float()[halves.long()]
+    scales = absmax.float().repeat_interleave(blocksize)[: values.numel()]
+    return (values * scales).reshape(*shape)
 
 
 def keep_packing(model: torch.nn.Module) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.base.fingerprint import fingerprint_base
+from qlora_rl.base.fingerprint import digest_bytes, fingerprint_base
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.errors import EngineClosedError, NotYetSupportedError, PromptTooLongError, SyncError
 
@@ -39,6 +39,7 @@ class FakeEngine:
         self.eos_token_id = model.config.eos_token_id if eos_token_id is None else eos_token_id
         self._version = 0
         self._hooks: list[Any] = []
+        self._held: dict[str, torch.Tensor] = {}
         self._is_closed = False
         self.naps = 0
 
@@ -53,6 +54,21 @@ class FakeEngine:
         return EngineCapabilities(
             "fake (torch)", True, False, self.max_lora_rank, self.max_model_length, dtype, can_sleep=True
         )
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Natural logs of the probabilities of every token but the first, under the version that serves."""
+        device = next(self.model.parameters()).device
+        scores = []
+        for ids in sequences:
+            logits_TV = self.model(torch.tensor([list(ids)], device=device)).logits[0, :-1].float()
+            targets = torch.tensor(list(ids)[1:], device=device)[:, None]
+            scores.append(logits_TV.log_softmax(-1).gather(1, targets)[:, 0].tolist())
+        return scores
+
+    def held_adapter(self, rank: int) -> dict[str, str]:
+        """Digests of the pairs that the hooks multiply with."""
+        return {name: digest_bytes(t) for name, t in self._held.items() if bool(t.any())}
 
     def describe_base(self) -> BaseFingerprint:
         """The base as it is held here."""
@@ -123,6 +139,7 @@ class FakeEngine:
             pairs[module] = (a_RI, tensors[name.replace("lora_A", "lora_B")])
         for hook in self._hooks:
             hook.remove()
+        self._held = tensors
         self._hooks = [modules[name].register_forward_hook(_added(a_RI, b_OR)) for name, (a_RI, b_OR) in pairs.items()]
         self._version = version
 

@@ -178,6 +178,27 @@ class LocalEngine:
             can_sleep=self._enable_sleep and not self._is_cpu,
         )
 
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Natural logs of the probabilities of every token but the first, under the version that serves.
+
+        Raises:
+            PromptTooLongError: a sequence does not fit.
+        """
+        self._ensure_usable()
+        ids = [list(s) for s in sequences]
+        self._check_lengths(ids)
+        outputs = self._run(ids, SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0}))
+        return [
+            [entry[token].logprob for token, entry in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
+            for row, output in zip(ids, outputs, strict=True)
+        ]
+
+    def held_adapter(self, rank: int) -> dict[str, str]:
+        """Digests of what the adapter slot holds; empty for the bare base."""
+        if self._adapter is None:
+            return {}
+        return self.llm.collective_rpc("qlora_held_adapter", args=(self._adapter.lora_int_id, rank))[0]
+
     def describe_base(self) -> BaseFingerprint:
         """The base as vLLM holds it, read from its own weights."""
         return BaseFingerprint.from_dict(self.llm.collective_rpc("qlora_describe_base")[0])
@@ -220,7 +241,7 @@ class LocalEngine:
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         self._check_lengths(ids)
         started = time.perf_counter()
-        outputs = self._run(ids, sampling)
+        outputs = [output.outputs[0] for output in self._run(ids, sampling)]
         rollout = Rollout(
             completion_ids=[list(o.token_ids) for o in outputs],
             logprobs=[sampled_logprobs(o) for o in outputs],
@@ -386,7 +407,7 @@ class LocalEngine:
                     raise_if_interrupted()
                     for output in engine.step():
                         if output.finished:
-                            finished[place[output.request_id]] = output.outputs[0]
+                            finished[place[output.request_id]] = output
                 raise_if_interrupted()
         except ForcedInterrupt:
             self._is_broken = True

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.base.fingerprint import digest_4bit, digest_plain
+from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain
 from qlora_rl.base.quant import stored_absmax
 from qlora_rl.contracts import BaseFingerprint, Leaf
 
@@ -49,6 +49,26 @@ class BaseExtension:
             repaired[name] = float(((held - exact).abs() / exact.abs().clamp_min(1e-30)).max())
             state.absmax.copy_(exact.reshape(state.absmax.shape))
         return repaired
+
+    def qlora_held_adapter(self, adapter_id: int, rank: int) -> dict[str, str]:
+        """Digests of the A [rank, I] and B [O, rank] that the slot of an adapter holds now, by canonical name.
+
+        Read from the buffers that the layers multiply with, not from the file. Parts that are all zero are left out.
+        """
+        model = self.model_runner.get_model()
+        manager = self.model_runner.lora_manager._adapter_manager
+        slot = manager.lora_index_to_id.index(adapter_id)
+        held: dict[str, str] = {}
+        for path, layer in manager.modules.items():
+            shards = _shard_names(model, f"{path}.weight")
+            for i, shard in enumerate(shards):
+                name = f"base_model.model.{shard.removesuffix('.weight')}"
+                a_RI = layer.lora_a_stacked[i][slot, 0, :rank]
+                b_OR = layer.lora_b_stacked[i][slot, 0, :, :rank]
+                for part, tensor in (("lora_A", a_RI), ("lora_B", b_OR)):
+                    if bool(tensor.any()):
+                        held[f"{name}.{part}.weight"] = digest_bytes(tensor)
+        return held
 
 
 def _leaves(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Leaf]]:

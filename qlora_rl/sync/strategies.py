@@ -10,6 +10,8 @@ import torch
 from qlora_rl.adapter.export import export_adapter
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.contracts import RolloutEngine, SyncReport, Transport
+from qlora_rl.errors import CanaryError
+from qlora_rl.sync.canary import Canary
 
 
 class AdapterSync:
@@ -19,11 +21,13 @@ class AdapterSync:
         model: the live PeftModel.
         engine: where to.
         transport: by which way.
+        canary: proves each push; without it a push is believed when the engine has not refused it.
     """
 
     mode = "lora_adapter"
 
-    def __init__(self, model: Any, engine: RolloutEngine, transport: Transport):
+    def __init__(self, model: Any, engine: RolloutEngine, transport: Transport, canary: Canary | None = None):
+        self.canary = canary
         self.model = model
         self.engine = engine
         self.transport = transport
@@ -35,12 +39,21 @@ class AdapterSync:
         Raises:
             AdapterRefusedError: the live adapter is no longer plain LoRA, or holds NaN; the old version serves.
             SyncError: it did not arrive; the old version serves, and the push can be repeated.
+            CanaryError: it arrived, but the engine does not multiply with it; the old version serves again.
         """
         started = time.perf_counter()
         bundle = export_adapter(self.model, dtype=self._dtype, verdict=judge_adapter(self.model))
         exported = time.perf_counter()
         version = self.engine.version + 1
         delivery = self.transport.deliver(bundle, version, self.engine)
+        delivered = time.perf_counter()
+        difference = None
+        if self.canary is not None:
+            try:
+                difference = self.canary.check(bundle)
+            except CanaryError:
+                self.transport.revoke(self.engine)
+                raise
         return SyncReport(
             version=version,
             mode=self.mode,
@@ -50,7 +63,9 @@ class AdapterSync:
             export_seconds=exported - started,
             deliver_seconds=delivery.deliver_seconds,
             load_seconds=delivery.load_seconds,
-            seconds=time.perf_counter() - started,
+            seconds=delivered - started,
+            canary_seconds=time.perf_counter() - delivered,
+            canary_difference=difference,
         )
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 from qlora_rl.adapter.store import AdapterStore
 from qlora_rl.contracts import AdapterBundle, Delivery, RolloutEngine
@@ -21,6 +22,7 @@ class DirectoryTransport:
 
     def __init__(self, root: str | os.PathLike[str] | None = None, keep: int = 2):
         self.store = AdapterStore(root, keep)
+        self._live: list[tuple[Path, int]] = []  # the version that serves, and the one before it
 
     def deliver(self, bundle: AdapterBundle, version: int, engine: RolloutEngine) -> Delivery:
         """Write the version, have the engine load it, then let go of the oldest.
@@ -37,8 +39,17 @@ class DirectoryTransport:
             self.store.withdraw(directory)
             raise
         loaded = time.perf_counter()
+        self._live = [*self._live[-1:], (directory, version)]
         self.store.retire()
         return Delivery(self.name, bundle.nbytes, written - started, loaded - written)
+
+    def revoke(self, engine: RolloutEngine) -> None:
+        """Load the version before the newest again and remove the newest; without one before it, nothing can serve."""
+        if len(self._live) == 2:
+            (directory, version), (newest, _) = self._live
+            engine.load_adapter(directory, version)
+            self.store.withdraw(newest)
+            self._live = self._live[:1]
 
     def close(self) -> None:
         """Remove all versions."""

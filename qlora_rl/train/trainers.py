@@ -15,6 +15,7 @@ from qlora_rl.adapter.verdict import active_adapter, judge_adapter
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.sync.admission import prove_base
+from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.plan import plan_sync
 from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import DirectoryTransport
@@ -54,6 +55,8 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         engine_options: further arguments of LocalEngine; they win over the `vllm_*` fields of `args`.
         sync_dir: where adapter versions lie on their way; by default tmpfs.
         existing_run: what to do when `args.output_dir` holds a run: "refuse", "overwrite", "continue".
+        canary_every: fixed sequences are scored by both sides after each n-th push (0 switches the proof of pushes off);
+            what the engine's buffers hold is compared after every one.
         allow_base_mismatch: train although the engine holds another base; every metric and the report are marked.
 
     Raises:
@@ -88,6 +91,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         sync_dir: str | os.PathLike[str] | None = None,
         existing_run: str = "refuse",
         allow_base_mismatch: bool = False,
+        canary_every: int = 1,
     ):
         if adapter_dtype not in ADAPTER_DTYPES:
             raise ConfigConflictError(
@@ -169,7 +173,12 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         try:
             self.plan = plan_sync(verdict, engine.capabilities(), sync)
             self.admission = prove_base(self.model, engine, allow_base_mismatch=allow_base_mismatch)
-            strategy = AdapterSync(self.model, engine, DirectoryTransport(sync_dir))
+            canary = None
+            if canary_every and self.admission.is_proven:
+                autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+                canary = Canary(self.model, engine, every=canary_every, autocast=autocast)
+                canary.calibrate()
+            strategy = AdapterSync(self.model, engine, DirectoryTransport(sync_dir), canary)
             self.bridge = EngineBridge(
                 engine,
                 strategy,
@@ -267,6 +276,9 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         }
         for report in reports:
             facts |= {"sync_seconds": report.seconds, "sync_bytes": report.bytes, "policy_version": report.version}
+            facts["canary_seconds"] = report.canary_seconds
+            if report.canary_difference is not None:
+                facts["canary_difference"] = report.canary_difference
             if self.run is not None:
                 self.run.append(SYNCS, report.as_dict())
         return facts

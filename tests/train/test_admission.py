@@ -67,3 +67,14 @@ def test_an_adapter_of_any_name_is_saved_where_it_is_looked_for(make_trainer, ba
         if ".lora_" in name:
             trained = trainer.model.get_parameter(name.replace(".default.", ".mine."))
             assert torch.equal(parameter.float(), trained.float())
+
+
+@pytest.mark.parametrize(
+    ("every", "scored"), [(1, [True, True, True]), (2, [True, False, True]), (0, [False, False, False])]
+)
+def test_the_canary_runs_as_often_as_it_is_told(make_trainer, config, tmp_path, every, scored):
+    trainer = make_trainer(args=config(max_steps=3), canary_every=every)
+    trainer.train()
+    pushes = [json.loads(line) for line in (tmp_path / "run" / "sync.jsonl").read_text().splitlines()]
+    assert [p["canary_difference"] is not None for p in pushes] == scored
+    assert all(p["canary_difference"] < trainer.bridge.strategy.canary.threshold for p in pushes if every == 1)

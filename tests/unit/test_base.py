@@ -301,3 +301,19 @@ def test_a_4_bit_checkpoint_keeps_its_own_quantisation(model_dir, tmp_path):
     written = prepare_base(tmp_path / "hub")
     assert (written.spec.quant_type, written.spec.double_quant) == ("fp4", False)
     assert "fp4-64" in written.path.name
+
+
+def test_blocks_that_would_span_rows_are_refused(model_dir):
+    """bitsandbytes 0.50's CPU kernel dequantises them with the wrong scales; this documents it."""
+    import bitsandbytes.functional as functional
+
+    from qlora_rl.base.quant import dequantize_exactly, exact_absmax
+
+    with pytest.raises(UnsupportedQuantError, match=r"in_features=128 is no multiple of blocksize=256 at .*q_proj"):
+        prepare_base(model_dir, blocksize=256)
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    codes, state = functional.quantize_4bit(weight, blocksize=256, quant_type="nf4")
+    theirs = functional.dequantize_4bit(codes, state)
+    exact = dequantize_exactly(codes, exact_absmax(state), state.code, state.blocksize, state.shape)
+    # When this fails, the kernel was mended: the refusal can go.
+    assert (theirs - weight).abs().mean() > 1.3 * (exact - weight).abs().mean()

@@ -1,0 +1,98 @@
+"""What the repair of the scales is worth: mismatch KL of trainer and vLLM on the bare base, as loaded and repaired.
+
+    python benchmarks/base_proof.py [--json benchmarks/results/base_proof.json]
+
+The demo's model as NF4 with double quantisation, scored in bf16; and its float32 baked form on both sides, where nothing
+but float32 rounding is left. About two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+from qlora_rl import LocalEngine, bake_base, compare, fingerprint_base, load_base, prepare_base, prove_base
+from qlora_rl.demo import task
+from qlora_rl.demo.job import quieten
+from qlora_rl.demo.tiny_model import make_tiny_model
+from qlora_rl.fidelity import measure
+from qlora_rl.train.run import describe_machine, describe_versions
+
+BATCHES, SIZE = 12, 128
+
+
+def distances(model, engine) -> list[dict[str, float]]:
+    """The fidelity of BATCHES batches of rollouts, trainer under bf16 autocast if it is not float32."""
+    problems = task.problems("rl")
+    found = []
+    for batch in range(BATCHES):
+        prompts = [engine.tokenizer.encode(p.prompt) for p in problems[batch * 97 :: 7][:SIZE]]
+        rollout = engine.generate(prompts, max_tokens=4, seed=batch)
+        width = max(map(len, rollout.completion_ids))
+        ours, theirs, mask = (torch.zeros(len(prompts), width) for _ in range(3))
+        for i, (prompt, ids, logprobs) in enumerate(
+            zip(prompts, rollout.completion_ids, rollout.logprobs, strict=True)
+        ):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=model.dtype == torch.bfloat16):
+                logits_TV = model(torch.tensor([prompt + ids])).logits[0].float()
+            own = logits_TV.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(ids)[:, None])[:, 0]
+            ours[i, : len(ids)], theirs[i, : len(ids)], mask[i, : len(ids)] = own, torch.tensor(logprobs), 1
+        found.append(measure(ours, theirs, mask).as_dict())
+    return found
+
+
+def median(found: list[dict[str, float]], key: str) -> float:
+    return sorted(f[key] for f in found)[len(found) // 2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "base_proof.json")
+    arguments = parser.parse_args()
+    quieten()
+    base = prepare_base(make_tiny_model())
+    model = load_base(base)
+    started = time.perf_counter()
+    ours = fingerprint_base(model)
+    fingerprint_seconds = time.perf_counter() - started
+    options = {"max_model_length": 32, "max_num_seqs": SIZE, "use_tqdm_on_load": False}
+    with LocalEngine(base, repair_scales=False, **options) as engine:
+        as_loaded = compare(ours, engine.describe_base())
+        before = distances(model, engine)
+        proof = prove_base(model, engine)
+        after = distances(model, engine)
+    baked = bake_base(base, "float32")
+    with LocalEngine(baked, **options) as engine:
+        exact = load_base(baked)
+        baked_proof = prove_base(exact, engine)
+        floor = distances(exact, engine)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    keys = ("mismatch_kl", "logprob_diff_mean", "logprob_diff_max")
+    result = {
+        "command": "python benchmarks/base_proof.py",
+        "commit": commit.stdout.strip(),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "weights_4bit": len(as_loaded.modules),
+        "state_as_loaded": as_loaded.state,
+        "differences_as_loaded": sorted({entry.how for entry in as_loaded.entries}),
+        "largest_relative_scale_error": max(proof.repaired.values()),
+        "state_after_repair": proof.diff.state,
+        "float32_baked_is_proven": baked_proof.is_proven,
+        "fingerprint_seconds": fingerprint_seconds,
+        "as_loaded": {k: median(before, k) for k in keys},
+        "repaired": {k: median(after, k) for k in keys},
+        "float32_baked": {k: median(floor, k) for k in keys},
+    }
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

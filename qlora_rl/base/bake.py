@@ -1,0 +1,87 @@
+"""`bake_base`: the 4-bit base dequantised once, into a plain checkpoint with exactly the weights that the trainer multiplies with.
+
+For engines that cannot load bitsandbytes (tensor parallelism, other servers); no plugin is needed to serve it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from qlora_rl.base.checkpoint import BASE_FILES, PreparedBase, derive, open_base
+from qlora_rl.base.quant import QuantSpec, dequantize_exactly, stored_absmax
+from qlora_rl.errors import ConfigConflictError
+
+
+def bake_base(
+    base: str | os.PathLike[str], dtype: str | None = None, *, out: str | os.PathLike[str] | None = None
+) -> PreparedBase:
+    """Dequantise a prepared 4-bit base.
+
+    Args:
+        base: directory made by `prepare_base`.
+        dtype: of the result; by default the compute dtype of the base. "float32" keeps the products of codes and scales as
+            they are; the 16-bit dtypes round each once, as bitsandbytes' kernels do.
+        out: directory to write; by default one in the cache.
+
+    Returns:
+        A prepared base with quant "none"; its `parent` is the digest of the 4-bit base.
+
+    Raises:
+        ConfigConflictError: the base is not 4-bit.
+    """
+    source = open_base(base)
+    if not source.spec.is_4bit:
+        raise ConfigConflictError(
+            f"baking a base: {source} is not 4-bit ({source.spec.label}); it can be served as it is."
+        )
+    spec = QuantSpec("none", compute_dtype=dtype or source.spec.compute_dtype)
+
+    def write(directory: Path) -> QuantSpec:
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+
+        weight_map: dict[str, str] = {}
+        files = sorted(source.path.glob("*.safetensors"))
+        opened = [safe_open(file, "pt") for file in files]
+        home = {key: handle for handle in opened for key in handle.keys()}  # noqa: SIM118 (no mapping)
+
+        def read(key: str) -> torch.Tensor:
+            return home[key].get_tensor(key)
+
+        for file, handle in zip(files, opened, strict=True):
+            tensors: dict[str, torch.Tensor] = {}
+            for name in handle.keys():  # noqa: SIM118
+                if ".weight." in name:
+                    continue  # belongs to the codes of the same weight
+                tensors[name] = _dequantised(read, home, name).to(spec.dtype)
+            save_file(tensors, directory / file.name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file.name)
+        if len(files) > 1:
+            index = {"metadata": {}, "weight_map": weight_map}
+            (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+        for file in source.path.iterdir():
+            if file.name not in BASE_FILES and not file.name.startswith("model"):
+                shutil.copy(file, directory / file.name)
+        config = json.loads((source.path / "config.json").read_text())
+        config.pop("quantization_config")
+        config["dtype"] = spec.compute_dtype
+        (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True))
+        return spec
+
+    return derive(source, spec, write, out)
+
+
+def _dequantised(read, keys, name: str) -> torch.Tensor:
+    """The stored weight `name` as floats."""
+    packed = f"{name}.quant_state.bitsandbytes__"
+    state = next((key for key in keys if key.startswith(packed)), None) if f"{name}.absmax" in keys else None
+    if state is None:
+        return read(name)
+    described = json.loads(bytes(read(state).tolist()))
+    absmax = stored_absmax(read, keys, name)
+    return dequantize_exactly(read(name), absmax, read(f"{name}.quant_map"), described["blocksize"], described["shape"])

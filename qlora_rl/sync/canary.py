@@ -1,0 +1,143 @@
+"""`Canary`: proof after a push. Two questions, asked every time:
+
+1. *Does the engine hold it?* The engine digests the buffers that its layers multiply with; they must be the bundle, byte for
+   byte. This sees a wrong scaling, a lost layer, an older version, names that match nothing.
+2. *Does the engine apply it?* Fixed token sequences are scored by both sides. Their logprobs must agree as well as those of
+   the bare base did when the run began (times a factor), and never worse than an upper bound.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from qlora_rl.base.fingerprint import digest_bytes
+from qlora_rl.contracts import AdapterBundle, RolloutEngine
+from qlora_rl.errors import CanaryError
+
+# Mean |difference| of logprobs above which no calibration may let a pair of engines pass. bf16 pairs measure 0.001 to 0.01.
+UPPER_BOUND = 0.1
+# A policy moves away from the base on which the threshold was calibrated, and its rounding noise with it.
+FACTOR = 8.0
+FLOOR = 1e-5
+
+
+class Canary:
+    """Compares trainer and engine on fixed sequences.
+
+    Args:
+        model: the trainer's PeftModel; only read.
+        engine: the other side.
+        sequences: token ids that both score; by default four fixed ones of up to 16 tokens.
+        every: score at each n-th push; the digest is compared at every push.
+        autocast: dtype in which the trainer's forward runs while training (`None`: as the weights are).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        engine: RolloutEngine,
+        sequences: Sequence[Sequence[int]] | None = None,
+        *,
+        every: int = 1,
+        autocast: torch.dtype | None = None,
+    ):
+        self.model = model
+        self.engine = engine
+        self.every = every
+        self.autocast = autocast
+        self.sequences = [list(s) for s in sequences] if sequences is not None else self._fixed_sequences()
+        self.threshold = UPPER_BOUND
+        self._pushes = 0
+
+    def calibrate(self) -> float:
+        """Set the threshold from the bare base, which both sides must hold; before any push.
+
+        Returns:
+            The threshold: mean |difference| of logprobs, in nats.
+
+        Raises:
+            CanaryError: the bare base itself is further apart than any threshold may be.
+        """
+        with self.model.disable_adapter():
+            noise = self._difference()
+        if noise > UPPER_BOUND:
+            raise CanaryError(
+                f"calibrating the canary: trainer and engine differ by {noise:.3g} nats on the bare base, more than {UPPER_BOUND}. "
+                "They hold or compute something else; run `qlora-rl verify BASE --local`."
+            )
+        self.threshold = min(UPPER_BOUND, max(FLOOR, FACTOR * noise))
+        return self.threshold
+
+    def check(self, bundle: AdapterBundle) -> float | None:
+        """Prove that the engine holds and applies `bundle`.
+
+        Returns:
+            The mean |difference| of logprobs, or `None` at a push that was not scored.
+
+        Raises:
+            CanaryError: it does not; says which.
+        """
+        self._compare_held(bundle)
+        self._pushes += 1
+        if (self._pushes - 1) % self.every:
+            return None
+        difference = self._difference()
+        if not difference <= self.threshold:
+            raise CanaryError(
+                f"checking the push: the engine holds the adapter, but its logprobs differ from the trainer's by "
+                f"{difference:.3g} nats on average > threshold={self.threshold:.3g}. It applies it in another way (or the base "
+                "was changed: `qlora-rl verify BASE --local`)."
+            )
+        return difference
+
+    def _compare_held(self, bundle: AdapterBundle) -> None:
+        wanted = {name: digest_bytes(tensor) for name, tensor in bundle.tensors.items() if bool(tensor.any())}
+        held = self.engine.held_adapter(bundle.rank)
+        wrong = sorted(name for name in {*wanted, *held} if wanted.get(name) != held.get(name))
+        if wrong:
+            lost = sum(name not in held for name in wrong)
+            raise CanaryError(
+                f"checking the push: {len(wrong)} of {len(bundle.tensors)} matrices in the engine are not what was pushed ({lost} "
+                f"are missing), first {wrong[0]}. Wrong scaling, a lost layer or an older version would look like this; push again.",
+                reasons=wrong,
+                module=wrong[0].removeprefix("base_model.model.").rsplit(".lora_", 1)[0],
+            )
+
+    def _difference(self) -> float:
+        ours, theirs = self._score(), self.engine.score(self.sequences)
+        return statistics.fmean(
+            abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
+        )
+
+    @torch.no_grad()
+    def _score(self) -> list[list[float]]:
+        """The trainer's logprobs of every token but the first, without dropout."""
+        base = self.model.get_base_model()
+        device = next(base.parameters()).device
+        context = torch.autocast(device.type, self.autocast) if self.autocast is not None else nullcontext()
+        same_length = len({len(s) for s in self.sequences}) == 1
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with context:
+                scores: list[list[float]] = []
+                for rows in [self.sequences] if same_length else [[s] for s in self.sequences]:
+                    ids_BT = torch.tensor(rows, device=device)
+                    # TRL puts a forward of its own on the model, which returns no logits; the class's is the model's.
+                    logits_BTV = type(base).forward(base, input_ids=ids_BT).logits[:, :-1].float()
+                    scores += logits_BTV.log_softmax(-1).gather(2, ids_BT[:, 1:, None])[:, :, 0].tolist()
+        finally:
+            self.model.train(was_training)
+        return scores
+
+    def _fixed_sequences(self) -> list[list[int]]:
+        """Four sequences spread over the vocabulary, the same for every run."""
+        vocabulary = int(self.model.get_base_model().config.get_text_config().vocab_size)
+        length = max(2, min(16, self.engine.capabilities().max_model_length - 1))
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(vocabulary, (4, length), generator=generator).tolist()
