@@ -55,8 +55,8 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         engine_options: further arguments of LocalEngine; they win over the `vllm_*` fields of `args`.
         sync_dir: where adapter versions lie on their way; by default tmpfs.
         existing_run: what to do when `args.output_dir` holds a run: "refuse", "overwrite", "continue".
-        canary_every: fixed sequences are scored by both sides after each n-th push (0 switches the proof of pushes off);
-            what the engine's buffers hold is compared after every one.
+        canary_every: what the engine's buffers hold is compared with what was sent after every push; fixed sequences are
+            scored by both sides after each n-th one, which costs two small forwards. 0 switches both off.
         allow_base_mismatch: train although the engine holds another base; every metric and the report are marked.
 
     Raises:
@@ -91,7 +91,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         sync_dir: str | os.PathLike[str] | None = None,
         existing_run: str = "refuse",
         allow_base_mismatch: bool = False,
-        canary_every: int = 1,
+        canary_every: int = 2,
     ):
         if adapter_dtype not in ADAPTER_DTYPES:
             raise ConfigConflictError(
