@@ -125,24 +125,29 @@ class BaseFingerprint:
 
     Attributes:
         leaves: by the name that transformers gives the parameter.
+        facts: digests of what belongs to a base beside its weights: "config", "tokenizer", "chat_template", "skip_modules".
+            A side that does not know one leaves it out.
     """
 
     leaves: Mapping[str, Leaf]
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
-        """One digest over all leaves (hex)."""
+        """One digest over all weights (hex)."""
         lines = [f"{name}:{leaf}" for name, leaf in sorted(self.leaves.items())]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"digest": self.digest, "leaves": {name: asdict(leaf) for name, leaf in self.leaves.items()}}
+        leaves = {name: asdict(leaf) for name, leaf in self.leaves.items()}
+        return {"digest": self.digest, "facts": dict(self.facts), "leaves": leaves}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> BaseFingerprint:
         """Inverse of `as_dict`."""
-        return cls({n: Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for n, leaf in content["leaves"].items()})
+        leaves = {n: Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for n, leaf in content["leaves"].items()}
+        return cls(leaves, content.get("facts", {}))
 
 
 @dataclass(frozen=True)
@@ -210,6 +215,11 @@ class RolloutEngine(Protocol):
     @property
     def version(self) -> int:
         """The adapter version that serves now; 0 is the bare base."""
+        ...
+
+    @property
+    def incarnation(self) -> int:
+        """Grows with every start, rebuild and wake: what was proven of an earlier one must be proven again."""
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec) -> Rollout:
@@ -282,6 +292,10 @@ class SyncStrategy(Protocol):
 
     def push(self) -> SyncReport:
         """Hand the current policy to the engine as the next version: all of it, or raise SyncError."""
+        ...
+
+    def verify(self) -> None:
+        """Prove again that the engine serves what was pushed last; after a wake or a rebuild."""
         ...
 
     def close(self) -> None:

@@ -29,7 +29,8 @@ class LeafDiff:
     """One difference at one weight.
 
     Attributes:
-        how: "codes", "scales", "table", "blocksize", "type", "shape", "values", "missing" (theirs has none), "unexpected".
+        how: "codes", "scales", "table", "blocksize", "type", "shape", "values", "missing" (theirs has none), "unexpected";
+            or the name of a fact beside the weights, such as "tokenizer".
     """
 
     name: str
@@ -75,7 +76,8 @@ def fingerprint_base(model: torch.nn.Module, *, baked: torch.dtype | None = None
         baked: as if the base were baked to this dtype: 4-bit weights count as the weights that they stand for.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return BaseFingerprint(dict(sorted(_leaves(base, baked))))
+    home = getattr(base, "qlora_base", None)
+    return BaseFingerprint(dict(sorted(_leaves(base, baked))), {} if home is None else facts_of(home))
 
 
 def fingerprint_stored(directory: str | os.PathLike[str]) -> BaseFingerprint:
@@ -106,7 +108,26 @@ def fingerprint_stored(directory: str | os.PathLike[str]) -> BaseFingerprint:
             table=digest_bytes(read(f"{name}.quant_map").float()),
             blocksize=int(described["blocksize"]),
         )
-    return BaseFingerprint(leaves)
+    return BaseFingerprint(leaves, facts_of(directory))
+
+
+def facts_of(directory: str | os.PathLike[str]) -> dict[str, str]:
+    """Digests of what lies beside the weights of a base directory; of the config only what decides the function."""
+    config = json.loads((Path(directory) / "config.json").read_text())
+    quantization = config.get("quantization_config") or {}
+    # How the weights are held is the leaves' business; a baked base differs in it from its parent.
+    held = ("quantization_config", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+    parts = {"config": json.dumps({k: v for k, v in config.items() if k not in held}, sort_keys=True).encode()}
+    if quantization:
+        parts["skip_modules"] = json.dumps(sorted(quantization.get("llm_int8_skip_modules") or ())).encode()
+    for fact, names in {
+        "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
+        "chat_template": ("chat_template.jinja",),
+    }.items():
+        found = [Path(directory) / name for name in names if (Path(directory) / name).is_file()]
+        if found:
+            parts[fact] = b"".join(file.read_bytes() for file in found)
+    return {fact: hashlib.sha256(content).hexdigest()[:32] for fact, content in parts.items()}
 
 
 def compare(ours: BaseFingerprint, theirs: BaseFingerprint) -> Diff:
@@ -133,6 +154,9 @@ def compare(ours: BaseFingerprint, theirs: BaseFingerprint) -> Diff:
             entries.append(LeafDiff(name, how, _short(mine.values), _short(other.values)))
         if mine.scales != other.scales:
             entries.append(LeafDiff(name, "scales", _short(mine.scales), _short(other.scales)))
+    for fact in sorted({*ours.facts} & {*theirs.facts}):
+        if ours.facts[fact] != theirs.facts[fact]:
+            entries.append(LeafDiff(f"({fact})", fact, _short(ours.facts[fact]), _short(theirs.facts[fact])))
     return Diff(tuple(entries))
 
 

@@ -42,11 +42,18 @@ class FakeEngine:
         self._held: dict[str, torch.Tensor] = {}
         self._is_closed = False
         self.naps = 0
+        self._incarnation = 1
+        self._is_asleep = False
 
     @property
     def version(self) -> int:
         """The adapter version that serves now; 0 is the bare base."""
         return self._version
+
+    @property
+    def incarnation(self) -> int:
+        """Grows with every wake."""
+        return self._incarnation
 
     def capabilities(self) -> EngineCapabilities:
         """What this engine can be asked for; it says that it can sleep so that the state machine can be tested."""
@@ -144,11 +151,16 @@ class FakeEngine:
         self._version = version
 
     def sleep(self) -> None:
-        """Count a nap."""
-        self.naps += 1
+        """Count a nap; there is nothing to give back."""
+        if not self._is_asleep:
+            self.naps += 1
+            self._is_asleep = True
 
     def wake(self) -> None:
-        """Nothing to give back."""
+        """Undo `sleep`."""
+        if self._is_asleep:
+            self._incarnation += 1
+            self._is_asleep = False
 
     def close(self) -> None:
         """Take the adapter off."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from qlora_rl.base.checkpoint import open_base
+from qlora_rl.base.fingerprint import facts_of
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
@@ -88,7 +89,7 @@ class LocalEngine:
         self._enable_sleep = enable_sleep
         self._version = 0
         self._adapter: Any = None  # the LoRARequest that serves
-        self._requests = self._loads = 0
+        self._requests = self._loads = self._incarnation = 0
         self._is_broken = self._is_closed = self._is_asleep = False
         self._llm: Any = None
 
@@ -165,6 +166,11 @@ class LocalEngine:
         """The adapter version that serves now; 0 is the bare base."""
         return self._version
 
+    @property
+    def incarnation(self) -> int:
+        """Grows with every start, rebuild and wake."""
+        return self._incarnation
+
     def capabilities(self) -> EngineCapabilities:
         """What this engine can be asked for."""
         dtype = str(self.llm.llm_engine.model_config.dtype).removeprefix("torch.")
@@ -201,7 +207,8 @@ class LocalEngine:
 
     def describe_base(self) -> BaseFingerprint:
         """The base as vLLM holds it, read from its own weights."""
-        return BaseFingerprint.from_dict(self.llm.collective_rpc("qlora_describe_base")[0])
+        described = BaseFingerprint.from_dict(self.llm.collective_rpc("qlora_describe_base")[0])
+        return BaseFingerprint(described.leaves, facts_of(self.base))
 
     def repair_base(self) -> dict[str, float]:
         """Write the exact scales of the base directory into vLLM's weights, where its loader has rounded them.
@@ -305,6 +312,7 @@ class LocalEngine:
         if self._is_asleep:
             self._llm.wake_up()
             self._is_asleep = False
+            self._incarnation += 1
             self._load_again()  # a wake has been seen to lose adapters (vllm#53888)
 
     def close(self) -> None:
@@ -333,6 +341,7 @@ class LocalEngine:
                 raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}") from error
         compat.started()
         self._is_broken = self._is_asleep = False
+        self._incarnation += 1
         if self._repair_scales:
             self.repair_base()
 

@@ -23,7 +23,9 @@ from qlora_rl.errors import CanaryError
 UPPER_BOUND = 0.1
 # A policy moves away from the base on which the threshold was calibrated, and its rounding noise with it.
 FACTOR = 8.0
-FLOOR = 1e-5
+# The adapter brings rounding of its own, also to a pair whose base agrees to the last bit.
+FLOORS = {"float32": 1e-4}
+FLOOR_16_BIT = 0.03
 
 
 class Canary:
@@ -72,11 +74,16 @@ class Canary:
                 f"calibrating the canary: trainer and engine differ by {noise:.3g} nats on the bare base, more than {UPPER_BOUND}. "
                 "They hold or compute something else; run `qlora-rl verify BASE --local`."
             )
-        self.threshold = min(UPPER_BOUND, max(FLOOR, FACTOR * noise))
+        floor = FLOORS.get(self.engine.capabilities().adapter_dtype, FLOOR_16_BIT)
+        self.threshold = min(UPPER_BOUND, max(floor, FACTOR * noise))
         return self.threshold
 
-    def check(self, bundle: AdapterBundle) -> float | None:
+    def check(self, bundle: AdapterBundle, *, scored: bool = False) -> float | None:
         """Prove that the engine holds and applies `bundle`.
+
+        Args:
+            bundle: what was pushed.
+            scored: score, whatever the cadence says.
 
         Returns:
             The mean |difference| of logprobs, or `None` at a push that was not scored.
@@ -85,9 +92,10 @@ class Canary:
             CanaryError: it does not; says which.
         """
         self._compare_held(bundle)
-        self._pushes += 1
-        if (self._pushes - 1) % self.every:
-            return None
+        if not scored:
+            self._pushes += 1
+            if (self._pushes - 1) % self.every:
+                return None
         difference = self._difference()
         if not difference <= self.threshold:
             raise CanaryError(

@@ -9,7 +9,7 @@ import torch
 
 from qlora_rl.adapter.export import export_adapter
 from qlora_rl.adapter.verdict import judge_adapter
-from qlora_rl.contracts import RolloutEngine, SyncReport, Transport
+from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncReport, Transport
 from qlora_rl.errors import CanaryError
 from qlora_rl.sync.canary import Canary
 
@@ -31,6 +31,7 @@ class AdapterSync:
         self.model = model
         self.engine = engine
         self.transport = transport
+        self._pushed: AdapterBundle | None = None
         self._dtype = getattr(torch, engine.capabilities().adapter_dtype)
 
     def push(self) -> SyncReport:
@@ -54,6 +55,7 @@ class AdapterSync:
             except CanaryError:
                 self.transport.revoke(self.engine)
                 raise
+        self._pushed = bundle
         return SyncReport(
             version=version,
             mode=self.mode,
@@ -67,6 +69,15 @@ class AdapterSync:
             canary_seconds=time.perf_counter() - delivered,
             canary_difference=difference,
         )
+
+    def verify(self) -> None:
+        """Prove again that the engine serves the last version.
+
+        Raises:
+            CanaryError: it does not.
+        """
+        if self.canary is not None and self._pushed is not None:
+            self.canary.check(self._pushed, scored=True)
 
     def close(self) -> None:
         """Remove what lies between trainer and engine."""

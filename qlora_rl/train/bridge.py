@@ -40,6 +40,7 @@ class EngineBridge:
         self.seed = seed
         self.sleeps = sleeps
         self._calls = 0
+        self._proven = engine.incarnation
         self._reports: list[SyncReport] = []
         self._tokens = 0
         self._seconds = 0.0
@@ -62,6 +63,7 @@ class EngineBridge:
         if self.sleeps:
             self.engine.wake()
         self._reports.append(self.strategy.push())
+        self._proven = self.engine.incarnation
 
     def generate(
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
@@ -77,6 +79,10 @@ class EngineBridge:
             )
         spec = dataclasses.replace(self.sampling, seed=self.seed * 1_000_003 + self._calls)
         self._calls += 1
+        self.engine.wake()
+        if self.engine.incarnation != self._proven:  # it slept, or was rebuilt, since the last push
+            self.strategy.verify()
+            self._proven = self.engine.incarnation
         with profiler or nullcontext():
             rollout = self.engine.generate(prompts, spec)
         if self.sleeps:

@@ -165,3 +165,19 @@ def test_one_changed_norm_is_enough(base, loaded):
         other.model.norm.weight[3] *= 1.01
     with pytest.raises(BaseMismatchError, match=r"model\.norm\.weight: values differ"):
         prove_base(loaded, FakeEngine(other))
+
+
+def test_another_tokenizer_template_or_config_is_named(base, tmp_path):
+    import shutil
+
+    ours = fingerprint_stored(base.path)
+    assert {"config", "tokenizer", "chat_template", "skip_modules"} <= set(ours.facts)
+    other = tmp_path / "other"
+    shutil.copytree(base.path, other)
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    config = json.loads((other / "config.json").read_text())
+    config["rms_norm_eps"] = 0.5
+    (other / "config.json").write_text(json.dumps(config))
+    diff = compare(ours, fingerprint_stored(other))
+    assert [entry.how for entry in diff.entries] == ["chat_template", "config"]
+    assert diff.state == "different"

@@ -1,0 +1,92 @@
+"""The bridge alone: one engine, one strategy, no trainer."""
+
+import pytest
+
+from qlora_rl import AdapterSync, Canary, CanaryError, FakeEngine, SamplingSpec, load_base
+from qlora_rl.sync.transports import DirectoryTransport
+from qlora_rl.train.bridge import EngineBridge
+
+PROMPTS = [[40, 41, 42], [43, 44]]
+
+
+@pytest.fixture
+def parts(base, adapted):
+    engine = FakeEngine(load_base(base), max_model_length=32)
+    canary = Canary(adapted, engine)
+    canary.calibrate()
+    strategy = AdapterSync(adapted, engine, DirectoryTransport(), canary)
+    yield engine, strategy
+    strategy.close()
+    engine.close()
+
+
+def bridge(engine, strategy, **fields):
+    return EngineBridge(engine, strategy, SamplingSpec(max_tokens=3), seed=7, **fields)
+
+
+def test_generate_gives_trl_what_it_unpacks(parts):
+    prompts, ids, logprobs, tokens = bridge(*parts).generate(PROMPTS, None, 2)
+    assert prompts == PROMPTS
+    assert [len(i) for i in ids] == [len(x) for x in logprobs] == [len(t) for t in tokens]
+    assert all(len(value) == 1 for row in logprobs for value in row)
+    assert [[t[0] for t in row] for row in tokens] == ids
+
+
+def test_every_call_draws_anew_and_every_run_the_same(parts):
+    first, second = bridge(*parts), bridge(*parts)
+    calls = [first.generate(PROMPTS)[1] for _ in range(6)]
+    assert calls == [second.generate(PROMPTS)[1] for _ in range(6)]
+    assert len({str(ids) for ids in calls}) > 1
+
+
+def test_it_sleeps_between_rollouts_and_proves_the_adapter_after_the_wake(parts, monkeypatch):
+    engine, strategy = parts
+    used = bridge(engine, strategy, sleeps=True)
+    used.sync_weights()
+    checks = []
+    real = strategy.canary.check
+    monkeypatch.setattr(strategy.canary, "check", lambda *a, **k: checks.append(k) or real(*a, **k))
+    used.generate(PROMPTS)
+    assert (engine.naps, checks) == (1, [])  # nothing happened since the push
+    used.generate(PROMPTS)  # another turn of the same step: woken without a push
+    assert (engine.naps, checks) == (2, [{"scored": True}])
+    used.sync_weights()
+    used.generate(PROMPTS)
+    assert engine.naps == 3
+    assert checks[1:] == [{}]  # the push's own proof, and no second one
+
+
+def test_an_adapter_lost_in_sleep_is_noticed_before_a_token_is_drawn(parts, monkeypatch):
+    engine, strategy = parts
+    used = bridge(engine, strategy, sleeps=True)
+    used.sync_weights()
+    used.generate(PROMPTS)
+    real = engine.wake
+
+    def wake_without_it():
+        real()
+        for hook in engine._hooks:
+            hook.remove()
+        engine._held = {}
+
+    monkeypatch.setattr(engine, "wake", wake_without_it)
+    with pytest.raises(CanaryError, match="are missing"):
+        used.generate(PROMPTS)
+
+
+def test_what_happened_is_drained_once(parts):
+    used = bridge(*parts)
+    used.sync_weights()
+    used.generate(PROMPTS)
+    reports, tokens, seconds = used.drain()
+    assert [r.version for r in reports] == [1]
+    assert tokens > 0
+    assert seconds > 0
+    assert used.drain() == ([], 0, 0.0)
+
+
+def test_images_are_refused(parts):
+    from qlora_rl import NotYetSupportedError
+
+    with pytest.raises(NotYetSupportedError, match="images"):
+        bridge(*parts).generate(PROMPTS, images=[["picture"], None])
