@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -66,10 +67,14 @@ class RunDirectory:
             raise _unwritable(self.path / name, error) from error
 
     def append(self, name: str, content: Mapping[str, Any]) -> None:
-        """Add one line to a .jsonl file."""
+        """Add one line to a .jsonl file: all of it, or nothing."""
+        line = (json.dumps(_plain(content), default=str) + "\n").encode()
         try:
-            with open(self.path / name, "a") as handle:
-                handle.write(json.dumps(_plain(content), default=str) + "\n")
+            with open(self.path / name, "ab", buffering=0) as handle:
+                before = handle.tell()
+                if handle.write(line) != len(line):  # the disk filled up in the middle of it
+                    handle.truncate(before)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise _unwritable(self.path / name, error) from error
 

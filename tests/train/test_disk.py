@@ -1,0 +1,53 @@
+"""A disk that fills up in the middle of a run."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from qlora_rl import RunDirectoryError
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one megabyte."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"this machine does not let root mount a tmpfs: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def fill(directory):
+    handle = os.open(directory / "filler", os.O_WRONLY | os.O_CREAT)
+    try:
+        while True:
+            os.write(handle, b"x" * 512)
+    except OSError:
+        os.close(handle)
+
+
+def test_a_full_disk_ends_the_run_with_its_name_and_what_was_written_is_whole(make_trainer, config, small_disk):
+    output = small_disk / "run"
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(1)
+        if len(calls) == 3:
+            fill(small_disk)
+        return [float(i % 2) for i in range(len(completions))]
+
+    trainer = make_trainer(args=config(output_dir=str(output), max_steps=40), reward_funcs=reward)
+    with pytest.raises(RunDirectoryError, match=r"(metrics|sync)\.jsonl: No space left on device. Free some space"):
+        trainer.train()
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert 2 <= len(lines) < 40  # the last page of a file takes a few more lines
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    json.loads((output / "config.json").read_text())
+    (small_disk / "filler").unlink()
+    assert not list(output.glob(".*"))  # no half-written file is left

@@ -1,0 +1,58 @@
+"""What README and docs say is so."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_every_table_is_what_its_json_says():
+    command = [sys.executable, ROOT / "benchmarks" / "tables.py", "--check"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith(("http", "mailto")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_python_block_is_python_and_imports_what_exists(page):
+    import importlib
+
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("qlora_rl"):
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{page.name}: {node.module}.{alias.name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_command_that_is_shown_exists(page):
+    from qlora_rl.cli import _parser
+
+    known = set(_parser()._subparsers._group_actions[0].choices)
+    for command in re.findall(r"^qlora-rl (\w+)", page.read_text(), re.MULTILINE):
+        assert command in known, f"{page.name}: qlora-rl {command}"
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make ([\w-]+)", page.read_text(), re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
+
+
+def test_the_readme_draws_the_tree_that_there_is():
+    drawn = set(re.findall(r"(\w+\.py)", (ROOT / "README.md").read_text()))
+    real = {f.name for f in (ROOT / "qlora_rl").rglob("*.py")}
+    assert drawn <= real
+    rooms = ("train", "engine", "sync", "adapter", "base")
+    missing = {f.name for room in rooms for f in (ROOT / "qlora_rl" / room).glob("*.py")} - drawn - {"__init__.py"}
+    assert not missing

