@@ -135,18 +135,17 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     """Exit 0 equal (repaired or not), 1 different, 2 could not tell."""
-    from qlora_rl.base.checkpoint import open_base
+    from qlora_rl.base.checkpoint import MANIFEST, open_base
     from qlora_rl.errors import BaseIncompleteError
 
+    found: dict[str, object] = {"base": str(arguments.base), "file": "unknown", "state": "unknown", "repaired": 0}
     if arguments.server:
-        print("qlora-rl: --server is not there yet; use --local", file=sys.stderr)
-        return 2
-    if not arguments.base.is_dir():
-        print(f"qlora-rl: {arguments.base} does not exist", file=sys.stderr)
-        return 2
-    found: dict[str, object] = {"base": str(arguments.base), "file": "equal", "state": "unknown", "repaired": 0}
+        return _tell(arguments, found, "could not tell: --server is not there yet; use --local", 2)
+    if not (arguments.base / MANIFEST).is_file():
+        return _tell(arguments, found, f"could not tell: {arguments.base} is no prepared base (no {MANIFEST})", 2)
     try:
         base = open_base(arguments.base)
+        found["file"] = "equal"
     except BaseIncompleteError as error:
         found |= {"file": "different", "differences": list(error.reasons)}
         return _tell(arguments, found, str(error), 1)
@@ -164,7 +163,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             proof = prove_base(
                 fingerprint_stored(base), engine, allow_base_mismatch=True, repair=not arguments.as_loaded
             )
-    except QloraRLError as error:
+    except Exception as error:  # whatever stopped it: 1 would mean that the bases differ
         return _tell(arguments, found, f"could not tell: {error}", 2)
     found |= {
         "state": proof.diff.state,
@@ -184,7 +183,10 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _tell(arguments: argparse.Namespace, found: dict[str, object], text: str, code: int) -> int:
     import json
 
-    print(json.dumps(found, indent=1) if arguments.json else text)
+    if arguments.json:
+        print(json.dumps(found | ({} if code == 0 else {"message": text}), indent=1))
+    else:
+        print(text, file=sys.stderr if code == 2 else sys.stdout)
     return code
 
 

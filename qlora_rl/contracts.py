@@ -230,12 +230,19 @@ class RolloutEngine(Protocol):
         """Serve the PEFT directory as `version` from the next request on; on failure the old version stays."""
         ...
 
+    def drop_adapter(self) -> None:
+        """Serve the bare base again, as version 0."""
+        ...
+
     def capabilities(self) -> EngineCapabilities:
         """What this engine can be asked for."""
         ...
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Natural log of the probability of every token but the first of each sequence, under the version that serves."""
+    def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
+        """Natural log of the probability of every token but the first of each sequence.
+
+        Under the version that serves; with `bare` under the base alone.
+        """
         ...
 
     def held_adapter(self, rank: int) -> Mapping[str, str]:
@@ -279,7 +286,7 @@ class Transport(Protocol):
         ...
 
     def revoke(self, engine: RolloutEngine) -> None:
-        """Take the newest version back and have the engine serve the one before it."""
+        """Take the newest version back and have the engine serve the one before it, or the bare base."""
         ...
 
     def close(self) -> None:

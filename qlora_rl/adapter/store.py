@@ -66,6 +66,11 @@ class AdapterStore:
         # safetensors reports a full disk as its own error type, which is no OSError.
         except Exception as error:
             shutil.rmtree(staging, ignore_errors=True)
+            if not self.root.is_dir():
+                raise SyncError(
+                    f"writing adapter version={version}: {self.root} is gone (the strategy was closed, or something cleaned it "
+                    "up). Make a new trainer or strategy."
+                ) from error
             free_mib = shutil.disk_usage(self.root).free / 2**20
             raise SyncError(
                 f"writing adapter version={version}: {error}. {bundle.nbytes / 2**20:.1f} MiB are needed and {free_mib:.1f} "

@@ -65,7 +65,9 @@ def bake_base(
             index = {"metadata": {}, "weight_map": weight_map}
             (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
         for file in source.path.iterdir():
-            if file.name not in BASE_FILES and not file.name.startswith("model"):
+            if file.is_dir():  # further chat templates of a tokenizer
+                shutil.copytree(file, directory / file.name)
+            elif file.name not in BASE_FILES and ".safetensors" not in file.name:
                 shutil.copy(file, directory / file.name)
         config = json.loads((source.path / "config.json").read_text())
         config.pop("quantization_config")

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qlora_rl.base.fingerprint import fingerprint_stored
-from qlora_rl.base.quant import QuantSpec, keep_packing, plain_name, quantize_linear, spec_of
-from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
+from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
+from qlora_rl.base.writer import base_tensors, write_checkpoint, write_tokenizer
+from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,8 +134,10 @@ def prepare_base(
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust_remote_code)
         # A checkpoint that is 4-bit already keeps its bytes; its live layers say what its config may not.
         written = spec if method is None else spec_of(loaded)
-        _write_checkpoint(loaded, written, directory, is_quantized=method is not None)
-        _write_tokenizer(tokenizer, source, directory, trust_remote_code)
+        write_checkpoint(loaded, written, directory, is_quantized=method is not None)
+        write_tokenizer(tokenizer, source, directory, trust_remote_code)
+        for code in source.glob("*.py") if trust_remote_code else ():  # what `auto_map` of the config names
+            shutil.copy(code, directory / code.name)
         return written
 
     name = Path(os.fspath(model)).name if source == Path(model) else os.fspath(model).replace("/", "--")
@@ -153,8 +156,8 @@ def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.P
     origin = getattr(base.config, "_name_or_path", "") or type(base).__name__
 
     def write(directory: Path) -> QuantSpec:
-        _write_checkpoint(base, written, directory, is_quantized=live.is_4bit)
-        _write_tokenizer(tokenizer, Path(origin), directory, trust_remote_code=False)
+        write_checkpoint(base, written, directory, is_quantized=live.is_4bit)
+        write_tokenizer(tokenizer, Path(origin), directory, trust_remote_code=False)
         return written
 
     return _publish(Path(origin).name, written.label, key, out, write, source=f"model object ({origin})")
@@ -185,7 +188,7 @@ def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedB
         ) from error
     if manifest.get("format") != FORMAT:
         raise BaseIncompleteError(
-            f"opening a base: {directory}: format={manifest.get('format')} != {FORMAT}. Prepare it again with this version."
+            f"opening a base: {directory}: format={manifest.get('format')} != {FORMAT}. Remove the directory and prepare it again with this version."
         )
     reasons = []
     for name, entry in manifest["files"].items():
@@ -294,96 +297,6 @@ def _stored_spec(source: Path) -> QuantSpec:
     return QuantSpec(stored.get("bnb_4bit_quant_type", "fp4"), bool(stored.get("bnb_4bit_use_double_quant", False)))
 
 
-def _write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *, is_quantized: bool) -> None:
-    """Write config and tensors; quantises module by module unless `is_quantized`."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-
-    tensors = dict(_base_tensors(model))
-    experts = next((name for name in tensors if ".experts." in name), None)
-    if experts is not None:
-        raise NotYetSupportedError(
-            f"preparing a base: {experts} belongs to a mixture of experts, whose tensors transformers holds in another "
-            "layout than the checkpoint. Use a dense model.",
-            module=experts,
-        )
-    if spec.is_4bit and not is_quantized:
-        head = model.get_output_embeddings()
-        skip = set(spec.skip_modules)
-        for name, module in model.named_modules():
-            if not isinstance(module, torch.nn.Linear):
-                continue
-            if module is head or any(name == ending or name.endswith(f".{ending}") for ending in spec.skip_modules):
-                skip.add(name)
-                continue
-            if module.in_features % spec.blocksize:
-                # Blocks would go on in the next row, which bitsandbytes 0.50's CPU kernel does not follow: it takes the
-                # wrong scales (mean error of random weights 0.119 in the place of 0.080, see docs/development-log.md).
-                raise UnsupportedQuantError(
-                    f"preparing a base: in_features={module.in_features} is no multiple of blocksize={spec.blocksize} at "
-                    f"{name}. Use a smaller blocksize, or leave the module unquantised: skip_modules=[{name.split('.')[-1]!r}].",
-                    module=name,
-                )
-            weight = tensors.pop(f"{name}.weight")
-            tensors |= {f"{name}.{key}": value for key, value in quantize_linear(weight, spec).items()}
-        config_spec = QuantSpec(
-            spec.quant_type, spec.double_quant, spec.blocksize, spec.compute_dtype, tuple(sorted(skip))
-        )
-    else:
-        config_spec = spec
-    for name, tensor in tensors.items():
-        is_state = ".weight." in name
-        if tensor.is_floating_point() and not is_state and tensor.dtype != spec.dtype:
-            tensors[name] = tensor.to(spec.dtype)
-    shards = split_torch_state_dict_into_shards(tensors, max_shard_size="4GB")
-    for file, names in shards.filename_to_tensors.items():
-        save_file({n: tensors[n] for n in names}, directory / file, metadata={"format": "pt"})
-    if shards.is_sharded:
-        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
-
-    config = model.config.to_dict()
-    config.pop("_name_or_path", None)
-    config.pop("quantization_config", None)
-    config["dtype"] = spec.compute_dtype
-    if spec.is_4bit:
-        config["quantization_config"] = config_spec.transformers_config()
-    (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True, default=str))
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
-
-
-def _base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and CPU tensors of the bare base; adapters left out, tied tensors once, float storage of codes undone."""
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    state = model.state_dict()
-    for name, tensor in state.items():
-        if ".lora_" in name or ".modules_to_save." in name:
-            continue
-        place = (tensor.data_ptr(), tuple(tensor.shape))
-        if tensor.data_ptr() and place in seen:
-            continue
-        seen.add(place)
-        if f"{name}.absmax" in state:  # codes; FSDP-QLoRA keeps them in a float dtype: the same bits
-            tensor = tensor.contiguous().view(torch.uint8).reshape(-1, 1)
-        yield plain_name(name), tensor.detach().cpu().contiguous()
-
-
-def _write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_code: bool) -> None:
-    """Store the tokenizer (with its chat template) beside the weights."""
-    if tokenizer is None:
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        except Exception as error:
-            raise ConfigConflictError(
-                f"preparing a base: {source} brings no tokenizer ({type(error).__name__}). The engine needs one beside the "
-                "weights; pass tokenizer= (processing_class= of the trainer)."
-            ) from error
-    getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(directory)
-
-
 def derive(
     parent: PreparedBase, spec: QuantSpec, write: Callable[[Path], QuantSpec], out: str | os.PathLike[str] | None
 ) -> PreparedBase:
@@ -438,8 +351,8 @@ def _publish(
                 if file.is_file():
                     _fsync(file)
             staging.chmod(0o755)
-            if target.exists():
-                target.rmdir()  # an empty directory that the caller had made
+            if target.exists():  # empty and made by the caller, or in the cache and never finished
+                target.rmdir() if out is not None else shutil.rmtree(target)
             os.rename(staging, target)
             _fsync(target.parent)
         except BaseException:
@@ -476,8 +389,10 @@ def _digest(parts: Sequence[str]) -> str:
 
 def _directory_digest(source: Path) -> str:
     """Of all that decides what a checkpoint is: weights, configs, tokenizer; whatever the directory is called."""
-    files = sorted(f for f in source.iterdir() if f.is_file() and not f.name.startswith(".") and f.suffix != ".md")
-    return _digest([f"{f.name}:{_file_digest(f)}" for f in files])
+    files = [f for f in sorted(source.rglob("*")) if f.is_file() and f.suffix != ".md"]
+    names = {f: f.relative_to(source) for f in files}
+    shown = [f for f in files if not any(part.startswith(".") for part in names[f].parts)]
+    return _digest([f"{names[f]}:{_file_digest(f)}" for f in shown])
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:
@@ -491,8 +406,9 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 
 def _model_digest(model: torch.nn.Module) -> str:
     """Of the tensors of a model object, and of its config."""
-    digest = hashlib.sha256(type(model).__name__.encode())
-    for name, tensor in _base_tensors(model):
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.sha256(f"{type(model).__name__}{json.dumps(config, sort_keys=True, default=str)}".encode())
+    for name, tensor in base_tensors(model):
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

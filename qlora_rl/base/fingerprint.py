@@ -130,6 +130,21 @@ def facts_of(directory: str | os.PathLike[str]) -> dict[str, str]:
     return {fact: hashlib.sha256(content).hexdigest()[:32] for fact, content in parts.items()}
 
 
+def linear_names(directory: str | os.PathLike[str]) -> list[str]:
+    """Last names of the linears of a base directory (`q_proj`, ...), embeddings and head left out, and of their fused forms."""
+    described = json.loads((Path(directory) / "fingerprint.json").read_text())["leaves"]
+    owners = {name.removesuffix(".weight") for name, leaf in described.items() if len(leaf["shape"]) == 2}
+    names = {owner.split(".")[-1] for owner in owners} - {
+        "embed_tokens",
+        "lm_head",
+        "wte",
+        "wpe",
+        "embed_in",
+        "embed_out",
+    }
+    return sorted(names | {"qkv_proj", "gate_up_proj"})
+
+
 def compare(ours: BaseFingerprint, theirs: BaseFingerprint) -> Diff:
     """Every difference between two bases; a function of values."""
     entries: list[LeafDiff] = []

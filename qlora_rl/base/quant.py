@@ -238,6 +238,13 @@ def spec_of(model: torch.nn.Module) -> QuantSpec:
                     f"reading the model's quantisation: {name} is not quantised yet. Move the model to its device first.",
                     module=name,
                 )
+            if module.in_features % state.blocksize and module.weight.device.type == "cpu":
+                raise UnsupportedQuantError(
+                    f"reading the model's quantisation: in_features={module.in_features} is no multiple of "
+                    f"blocksize={state.blocksize} at {name}: blocks span rows, and bitsandbytes' CPU kernel takes the wrong "
+                    "scales for them. Leave the module out of the quantisation (llm_int8_skip_modules).",
+                    module=name,
+                )
             found.setdefault((state.quant_type, state.nested, state.blocksize), name)
         elif isinstance(module, torch.nn.Linear) and ".lora_" not in name:
             skipped.append(plain_name(name))

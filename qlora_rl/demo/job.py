@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -9,7 +10,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 from qlora_rl.demo import task
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train.run import METRICS, SUMMARY, RunDirectory, describe_machine, describe_versions
+
+logger = logging.getLogger(__name__)
 
 SYNCS = ("lora_adapter", "weights", "trl-merge")
 # Prompt of 6 tokens, completion of at most 4.
@@ -127,26 +130,38 @@ def run_demo(
             }
             raise
         finally:
-            summary |= summarise_steps(_read_steps(run))
-            summary |= {"accuracy_before": accuracy_before, "eval_problems": len(held_out)}
-            if summary["status"] == "finished":
-                say("4/4  the same sums again")
-                after = _answers(trainer, held_out)
-                summary["accuracy_after"] = _accuracy(after, held_out)
-                run.write_json("samples.json", _samples(held_out, before, after))
-            if settings.sync == "trl-merge":  # TRL's trainer does not do it by itself
-                run.save_adapter(trainer.model)
-            summary |= {
-                "prepare_seconds": prepared - started,
-                "train_seconds": trained_seconds,
-                "seconds": time.perf_counter() - started,
-                "settings": dataclasses.asdict(settings),
-            }
-            run.write_json(SUMMARY, summary)
-            _write_report(run.path, against, say)
+            with _second_to(summary["status"]):
+                summary |= summarise_steps(_read_steps(run))
+                summary |= {"accuracy_before": accuracy_before, "eval_problems": len(held_out)}
+                if summary["status"] == "finished":
+                    say("4/4  the same sums again")
+                    after = _answers(trainer, held_out)
+                    summary["accuracy_after"] = _accuracy(after, held_out)
+                    run.write_json("samples.json", _samples(held_out, before, after))
+                if settings.sync == "trl-merge":  # TRL's trainer does not do it by itself
+                    run.save_adapter(trainer.model)
+                summary |= {
+                    "prepare_seconds": prepared - started,
+                    "train_seconds": trained_seconds,
+                    "seconds": time.perf_counter() - started,
+                    "settings": dataclasses.asdict(settings),
+                }
+                run.write_json(SUMMARY, summary)
+                _write_report(run.path, against, say)
     finally:
         trainer.close()
     return summary
+
+
+@contextlib.contextmanager
+def _second_to(status: str) -> Iterator[None]:
+    """Book-keeping after a run that did not finish must not hide what ended it."""
+    try:
+        yield
+    except Exception:
+        if status == "finished":
+            raise
+        logger.exception("the run directory could not be completed")
 
 
 def summarise_steps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
@@ -168,6 +183,7 @@ def summarise_steps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | Non
         "mismatch_kl_max": kl[-1] if kl else None,
         "sync_seconds_median": median("sync_seconds"),
         "sync_bytes_median": median("sync_bytes"),
+        "canary_seconds_mean": statistics.fmean(values("canary_seconds")) if values("canary_seconds") else None,
         "step_seconds_median": median("step_seconds"),
         "rollout_tokens_per_s": sum(values("rollout_tokens")) / rollout if rollout else None,
         "steps_per_s": len(seconds) / sum(seconds) if seconds else None,

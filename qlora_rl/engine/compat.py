@@ -38,8 +38,8 @@ def vllm_version() -> str:
             break
     else:
         raise MissingDependencyError(
-            "looking for vLLM: not installed. Run `make setup`, or install it: pip install 'qlora-rl[cuda]' on an NVIDIA GPU, "
-            "pip install 'qlora-rl[cpu]' and then pip install --no-deps vllm-bnb-plugin==0.0.3 elsewhere."
+            "looking for vLLM: not installed. Run `make setup` in the repository, which knows what must and must not be there; or, "
+            "on an NVIDIA GPU, pip install 'qlora-rl[cuda]'."
         )
     if release(version) < OLDEST:
         raise MissingDependencyError(

@@ -39,6 +39,7 @@ class FakeEngine:
         self.eos_token_id = model.config.eos_token_id if eos_token_id is None else eos_token_id
         self._version = 0
         self._hooks: list[Any] = []
+        self._bare = False
         self._held: dict[str, torch.Tensor] = {}
         self._is_closed = False
         self.naps = 0
@@ -63,8 +64,14 @@ class FakeEngine:
         )
 
     @torch.no_grad()
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Natural logs of the probabilities of every token but the first, under the version that serves."""
+    def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
+        """Natural logs of the probabilities of every token but the first; with `bare` under the base alone."""
+        if bare and self._hooks:
+            held, self._bare = self._bare, True
+            try:
+                return self.score(sequences)
+            finally:
+                self._bare = held
         device = next(self.model.parameters()).device
         scores = []
         for ids in sequences:
@@ -147,8 +154,26 @@ class FakeEngine:
         for hook in self._hooks:
             hook.remove()
         self._held = tensors
-        self._hooks = [modules[name].register_forward_hook(_added(a_RI, b_OR)) for name, (a_RI, b_OR) in pairs.items()]
+        self._hooks = [
+            modules[name].register_forward_hook(self._added(a_RI, b_OR)) for name, (a_RI, b_OR) in pairs.items()
+        ]
         self._version = version
+
+    def _added(self, a_RI: torch.Tensor, b_OR: torch.Tensor) -> Any:
+        """A forward hook that adds B @ A @ x to a linear's output."""
+
+        def hook(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            if self._bare:
+                return output
+            return output + (inputs[0].to(a_RI.dtype) @ a_RI.T @ b_OR.T).to(output.dtype)
+
+        return hook
+
+    def drop_adapter(self) -> None:
+        """Serve the bare base again, as version 0."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._held, self._version = [], {}, 0
 
     def sleep(self) -> None:
         """Count a nap; there is nothing to give back."""
@@ -175,13 +200,3 @@ class FakeEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _added(a_RI: torch.Tensor, b_OR: torch.Tensor) -> Any:
-    """A forward hook that adds B @ A @ x to a linear's output."""
-
-    def hook(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        x = inputs[0].to(a_RI.dtype)
-        return output + (x @ a_RI.T @ b_OR.T).to(output.dtype)
-
-    return hook

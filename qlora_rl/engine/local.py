@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from qlora_rl.base.checkpoint import open_base
-from qlora_rl.base.fingerprint import facts_of
+from qlora_rl.base.fingerprint import facts_of, linear_names
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
@@ -25,6 +25,7 @@ from qlora_rl.errors import (
     EngineBrokenError,
     EngineClosedError,
     EngineUnsupportedError,
+    NotYetSupportedError,
     PromptTooLongError,
     SyncError,
 )
@@ -90,7 +91,7 @@ class LocalEngine:
         self._version = 0
         self._adapter: Any = None  # the LoRARequest that serves
         self._requests = self._loads = self._incarnation = 0
-        self._is_broken = self._is_closed = self._is_asleep = False
+        self._is_broken = self._is_closed = self._is_asleep = self._is_lost = False
         self._llm: Any = None
 
         self._vllm_version = compat.vllm_version()
@@ -103,6 +104,11 @@ class LocalEngine:
             compat.require_bitsandbytes_support()
         self._is_cpu = compat.platform_is_cpu()
         compat.require_head_size(config)
+        if tensor_parallel_size > 1 and not is_4bit:
+            raise NotYetSupportedError(
+                f"starting vLLM: tensor_parallel_size={tensor_parallel_size}: what several GPUs hold cannot be proven yet. Use "
+                "tensor_parallel_size=1."
+            )
         if is_4bit and tensor_parallel_size > 1:
             raise EngineUnsupportedError(
                 f"starting vLLM: tensor_parallel_size={tensor_parallel_size} with a 4-bit base: vLLM cannot shard what was "
@@ -142,6 +148,9 @@ class LocalEngine:
         if self.max_lora_rank:
             # Two in memory, one in the slot: the version that serves stays whole while the next one loads.
             self._options |= {"max_lora_rank": self.max_lora_rank, "max_loras": 1, "max_cpu_loras": 2}
+            # Without this, vLLM wraps embeddings and head of some models too: buffers of vocabulary x rank that we never
+            # fill, and a crash of its CPU backend when prompt logprobs are asked for.
+            self._options["lora_target_modules"] = linear_names(self.base)
         if kv_cache_gib is not None:
             self._options["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
         self._options |= vllm_options
@@ -184,16 +193,20 @@ class LocalEngine:
             can_sleep=self._enable_sleep and not self._is_cpu,
         )
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Natural logs of the probabilities of every token but the first, under the version that serves.
+    def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
+        """Natural logs of the probabilities of every token but the first.
+
+        Args:
+            sequences: token ids.
+            bare: under the base alone, whatever adapter serves.
 
         Raises:
             PromptTooLongError: a sequence does not fit.
         """
-        self._ensure_usable()
+        self.wake()
         ids = [list(s) for s in sequences]
         self._check_lengths(ids)
-        outputs = self._run(ids, SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0}))
+        outputs = self._run(ids, SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0}), bare=bare)
         return [
             [entry[token].logprob for token, entry in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
             for row, output in zip(ids, outputs, strict=True)
@@ -203,10 +216,12 @@ class LocalEngine:
         """Digests of what the adapter slot holds; empty for the bare base."""
         if self._adapter is None:
             return {}
+        self.wake()
         return self.llm.collective_rpc("qlora_held_adapter", args=(self._adapter.lora_int_id, rank))[0]
 
     def describe_base(self) -> BaseFingerprint:
         """The base as vLLM holds it, read from its own weights."""
+        self.wake()
         described = BaseFingerprint.from_dict(self.llm.collective_rpc("qlora_describe_base")[0])
         return BaseFingerprint(described.leaves, facts_of(self.base))
 
@@ -218,9 +233,13 @@ class LocalEngine:
         Returns:
             The largest relative error of each repaired weight; empty when nothing differed.
         """
-        repaired = self.llm.collective_rpc("qlora_repair_scales", args=(str(self.base),))[0]
+        self.wake()
+        repaired = self._repair()
         self._repair_scales = True  # a rebuilt engine gets them too
         return repaired
+
+    def _repair(self) -> dict[str, float]:
+        return self._llm.collective_rpc("qlora_repair_scales", args=(str(self.base),))[0]
 
     def generate(
         self, prompts: Sequence[Sequence[int] | str], sampling: SamplingSpec | None = None, **fields: Any
@@ -242,9 +261,7 @@ class LocalEngine:
         if sampling is not None and fields:
             raise TypeError("generate: give either sampling= or its fields by name, not both.")
         sampling = sampling or SamplingSpec(**fields)
-        self._ensure_usable()
-        if self._is_asleep:
-            self.wake()
+        self.wake()
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         self._check_lengths(ids)
         started = time.perf_counter()
@@ -293,7 +310,14 @@ class LocalEngine:
                 reasons=lost,
                 module=lost[0],
             )
-        self._adapter, self._version = request, version
+        self._adapter, self._version, self._is_lost = request, version, False
+
+    def drop_adapter(self) -> None:
+        """Serve the bare base again, as version 0."""
+        self._ensure_usable()
+        if self._adapter is not None:
+            self._forget(self._adapter.lora_int_id)
+        self._adapter, self._version, self._is_lost = None, 0, False
 
     def sleep(self) -> None:
         """Give back the KV cache and move the weights to host memory (vLLM's level 1); a no-op on the CPU.
@@ -340,10 +364,14 @@ class LocalEngine:
                 compat.trim_memory()
                 raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}") from error
         compat.started()
+        try:
+            if self._repair_scales:
+                self._repair()
+        except BaseException:
+            self._tear_down()
+            raise
         self._is_broken = self._is_asleep = False
         self._incarnation += 1
-        if self._repair_scales:
-            self.repair_base()
 
     def _tear_down(self) -> None:
         llm, self._llm = self._llm, None
@@ -365,14 +393,10 @@ class LocalEngine:
         """Load the adapter that serves anew; without its directory the engine must not go on as the bare base."""
         if self._adapter is None:
             return
-        directory, version = Path(self._adapter.lora_path), self._version
-        self._adapter, self._version = None, 0
-        if not directory.is_dir():
-            raise EngineBrokenError(
-                f"loading adapter version={version} again: {directory} is gone, and the engine holds the bare base now. Push "
-                "the adapter again."
-            )
-        self.load_adapter(directory, version)
+        directory = Path(self._adapter.lora_path)
+        self._adapter, self._is_lost = None, True
+        if directory.is_dir():
+            self.load_adapter(directory, self._version)
 
     def _forget(self, adapter_id: int) -> None:
         """Take an adapter that will not serve out of vLLM, if it got that far."""
@@ -393,10 +417,15 @@ class LocalEngine:
                 reasons=reasons,
             )
 
-    def _run(self, ids: list[list[int]], sampling: SamplingSpec) -> list[Any]:
+    def _run(self, ids: list[list[int]], sampling: SamplingSpec, *, bare: bool = False) -> list[Any]:
         """Drive the engine until all B requests are done; whatever happens, none of them stays behind."""
         engine = self._llm.llm_engine
-        lora = self._adapter
+        if self._is_lost and not bare:
+            raise EngineBrokenError(
+                f"generating: adapter version={self._version} was lost when the engine was built anew. Push the adapter again, or "
+                "call drop_adapter() to go on with the bare base."
+            )
+        lora = None if bare else self._adapter
         # The salt makes a KV block of one version invisible to every other, whatever their names and paths.
         salt = "base" if lora is None else f"policy-{lora.lora_int_id}"
         try:

@@ -57,9 +57,13 @@ class BaseExtension:
         """
         model = self.model_runner.get_model()
         manager = self.model_runner.lora_manager._adapter_manager
-        slot = manager.lora_index_to_id.index(adapter_id)
         held: dict[str, str] = {}
+        if adapter_id not in manager.lora_index_to_id:
+            return held
+        slot = manager.lora_index_to_id.index(adapter_id)
         for path, layer in manager.modules.items():
+            if not isinstance(layer.lora_a_stacked, tuple):
+                continue  # an embedding or a head, which we never fill
             shards = _shard_names(model, f"{path}.weight")
             for i, shard in enumerate(shards):
                 name = f"base_model.model.{shard.removesuffix('.weight')}"

@@ -98,5 +98,5 @@ def explain(diff: Diff, engine: str) -> str:
     elif "blocksize" in types or "table" in types:
         hint += "; they were quantised with other settings"
     elif types == {"scales"}:
-        hint = "Only scales differ; let them be repaired (repair=True)"
+        hint = "Only scales differ, and could not be repaired from the engine's base directory. Prepare the base again"
     return f"proving the base: {first}{also} on {engine}. {hint}, or pass allow_base_mismatch=True to go on with other weights."

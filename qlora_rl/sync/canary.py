@@ -1,4 +1,4 @@
-"""`Canary`: proof after a push. Two questions, asked every time:
+"""`Canary`: proof after a push. Two questions, the first asked every time, the second at every n-th push:
 
 1. *Does the engine hold it?* The engine digests the buffers that its layers multiply with; they must be the bundle, byte for
    byte. This sees a wrong scaling, a lost layer, an older version, names that match nothing.
@@ -17,7 +17,7 @@ import torch
 
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.contracts import AdapterBundle, RolloutEngine
-from qlora_rl.errors import CanaryError
+from qlora_rl.errors import CanaryError, ConfigConflictError
 
 # Mean |difference| of logprobs above which no calibration may let a pair of engines pass. bf16 pairs measure 0.001 to 0.01.
 UPPER_BOUND = 0.1
@@ -34,7 +34,7 @@ class Canary:
     Args:
         model: the trainer's PeftModel; only read.
         engine: the other side.
-        sequences: token ids that both score; by default two fixed ones of up to 8 tokens (a
+        sequences: token ids that both score; by default two of up to 8 tokens that the bare base draws at calibration (a
             forward of so few is all overhead: more would cost little, but a small model's step is short).
         every: score at each n-th push; the digest is compared at every push.
         autocast: dtype in which the trainer's forward runs while training (`None`: as the weights are).
@@ -49,14 +49,18 @@ class Canary:
         every: int = 1,
         autocast: torch.dtype | None = None,
     ):
+        if every < 1:
+            raise ConfigConflictError(f"making a canary: every={every} < 1. Score at each n-th push, n at least 1.")
         self.model = model
         self.engine = engine
         self.every = every
         self.autocast = autocast
-        self.sequences = [list(s) for s in sequences] if sequences is not None else self._fixed_sequences()
+        self.sequences = None if sequences is None else [list(s) for s in sequences]
         self.threshold = UPPER_BOUND
         self._pushes = 0
-        self._has_dropout = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in model.modules())
+        self._has_dropout = any(
+            (isinstance(m, torch.nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0) for m in model.modules()
+        )
 
     def calibrate(self) -> float:
         """Set the threshold from the bare base, which both sides must hold; before any push.
@@ -67,9 +71,17 @@ class Canary:
         Raises:
             CanaryError: the bare base itself is further apart than any threshold may be.
         """
-        with self.model.disable_adapter():
-            noise = self._difference()
-        if noise > UPPER_BOUND:
+        # PEFT switches gradients on for the whole adapter when it comes back, also where the caller had switched them off.
+        trained = {p: p.requires_grad for p in self.model.parameters()}
+        try:
+            with self.model.disable_adapter():
+                if self.sequences is None:
+                    self.sequences = self._drawn_sequences()
+                noise = self._difference(bare=True)
+        finally:
+            for parameter, wanted in trained.items():
+                parameter.requires_grad_(wanted)
+        if not noise <= UPPER_BOUND:
             raise CanaryError(
                 f"calibrating the canary: trainer and engine differ by {noise:.3g} nats on the bare base, more than {UPPER_BOUND}. "
                 "They hold or compute something else; run `qlora-rl verify BASE --local`."
@@ -96,6 +108,8 @@ class Canary:
             self._pushes += 1
             if (self._pushes - 1) % self.every:
                 return None
+        if self.sequences is None:
+            self.calibrate()
         difference = self._difference()
         if not difference <= self.threshold:
             raise CanaryError(
@@ -118,39 +132,58 @@ class Canary:
                 module=wrong[0].removeprefix("base_model.model.").rsplit(".lora_", 1)[0],
             )
 
-    def _difference(self) -> float:
-        ours, theirs = self._score(), self.engine.score(self.sequences)
+    def _difference(self, *, bare: bool = False) -> float:
+        ours, theirs = self._score(self.sequences), self.engine.score(self.sequences, bare=bare)
         return statistics.fmean(
             abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
         )
 
     @torch.no_grad()
-    def _score(self) -> list[list[float]]:
+    def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """The trainer's logprobs of every token but the first, without dropout."""
+        logits = self._logits(sequences)
+        return [
+            rows_TV.log_softmax(-1)
+            .gather(1, torch.tensor(list(ids)[1:], device=rows_TV.device)[:, None])[:, 0]
+            .tolist()
+            for rows_TV, ids in zip(logits, sequences, strict=True)
+        ]
+
+    def _logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """The trainer's logits [T - 1, V] at every token but the last of each sequence, float32."""
         base = self.model.get_base_model()
         device = next(base.parameters()).device
         context = torch.autocast(device.type, self.autocast) if self.autocast is not None else nullcontext()
-        same_length = len({len(s) for s in self.sequences}) == 1
+        same_length = len({len(s) for s in sequences}) == 1
         # Walking the modules takes a tenth of a small model's forward: only where the mode matters.
         must_switch = self.model.training and self._has_dropout
         if must_switch:
             self.model.eval()
         try:
             with context:
-                scores: list[list[float]] = []
-                for rows in [self.sequences] if same_length else [[s] for s in self.sequences]:
-                    ids_BT = torch.tensor(rows, device=device)
+                found: list[torch.Tensor] = []
+                for rows in [sequences] if same_length else [[s] for s in sequences]:
+                    ids_BT = torch.tensor([list(row) for row in rows], device=device)
                     # TRL puts a forward of its own on the model, which returns no logits; the class's is the model's.
-                    logits_BTV = type(base).forward(base, input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
-                    scores += logits_BTV.log_softmax(-1).gather(2, ids_BT[:, 1:, None])[:, :, 0].tolist()
+                    logits_BTV = type(base).forward(base, input_ids=ids_BT, use_cache=False).logits
+                    found += list(logits_BTV[:, :-1].float())
         finally:
             if must_switch:
                 self.model.train()
-        return scores
+        return found
 
-    def _fixed_sequences(self) -> list[list[int]]:
-        """Two sequences spread over the vocabulary, the same for every run."""
+    def _drawn_sequences(self) -> list[list[int]]:
+        """Two sequences that the bare base itself draws, the same for every run.
+
+        What a model may write is what rollouts are made of; at tokens that it never would write, 16-bit logits are far
+        from each other for no reason that matters.
+        """
         vocabulary = int(self.model.get_base_model().config.get_text_config().vocab_size)
         length = max(2, min(8, self.engine.capabilities().max_model_length - 1))
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(vocabulary, (2, length), generator=generator).tolist()
+        drawn = torch.randint(vocabulary, (2, 1), generator=generator).tolist()
+        while len(drawn[0]) < length:
+            # One more token is appended only to be cut off again: logits come for all but the last.
+            for row, rows_TV in zip(drawn, self._logits([[*row, 0] for row in drawn]), strict=True):
+                row.append(int(torch.multinomial(rows_TV[-1].softmax(-1).cpu(), 1, generator=generator)))
+        return drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from qlora_rl.adapter.export import export_adapter
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncReport, Transport
-from qlora_rl.errors import CanaryError
 from qlora_rl.sync.canary import Canary
+
+logger = logging.getLogger(__name__)
 
 
 class AdapterSync:
@@ -40,7 +42,7 @@ class AdapterSync:
         Raises:
             AdapterRefusedError: the live adapter is no longer plain LoRA, or holds NaN; the old version serves.
             SyncError: it did not arrive; the old version serves, and the push can be repeated.
-            CanaryError: it arrived, but the engine does not multiply with it; the old version serves again.
+            CanaryError: it arrived, but the engine does not multiply with it; the old version serves again (the bare base, if it was the first).
         """
         started = time.perf_counter()
         bundle = export_adapter(self.model, dtype=self._dtype, verdict=judge_adapter(self.model))
@@ -52,8 +54,12 @@ class AdapterSync:
         if self.canary is not None:
             try:
                 difference = self.canary.check(bundle)
-            except CanaryError:
-                self.transport.revoke(self.engine)
+            except BaseException:
+                # Whatever stopped the proof, an unproven version must not serve.
+                try:
+                    self.transport.revoke(self.engine)
+                except Exception:
+                    logger.exception("version %d could not be taken back", version)
                 raise
         self._pushed = bundle
         return SyncReport(

@@ -44,12 +44,14 @@ class DirectoryTransport:
         return Delivery(self.name, bundle.nbytes, written - started, loaded - written)
 
     def revoke(self, engine: RolloutEngine) -> None:
-        """Load the version before the newest again and remove the newest; without one before it, nothing can serve."""
-        if len(self._live) == 2:
-            (directory, version), (newest, _) = self._live
-            engine.load_adapter(directory, version)
-            self.store.withdraw(newest)
-            self._live = self._live[:1]
+        """Have the engine serve the version before the newest (the bare base before the first), and remove the newest."""
+        *before, (newest, _) = self._live
+        if before:
+            engine.load_adapter(*before[0])
+        else:
+            engine.drop_adapter()
+        self.store.withdraw(newest)
+        self._live = before
 
     def close(self) -> None:
         """Remove all versions."""

@@ -63,7 +63,9 @@ class EngineBridge:
         if self.sleeps:
             self.engine.wake()
         self._reports.append(self.strategy.push())
-        self._proven = self.engine.incarnation
+        if self.engine.incarnation != self._proven:  # the push itself may not have been scored
+            self.strategy.verify()
+            self._proven = self.engine.incarnation
 
     def generate(
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None

@@ -72,6 +72,7 @@ def resolve_model(
                 f"reading the model: it is an object whose config names {name!r}, where no tokenizer was found "
                 f"({type(error).__name__}). The engine needs one: pass processing_class=."
             ) from error
+    _refuse_lifted(bare)
     base = prepare_base(model, "none", compute_dtype=_dtype_name(bare), tokenizer=processing_class)
     adopt(bare, base)
     if is_peft:
@@ -207,6 +208,25 @@ def spec_from_config(config: Any, dtype: Any = None) -> QuantSpec:
         name or str(values.get("bnb_4bit_compute_dtype") or "bfloat16").removeprefix("torch."),
         tuple(sorted(values.get("llm_int8_skip_modules") or ())),
     )
+
+
+def _refuse_lifted(model: Any) -> None:
+    """Refuse a 4-bit model whose other weights were lifted to float32.
+
+    Raises:
+        ConfigConflictError: names the first one, and PEFT's function that does it.
+    """
+    states = [p.quant_state for p in model.parameters() if getattr(p, "quant_state", None) is not None]
+    if not states or states[0].dtype == torch.float32:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float32 and not parameter.requires_grad:
+            raise ConfigConflictError(
+                f"reading the model: {name} is float32, its linears were quantised from {states[0].dtype}. "
+                "prepare_model_for_kbit_training lifts it; vLLM multiplies with the original. Leave that call out: what it is "
+                "needed for is done here.",
+                module=name,
+            )
 
 
 def _dtype_name(model: Any) -> str:

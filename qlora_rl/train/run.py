@@ -39,21 +39,25 @@ class RunDirectory:
         self.path = Path(path)
         if self.path.exists() and not self.path.is_dir():
             raise RunDirectoryError(f"opening a run directory: {self.path} is a file. Choose another output_dir.")
-        if (self.path / METRICS).exists():
-            if existing == "refuse":
-                raise RunDirectoryError(
-                    f"opening a run directory: {self.path} holds another run. Choose another output_dir (--out), remove it, or "
-                    "pass existing_run='overwrite' or 'continue'."
-                )
-            if existing == "overwrite":
-                for name in (CONFIG, METRICS, SYNCS, SUMMARY, FINGERPRINTS, "samples.json", "report.html"):
-                    (self.path / name).unlink(missing_ok=True)
-                for directory in [self.path / ADAPTER, *self.path.glob("checkpoint-*")]:
-                    shutil.rmtree(directory, ignore_errors=True)
+        if (self.path / METRICS).exists() and existing == "refuse":
+            raise RunDirectoryError(
+                f"opening a run directory: {self.path} holds another run. Choose another output_dir (--out), remove it, or "
+                "pass existing_run='overwrite' or 'continue'."
+            )
+        self._overwrites = existing == "overwrite"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self.path, error) from error
+
+    def begin(self) -> None:
+        """The run really starts: what it is to overwrite goes now, when nothing can be refused any more."""
+        if not self._overwrites:
+            return
+        for name in (CONFIG, METRICS, SYNCS, SUMMARY, FINGERPRINTS, "samples.json", "report.html"):
+            (self.path / name).unlink(missing_ok=True)
+        for directory in [self.path / ADAPTER, *self.path.glob("checkpoint-*")]:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def write_json(self, name: str, content: Mapping[str, Any] | list[Any]) -> None:
         """Replace a JSON file; readers see the old one or the new one."""
@@ -83,6 +87,7 @@ class RunDirectory:
         target = self.path / ADAPTER
         try:
             staging = Path(tempfile.mkdtemp(prefix=".adapter-", dir=self.path))
+            old = self.path / f"{staging.name}-old"
             try:
                 name = _trained(model)
                 model.save_pretrained(staging, save_embedding_layers=False, selected_adapters=[name])
@@ -90,11 +95,15 @@ class RunDirectory:
                 saved = staging / name if (staging / name).is_dir() else staging
                 saved.chmod(0o755)
                 if target.exists():
-                    shutil.rmtree(target)
+                    os.rename(target, old)
                 os.rename(saved, target)
             finally:
+                if not target.exists() and old.exists():
+                    os.rename(old, target)
                 shutil.rmtree(staging, ignore_errors=True)
-        except OSError as error:
+                shutil.rmtree(old, ignore_errors=True)
+        # safetensors reports a full disk as its own error type, which is no OSError.
+        except Exception as error:
             raise _unwritable(target, error) from error
         return target
 
@@ -185,8 +194,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _unwritable(path: Path, error: OSError) -> RunDirectoryError:
+def _unwritable(path: Path, error: Exception) -> RunDirectoryError:
     return RunDirectoryError(
-        f"writing {path}: {error.strerror or error}. Free some space or choose another output_dir; what was written before is "
+        f"writing {path}: {getattr(error, 'strerror', None) or error}. Free some space or choose another output_dir; what was written before is "
         "whole."
     )

@@ -97,6 +97,8 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             raise ConfigConflictError(
                 f"reading the arguments: adapter_dtype={adapter_dtype!r} is not one of {ADAPTER_DTYPES}."
             )
+        if canary_every < 0:
+            raise ConfigConflictError(f"reading the arguments: canary_every={canary_every} < 0. Use 0 for none.")
         args = settings.own_copy(args) if args is not None else GRPOConfig("qlora-grpo")
         settings.check(args, rollout)
         settings.check_datasets(train_dataset, eval_dataset)
@@ -170,6 +172,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         else:
             engine = rollout
         self.engine = engine
+        strategy: AdapterSync | None = None
         try:
             self.plan = plan_sync(verdict, engine.capabilities(), sync)
             self.admission = prove_base(self.model, engine, allow_base_mismatch=allow_base_mismatch)
@@ -186,20 +189,27 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
                 seed=args.seed,
                 sleeps=args.vllm_enable_sleep_mode and engine.capabilities().can_sleep,
             )
+            self.bridge.install(self)
+            logger.info("%s", self.plan)
+            if canary is None:
+                logger.warning(
+                    "pushes are not proven: %s", "canary_every=0" if not canary_every else "another base is allowed"
+                )
+            if args.vllm_enable_sleep_mode and not engine.capabilities().can_sleep:
+                logger.warning(
+                    "vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake", engine.capabilities().name
+                )
+            self.measure_into(self.run)
+            if self.run is not None:
+                self.run.begin()
+                self.run.write_json(CONFIG, self._describe(adapter_dtype))
+                self.run.write_json(FINGERPRINTS, self.admission.as_dict())
         except BaseException:
-            if self._owns_engine:
-                engine.close()
+            # There will be no trainer to close.
+            _release(strategy, engine if self._owns_engine else None)
             raise
         # Also when nobody calls close().
         self._finalizer = weakref.finalize(self, _release, strategy, engine if self._owns_engine else None)
-        self.bridge.install(self)
-        logger.info("%s", self.plan)
-        if args.vllm_enable_sleep_mode and not engine.capabilities().can_sleep:
-            logger.warning("vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake", engine.capabilities().name)
-        self.measure_into(self.run)
-        if self.run is not None:
-            self.run.write_json(CONFIG, self._describe(adapter_dtype))
-            self.run.write_json(FINGERPRINTS, self.admission.as_dict())
 
     # --- the run ----------------------------------------------------------------------------------------------------
 
@@ -232,9 +242,10 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             return
         try:
             self._record.flush()
-            self.run.save_adapter(self.accelerator.unwrap_model(self.model))
+            self._rollout_facts()  # a push whose rollout or reward failed is still written down
             summary = {"status": status, "steps": self.state.global_step}
             self.run.write_json(SUMMARY, summary | ({"error": f"{type(error).__name__}: {error}"} if error else {}))
+            self.run.save_adapter(self.accelerator.unwrap_model(self.model))
         except OSError:
             # A full disk must not hide what ended the run.
             if status == "finished":
@@ -313,6 +324,7 @@ def _check_optimizer(optimizer: Any, model: Any) -> None:
 
 
 def _release(strategy: Any, engine: Any) -> None:
-    strategy.close()
+    if strategy is not None:
+        strategy.close()
     if engine is not None:
         engine.close()

@@ -83,12 +83,31 @@ def test_a_changed_adapter_is_noticed_and_the_old_version_serves(pair, monkeypat
     assert engine.generate(prompts, max_tokens=6, seed=1).logprobs != before.logprobs
 
 
-def test_names_that_match_nothing_are_noticed(pair, monkeypatch):
-    _, _, strategy = pair
+def test_names_that_match_nothing_are_noticed(pair, monkeypatch, prompts):
+    _, engine, strategy = pair
+    bare = engine.generate(prompts, max_tokens=6, seed=1)
     monkeypatch.setattr(compat, "unreached_modules", lambda *_: [])  # as if vLLM could not be asked
     tamper(monkeypatch, strategy, rename_all)
     with pytest.raises(CanaryError, match=r"28 of 28 matrices .*\(28 are missing"):
         strategy.push()
+    after = engine.generate(prompts, max_tokens=6, seed=1)
+    assert (after.version, after.logprobs) == (0, bare.logprobs)  # it was the first push: the bare base serves
+
+
+def test_an_interrupted_proof_leaves_no_unproven_version_serving(pair, monkeypatch, prompts):
+    model, engine, strategy = pair
+    strategy.push()
+    before = engine.generate(prompts, max_tokens=6, seed=1)
+    randomise(model, 0.2, seed=8)
+
+    def interrupted(bundle):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(strategy.canary, "check", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        strategy.push()
+    after = engine.generate(prompts, max_tokens=6, seed=1)
+    assert (after.version, after.logprobs) == (1, before.logprobs)
 
 
 def test_the_previous_version_served_is_noticed_even_if_it_is_nearly_the_same(pair, monkeypatch):
@@ -159,3 +178,37 @@ def test_dropout_does_not_alarm_and_the_mode_comes_back(base):
         strategy.close()
     assert model.training
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma", "mistral"])
+def test_the_canary_works_on_every_architecture(tmp_path, architecture):
+    """vLLM wraps embeddings and head of some of them for LoRA, and then fails at prompt logprobs on a CPU."""
+    from peft import LoraConfig, get_peft_model
+    from support import make_model
+
+    from qlora_rl import load_base, prepare_base
+
+    base = prepare_base(make_model(tmp_path / "model", architecture=architecture))
+    model = get_peft_model(load_base(base), LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    with LocalEngine(base, max_lora_rank=8, max_model_length=32, max_num_seqs=8) as engine:
+        prove_base(model, engine)
+        canary = Canary(model, engine)
+        canary.calibrate()
+        strategy = AdapterSync(model, engine, DirectoryTransport(), canary)
+        for seed in range(3):
+            randomise(model, 0.1, seed=seed)
+            assert strategy.push().canary_difference < canary.threshold
+        strategy.close()
+
+
+def test_calibration_is_about_the_bare_base_whatever_serves(pair):
+    model, engine, strategy = pair
+    randomise(model, 0.5)
+    strategy.push()
+    frozen = [p for n, p in model.named_parameters() if ".lora_A" in n]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    second = Canary(model, engine)
+    assert second.calibrate() == strategy.canary.threshold
+    assert second.sequences == strategy.canary.sequences
+    assert not any(p.requires_grad for p in frozen)

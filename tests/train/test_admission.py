@@ -78,3 +78,49 @@ def test_the_canary_runs_as_often_as_it_is_told(make_trainer, config, tmp_path, 
     pushes = [json.loads(line) for line in (tmp_path / "run" / "sync.jsonl").read_text().splitlines()]
     assert [p["canary_difference"] is not None for p in pushes] == scored
     assert all(p["canary_difference"] < trainer.bridge.strategy.canary.threshold for p in pushes if every == 1)
+
+
+def test_overwriting_begins_only_when_nothing_can_be_refused_any_more(make_trainer, config, tmp_path):
+    make_trainer().train()
+    run = tmp_path / "run"
+    before = {f.name: f.read_bytes() for f in run.iterdir() if f.is_file()}
+    with pytest.raises(Exception, match="nowhere"):
+        make_trainer(model=str(tmp_path / "nowhere"), existing_run="overwrite")
+    assert {f.name: f.read_bytes() for f in run.iterdir() if f.is_file()} == before
+    assert (run / "adapter" / "adapter_model.safetensors").is_file()
+    make_trainer(args=config(max_steps=2), existing_run="overwrite").train()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_an_interrupt_while_the_adapter_is_saved_loses_no_adapter(make_trainer, tmp_path, monkeypatch):
+    import os
+
+    trainer = make_trainer()
+    trainer.train()
+    run = tmp_path / "run"
+    saved = (run / "adapter" / "adapter_model.safetensors").read_bytes()
+    real, calls = os.rename, []
+
+    def interrupted(source, target):
+        calls.append(source)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run.save_adapter(trainer.model)
+    assert (run / "adapter" / "adapter_model.safetensors").read_bytes() == saved
+    assert not list(run.glob(".*"))
+
+
+def test_a_model_that_was_lifted_for_k_bit_training_is_refused_by_name(make_trainer, base):
+    from peft import prepare_model_for_kbit_training
+
+    from qlora_rl import ConfigConflictError
+
+    model = prepare_model_for_kbit_training(load_base(base))
+    model.qlora_base = None
+    with pytest.raises(ConfigConflictError, match="prepare_model_for_kbit_training"):
+        make_trainer(model=model)

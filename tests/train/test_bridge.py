@@ -53,7 +53,7 @@ def test_it_sleeps_between_rollouts_and_proves_the_adapter_after_the_wake(parts,
     used.sync_weights()
     used.generate(PROMPTS)
     assert engine.naps == 3
-    assert checks[1:] == [{}]  # the push's own proof, and no second one
+    assert checks[1:] == [{}, {"scored": True}]  # the push's own proof, which need not score, and that of the wake
 
 
 def test_an_adapter_lost_in_sleep_is_noticed_before_a_token_is_drawn(parts, monkeypatch):

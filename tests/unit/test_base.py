@@ -243,14 +243,14 @@ def _prepare_slowly(model_dir, root, started):
     os.environ["QLORA_RL_CACHE"] = root
     from qlora_rl.base import checkpoint
 
-    real = checkpoint._write_checkpoint
+    real = checkpoint.write_checkpoint
 
     def write_then_hang(*args, **kwargs):
         real(*args, **kwargs)
         started.set()
         time.sleep(600)
 
-    checkpoint._write_checkpoint = write_then_hang
+    checkpoint.write_checkpoint = write_then_hang
     prepare_base(model_dir)
 
 

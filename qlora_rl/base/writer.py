@@ -1,0 +1,106 @@
+"""Writes a model as the files of a base directory: tensors, config, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from qlora_rl.base.quant import QuantSpec, plain_name, quantize_linear
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *, is_quantized: bool) -> None:
+    """Write config and tensors; quantises module by module unless `is_quantized`."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    tensors = dict(base_tensors(model))
+    experts = next((name for name in tensors if ".experts." in name), None)
+    if experts is not None:
+        raise NotYetSupportedError(
+            f"preparing a base: {experts} belongs to a mixture of experts, whose tensors transformers holds in another "
+            "layout than the checkpoint. Use a dense model.",
+            module=experts,
+        )
+    if spec.is_4bit and not is_quantized:
+        head = model.get_output_embeddings()
+        skip = set(spec.skip_modules)
+        for name, module in model.named_modules():
+            if not isinstance(module, torch.nn.Linear):
+                continue
+            if module is head or any(name == ending or name.endswith(f".{ending}") for ending in spec.skip_modules):
+                skip.add(name)
+                continue
+            if module.in_features % spec.blocksize:
+                # Blocks would go on in the next row, which bitsandbytes 0.50's CPU kernel does not follow: it takes the
+                # wrong scales (mean error of random weights 0.119 in the place of 0.080, see docs/development-log.md).
+                raise UnsupportedQuantError(
+                    f"preparing a base: in_features={module.in_features} is no multiple of blocksize={spec.blocksize} at "
+                    f"{name}. Use a smaller blocksize, or leave the module unquantised: skip_modules=[{name.split('.')[-1]!r}].",
+                    module=name,
+                )
+            weight = tensors.pop(f"{name}.weight")
+            tensors |= {f"{name}.{key}": value for key, value in quantize_linear(weight, spec).items()}
+        config_spec = QuantSpec(
+            spec.quant_type, spec.double_quant, spec.blocksize, spec.compute_dtype, tuple(sorted(skip))
+        )
+    else:
+        config_spec = spec
+    for name, tensor in tensors.items():
+        is_state = ".weight." in name
+        if tensor.is_floating_point() and not is_state and tensor.dtype != spec.dtype:
+            tensors[name] = tensor.to(spec.dtype)
+    shards = split_torch_state_dict_into_shards(tensors, max_shard_size="4GB")
+    for file, names in shards.filename_to_tensors.items():
+        save_file({n: tensors[n] for n in names}, directory / file, metadata={"format": "pt"})
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+
+    config = model.config.to_dict()
+    config.pop("_name_or_path", None)
+    config.pop("quantization_config", None)
+    config["dtype"] = spec.compute_dtype
+    if spec.is_4bit:
+        config["quantization_config"] = config_spec.transformers_config()
+    (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True, default=str))
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and CPU tensors of the bare base; adapters left out, tied tensors once, float storage of codes undone."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if ".lora_" in name or ".modules_to_save." in name:
+            continue
+        place = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.data_ptr() and place in seen:
+            continue
+        seen.add(place)
+        if f"{name}.absmax" in state:  # codes; FSDP-QLoRA keeps them in a float dtype: the same bits
+            tensor = tensor.contiguous().view(torch.uint8).reshape(-1, 1)
+        yield plain_name(name), tensor.detach().cpu().contiguous()
+
+
+def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_code: bool) -> None:
+    """Store the tokenizer (with its chat template) beside the weights."""
+    if tokenizer is None:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            raise ConfigConflictError(
+                f"preparing a base: {source} brings no tokenizer ({type(error).__name__}). The engine needs one beside the "
+                "weights; pass tokenizer= (processing_class= of the trainer)."
+            ) from error
+    getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(directory)
