@@ -46,6 +46,71 @@ def distances(model, engine) -> list[dict[str, float]]:
     return found
 
 
+def fingerprint_large() -> dict[str, float]:
+    """Seconds and extra memory of both sides' fingerprints on a random 0.4 B Qwen2 shape."""
+    import gc
+    import tempfile
+    import threading
+
+    import psutil
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from qlora_rl.demo.tiny_model import make_tokenizer
+
+    with tempfile.TemporaryDirectory() as directory:
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=20, num_attention_heads=14,
+            num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=512,
+        )  # fmt: skip
+        source = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        parameters = sum(p.numel() for p in source.parameters())
+        base = prepare_base(source, tokenizer=make_tokenizer(), out=Path(directory) / "base")
+        del source
+        model = load_base(base)
+        process, peak, running = psutil.Process(), [0], [True]
+
+        def watch() -> None:
+            while running[0]:
+                peak[0] = max(peak[0], process.memory_info().rss)
+                time.sleep(0.002)
+
+        gc.collect()
+        before = process.memory_info().rss
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        trainer = []
+        for _ in range(3):
+            started = time.perf_counter()
+            ours = fingerprint_base(model)
+            trainer.append(time.perf_counter() - started)
+        running[0] = False
+        watcher.join()
+        with LocalEngine(
+            base, max_model_length=64, max_num_seqs=4, repair_scales=False, use_tqdm_on_load=False
+        ) as engine:
+            engine_seconds = []
+            for _ in range(3):
+                started = time.perf_counter()
+                theirs = engine.describe_base()
+                engine_seconds.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            repaired = engine.repair_base()
+            repair = time.perf_counter() - started
+            proof = prove_base(ours, engine)
+    return {
+        "parameters": parameters,
+        "state_as_loaded": compare(ours, theirs).state,
+        "repaired": len(repaired),
+        "state_after_repair": proof.diff.state,
+        "trainer_seconds": sorted(trainer)[1],
+        "engine_seconds": sorted(engine_seconds)[1],
+        "repair_seconds": repair,
+        "extra_mib": (peak[0] - before) / 2**20,
+        "largest_weight_mib": 151_936 * 896 * 2 / 2**20,
+    }
+
+
 def median(found: list[dict[str, float]], key: str) -> float:
     return sorted(f[key] for f in found)[len(found) // 2]
 
@@ -85,6 +150,7 @@ def main() -> None:
         "state_after_repair": proof.diff.state,
         "float32_baked_is_proven": baked_proof.is_proven,
         "fingerprint_seconds": fingerprint_seconds,
+        "fingerprint_0.4b": fingerprint_large(),
         "as_loaded": {k: median(before, k) for k in keys},
         "repaired": {k: median(after, k) for k in keys},
         "float32_baked": {k: median(floor, k) for k in keys},

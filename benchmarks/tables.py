@@ -37,6 +37,11 @@ def _power(value: float) -> str:
     return f"{value:.1e}"
 
 
+def _proof(run: dict) -> str:
+    seconds = run.get("canary_seconds_mean")
+    return "none" if seconds is None else f"{1e3 * seconds:.1f} ms"
+
+
 def _share(runs: dict) -> str:
     shares = [run["sync_seconds_median"] / run["step_seconds_median"] for run in runs.values()]
     return f"{statistics.median(shares):.1%}"
@@ -80,8 +85,8 @@ def demo_seeds() -> str:
     """Every run of the demo benchmark, one line each."""
     result = _load("demo.json")
     lines = [
-        "| run | accuracy before | after | reward first 5 | last 5 | KL median | p95 | max | sync | step | tokens/s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| run | accuracy before | after | reward first 5 | last 5 | KL median | p95 | max | sync | its proof | step | tokens/s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     groups = [
         ("seed ", result["seeds"]),
@@ -93,7 +98,7 @@ def demo_seeds() -> str:
             lines.append(
                 f"| {prefix}{name} | {r['accuracy_before']:.1%} | {r['accuracy_after']:.1%} | {r['reward_first']:.3f} | "
                 f"{r['reward_last']:.3f} | {_power(r['mismatch_kl_median'])} | {_power(r['mismatch_kl_p95'])} | "
-                f"{_power(r['mismatch_kl_max'])} | {1e3 * r['sync_seconds_median']:.1f} ms | "
+                f"{_power(r['mismatch_kl_max'])} | {1e3 * r['sync_seconds_median']:.1f} ms | {_proof(r)} | "
                 f"{1e3 * r['step_seconds_median']:.0f} ms | {r['rollout_tokens_per_s']:.0f} |"
             )
     return "\n".join(lines)
