@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from qlora_rl.base.checkpoint import BASE_FILES, PreparedBase, derive, open_base
-from qlora_rl.base.quant import QuantSpec, dequantize_exactly, stored_absmax
+from qlora_rl.base.quant import QuantSpec
+from qlora_rl.base.stored import StoredTensors
 from qlora_rl.errors import ConfigConflictError
 
 
@@ -42,26 +43,19 @@ def bake_base(
     spec = QuantSpec("none", compute_dtype=dtype or source.spec.compute_dtype)
 
     def write(directory: Path) -> QuantSpec:
-        from safetensors import safe_open
         from safetensors.torch import save_file
 
+        stored = StoredTensors(source.path)
         weight_map: dict[str, str] = {}
-        files = sorted(source.path.glob("*.safetensors"))
-        opened = [safe_open(file, "pt") for file in files]
-        home = {key: handle for handle in opened for key in handle.keys()}  # noqa: SIM118 (no mapping)
-
-        def read(key: str) -> torch.Tensor:
-            return home[key].get_tensor(key)
-
-        for file, handle in zip(files, opened, strict=True):
+        for file, names in stored.files.items():
             tensors: dict[str, torch.Tensor] = {}
-            for name in handle.keys():  # noqa: SIM118
-                if ".weight." in name:
-                    continue  # belongs to the codes of the same weight
-                tensors[name] = _dequantised(read, home, name).to(spec.dtype)
-            save_file(tensors, directory / file.name, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(tensors, file.name)
-        if len(files) > 1:
+            for name in filter(stored.is_weight, names):
+                quantised = stored.read_4bit(name)
+                weight = stored[name] if quantised is None else quantised.dequantised()
+                tensors[name] = weight.to(spec.dtype)
+            save_file(tensors, directory / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file)
+        if len(stored.files) > 1:
             index = {"metadata": {}, "weight_map": weight_map}
             (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
         for file in source.path.iterdir():
@@ -76,14 +70,3 @@ def bake_base(
         return spec
 
     return derive(source, spec, write, out)
-
-
-def _dequantised(read, keys, name: str) -> torch.Tensor:
-    """The stored weight `name` as floats."""
-    packed = f"{name}.quant_state.bitsandbytes__"
-    state = next((key for key in keys if key.startswith(packed)), None) if f"{name}.absmax" in keys else None
-    if state is None:
-        return read(name)
-    described = json.loads(bytes(read(state).tolist()))
-    absmax = stored_absmax(read, keys, name)
-    return dequantize_exactly(read(name), absmax, read(f"{name}.quant_map"), described["blocksize"], described["shape"])

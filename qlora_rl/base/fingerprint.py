@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 import torch
 
-from qlora_rl.base.quant import dequantize_exactly, exact_absmax, plain_name, stored_absmax
+from qlora_rl.base.quant import dequantize_exactly, exact_absmax, plain_name
+from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 
 State = Literal["equal", "repairable", "different"]
@@ -82,31 +83,20 @@ def fingerprint_base(model: torch.nn.Module, *, baked: torch.dtype | None = None
 
 def fingerprint_stored(directory: str | os.PathLike[str]) -> BaseFingerprint:
     """The *function* of a base directory, read from its tensors without building a model."""
-    from safetensors import safe_open
-
-    files = [safe_open(file, "pt") for file in sorted(Path(directory).glob("*.safetensors"))]
-    home = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (no mapping)
-
-    def read(key: str) -> torch.Tensor:
-        return home[key].get_tensor(key)
-
+    stored = StoredTensors(directory)
     leaves: dict[str, Leaf] = {}
-    for name in sorted(home):
-        if ".weight." in name:
-            continue  # belongs to the codes of the same weight
-        packed = f"{name}.quant_state.bitsandbytes__"
-        state = next((key for key in home if key.startswith(packed)), None) if f"{name}.absmax" in home else None
-        if state is None:
-            leaves[name] = digest_plain(read(name))
+    for name in sorted(filter(stored.is_weight, stored)):
+        quantised = stored.read_4bit(name)
+        if quantised is None:
+            leaves[name] = digest_plain(stored[name])
             continue
-        described = json.loads(bytes(read(state).tolist()))
         leaves[name] = Leaf(
-            kind=state.removeprefix(packed),
-            shape=tuple(described["shape"]),
-            values=digest_bytes(read(name)),
-            scales=digest_bytes(stored_absmax(read, home, name)),
-            table=digest_bytes(read(f"{name}.quant_map").float()),
-            blocksize=int(described["blocksize"]),
+            kind=quantised.kind,
+            shape=quantised.shape,
+            values=digest_bytes(quantised.codes),
+            scales=digest_bytes(quantised.absmax),
+            table=digest_bytes(quantised.table),
+            blocksize=quantised.blocksize,
         )
     return BaseFingerprint(leaves, facts_of(directory))
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -162,24 +161,6 @@ def exact_absmax(state: Any) -> torch.Tensor:
     values = inner.code.float()[state.absmax.flatten().long()]
     scales = inner.absmax.float().repeat_interleave(inner.blocksize)[: values.numel()]
     return values * scales + state.offset.float()
-
-
-def stored_absmax(read: Callable[[str], torch.Tensor], keys: Collection[str], name: str) -> torch.Tensor:
-    """The exact scales of one weight out of a checkpoint, float32, flat [blocks].
-
-    Args:
-        read: gives the stored tensor of a key.
-        keys: that are stored.
-        name: of the weight, such as "model.layers.0.mlp.up_proj.weight".
-    """
-    absmax = read(f"{name}.absmax")
-    if f"{name}.nested_absmax" not in keys:
-        return absmax.float().flatten()
-    packed = next(key for key in keys if key.startswith(f"{name}.quant_state.bitsandbytes__"))
-    described = json.loads(bytes(read(packed).tolist()))
-    values = read(f"{name}.nested_quant_map").float()[absmax.flatten().long()]
-    scales = read(f"{name}.nested_absmax").float().repeat_interleave(described["nested_blocksize"])[: values.numel()]
-    return values * scales + torch.tensor(described["nested_offset"], dtype=torch.float32)
 
 
 def dequantize_exactly(

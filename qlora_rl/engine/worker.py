@@ -7,13 +7,12 @@ carry a prefix. Results are plain values that also travel between processes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain
-from qlora_rl.base.quant import stored_absmax
+from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 
 
@@ -34,15 +33,15 @@ class BaseExtension:
         Returns:
             Largest relative error of each weight that was repaired, by transformers' name.
         """
-        from safetensors import safe_open
-
-        files = [safe_open(file, "pt") for file in sorted(Path(directory).glob("*.safetensors"))]
-        home = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (no mapping)
+        stored = StoredTensors(directory)
         repaired: dict[str, float] = {}
         for name, _, state in _quantised(self.model_runner.get_model()):
-            if f"{name}.absmax" not in home:
+            if name not in stored:
                 continue
-            exact = stored_absmax(lambda key: home[key].get_tensor(key), home, name).to(state.absmax.device)
+            quantised = stored.read_4bit(name)
+            if quantised is None:
+                continue
+            exact = quantised.absmax.to(state.absmax.device)
             held = state.absmax.flatten()
             if held.shape != exact.shape or torch.equal(held, exact):
                 continue
