@@ -22,6 +22,8 @@ from qlora_rl.base.quant import dequantize_exactly, exact_absmax, plain_name
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 
+_PART = 2**22  # elements that are digested at once
+
 State = Literal["equal", "repairable", "different"]
 
 
@@ -167,7 +169,7 @@ def compare(ours: BaseFingerprint, theirs: BaseFingerprint) -> Diff:
 
 def digest_plain(weight: torch.Tensor) -> Leaf:
     """Leaf of an unquantised weight. Minus zero counts as zero: no product can tell them apart."""
-    return Leaf(str(weight.dtype).removeprefix("torch."), tuple(weight.shape), digest_bytes(weight.detach() + 0.0))
+    return Leaf(str(weight.dtype).removeprefix("torch."), tuple(weight.shape), digest_bytes(weight, zeros_alike=True))
 
 
 def digest_4bit(codes: torch.Tensor, state: Any) -> Leaf:
@@ -187,10 +189,17 @@ def digest_4bit(codes: torch.Tensor, state: Any) -> Leaf:
     )
 
 
-def digest_bytes(tensor: torch.Tensor) -> str:
-    """SHA-256 over a tensor's bytes in row-major order, cut to 32 hex digits."""
-    flat = tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
-    return hashlib.sha256(flat).hexdigest()[:32]
+def digest_bytes(tensor: torch.Tensor, *, zeros_alike: bool = False) -> str:
+    """SHA-256 over a tensor's bytes in row-major order, cut to 32 hex digits.
+
+    Args:
+        tensor: on any device; read in parts, so that no copy of the whole is made.
+        zeros_alike: minus zero counts as zero.
+    """
+    digest = hashlib.sha256()
+    for part in tensor.detach().contiguous().flatten().split(_PART):
+        digest.update((part + 0.0 if zeros_alike else part).view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()[:32]
 
 
 def _leaves(base: torch.nn.Module, baked: torch.dtype | None) -> Iterator[tuple[str, Leaf]]:
