@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from qlora_rl import __version__
 from qlora_rl.errors import QloraRLError
@@ -80,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("base", type=Path, help="directory made by `prepare`")
     where = verify.add_mutually_exclusive_group(required=True)
     where.add_argument("--local", action="store_true", help="start vLLM in this process")
-    where.add_argument("--server", metavar="URL", help="ask a server (not there yet)")
+    where.add_argument("--server", metavar="URL", help="ask a vLLM server that loads our worker extension")
     verify.add_argument("--as-loaded", action="store_true", help="do not repair rounded scales first")
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
@@ -139,8 +141,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     from qlora_rl.errors import BaseIncompleteError
 
     found: dict[str, object] = {"base": str(arguments.base), "file": "unknown", "state": "unknown", "repaired": 0}
-    if arguments.server:
-        return _tell(arguments, found, "could not tell: --server is not there yet; use --local", 2)
     if not (arguments.base / MANIFEST).is_file():
         return _tell(arguments, found, f"could not tell: {arguments.base} is no prepared base (no {MANIFEST})", 2)
     try:
@@ -149,19 +149,13 @@ def _verify(arguments: argparse.Namespace) -> int:
     except BaseIncompleteError as error:
         found |= {"file": "different", "differences": list(error.reasons)}
         return _tell(arguments, found, str(error), 1)
-    from qlora_rl.demo.job import quieten
-
-    quieten()
     from qlora_rl.base.fingerprint import fingerprint_stored
-    from qlora_rl.engine.local import LocalEngine
     from qlora_rl.sync.admission import prove_base
 
     try:
-        with LocalEngine(
-            base, max_model_length=64, max_num_seqs=4, repair_scales=False, use_tqdm_on_load=False
-        ) as engine:
+        with _holder(arguments, base) as holder:
             proof = prove_base(
-                fingerprint_stored(base), engine, allow_base_mismatch=True, repair=not arguments.as_loaded
+                fingerprint_stored(base), holder, allow_base_mismatch=True, repair=not arguments.as_loaded
             )
     except Exception as error:  # whatever stopped it: 1 would mean that the bases differ
         return _tell(arguments, found, f"could not tell: {error}", 2)
@@ -178,6 +172,24 @@ def _verify(arguments: argparse.Namespace) -> int:
         return _tell(arguments, found, f"{arguments.base}: {proof.diff.state}\n{lines}", 1)
     how = f" after {len(proof.repaired)} weights got their exact scales back" if proof.repaired else ""
     return _tell(arguments, found, f"{arguments.base}: all {len(proof.ours.leaves)} weights are equal in vLLM{how}", 0)
+
+
+@contextlib.contextmanager
+def _holder(arguments: argparse.Namespace, base: Any) -> Iterator[Any]:
+    """What is asked: a server, or an engine that is started for the question."""
+    if arguments.server:
+        from qlora_rl.engine.server import ServerProbe
+
+        yield ServerProbe(arguments.server)
+        return
+    from qlora_rl.demo.job import quieten
+
+    quieten()
+    from qlora_rl.engine.local import LocalEngine
+
+    options = {"max_model_length": 64, "max_num_seqs": 4, "repair_scales": False, "use_tqdm_on_load": False}
+    with LocalEngine(base, **options) as engine:
+        yield engine
 
 
 def _tell(arguments: argparse.Namespace, found: dict[str, object], text: str, code: int) -> int:

@@ -208,8 +208,24 @@ class SyncReport:
         return asdict(self)
 
 
+class BaseHolder(Protocol):
+    """Whatever holds a base that can be compared with the trainer's."""
+
+    def describe_base(self) -> BaseFingerprint:
+        """The base that this engine really multiplies with, read from its own weights."""
+        ...
+
+    def repair_base(self) -> Mapping[str, float]:
+        """Write the exact scales back where a loader has rounded them; the largest relative error of each weight."""
+        ...
+
+    def capabilities(self) -> EngineCapabilities:
+        """What this engine can be asked for."""
+        ...
+
+
 @runtime_checkable
-class RolloutEngine(Protocol):
+class RolloutEngine(BaseHolder, Protocol):
     """Whatever generates."""
 
     @property
@@ -234,10 +250,6 @@ class RolloutEngine(Protocol):
         """Serve the bare base again, as version 0."""
         ...
 
-    def capabilities(self) -> EngineCapabilities:
-        """What this engine can be asked for."""
-        ...
-
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
         """Natural log of the probability of every token but the first of each sequence.
 
@@ -247,14 +259,6 @@ class RolloutEngine(Protocol):
 
     def held_adapter(self, rank: int) -> Mapping[str, str]:
         """What it multiplies with now: a digest of each A and B by canonical name, cut to `rank`; zero parts left out."""
-        ...
-
-    def describe_base(self) -> BaseFingerprint:
-        """The base that this engine really multiplies with, read from its own weights."""
-        ...
-
-    def repair_base(self) -> Mapping[str, float]:
-        """Write the exact scales back where a loader has rounded them; the largest relative error of each weight."""
         ...
 
     def sleep(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from qlora_rl.base.checkpoint import open_base
-from qlora_rl.base.fingerprint import facts_of, linear_names
+from qlora_rl.base.fingerprint import linear_names
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
@@ -222,8 +222,7 @@ class LocalEngine:
     def describe_base(self) -> BaseFingerprint:
         """The base as vLLM holds it, read from its own weights."""
         self.wake()
-        described = BaseFingerprint.from_dict(self.llm.collective_rpc("qlora_describe_base")[0])
-        return BaseFingerprint(described.leaves, facts_of(self.base))
+        return BaseFingerprint.from_dict(self.llm.collective_rpc("qlora_describe_base")[0])
 
     def repair_base(self) -> dict[str, float]:
         """Write the exact scales of the base directory into vLLM's weights, where its loader has rounded them.
@@ -239,7 +238,7 @@ class LocalEngine:
         return repaired
 
     def _repair(self) -> dict[str, float]:
-        return self._llm.collective_rpc("qlora_repair_scales", args=(str(self.base),))[0]
+        return self._llm.collective_rpc("qlora_repair_scales")[0]
 
     def generate(
         self, prompts: Sequence[Sequence[int] | str], sampling: SamplingSpec | None = None, **fields: Any

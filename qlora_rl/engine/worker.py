@@ -7,11 +7,12 @@ carry a prefix. Results are plain values that also travel between processes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain
+from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, facts_of
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 
@@ -24,16 +25,18 @@ class BaseExtension:
     def qlora_describe_base(self) -> dict[str, Any]:
         """The *function* of the base as this worker holds it (`BaseFingerprint.as_dict`)."""
         model = self.model_runner.get_model()
-        leaves: dict[str, Leaf] = dict(_leaves(model, self.model_runner.model_config.dtype))
-        return BaseFingerprint(dict(sorted(leaves.items()))).as_dict()
+        config = self.model_runner.model_config
+        leaves: dict[str, Leaf] = dict(_leaves(model, config.dtype))
+        facts = facts_of(config.model) if Path(config.model).is_dir() else {}
+        return BaseFingerprint(dict(sorted(leaves.items())), facts).as_dict()
 
-    def qlora_repair_scales(self, directory: str) -> dict[str, float]:
-        """Write the exact scales of a base directory into the 4-bit weights, where they differ.
+    def qlora_repair_scales(self) -> dict[str, float]:
+        """Write the exact scales of the directory that was loaded into the 4-bit weights, where they differ.
 
         Returns:
             Largest relative error of each weight that was repaired, by transformers' name.
         """
-        stored = StoredTensors(directory)
+        stored = StoredTensors(self.model_runner.model_config.model)
         repaired: dict[str, float] = {}
         for name, _, state in _quantised(self.model_runner.get_model()):
             if name not in stored:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qlora_rl.base.fingerprint import Diff, compare, fingerprint_base
-from qlora_rl.contracts import BaseFingerprint, RolloutEngine
+from qlora_rl.contracts import BaseFingerprint, BaseHolder
 from qlora_rl.errors import BaseMismatchError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Admission:
 
 
 def prove_base(
-    model: Any | BaseFingerprint, engine: RolloutEngine, *, allow_base_mismatch: bool = False, repair: bool = True
+    model: Any | BaseFingerprint, engine: BaseHolder, *, allow_base_mismatch: bool = False, repair: bool = True
 ) -> Admission:
     """Compare the trainer's base with the engine's; repair rounded scales and compare again.
 

@@ -19,7 +19,7 @@ from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.contracts import AdapterBundle, RolloutEngine
 from qlora_rl.errors import CanaryError, ConfigConflictError
 
-# Mean |difference| of logprobs above which no calibration may let a pair of engines pass. bf16 pairs measure 0.001 to 0.01.
+# Mean scaled difference of logprobs (see `_difference`) above which no calibration may let a pair of engines pass. bf16 pairs measure 0.001 to 0.01.
 UPPER_BOUND = 0.1
 # A policy moves away from the base on which the threshold was calibrated, and its rounding noise with it.
 FACTOR = 8.0
@@ -66,7 +66,7 @@ class Canary:
         """Set the threshold from the bare base, which both sides must hold; before any push.
 
         Returns:
-            The threshold: mean |difference| of logprobs, in nats.
+            The threshold: mean scaled difference of logprobs.
 
         Raises:
             CanaryError: the bare base itself is further apart than any threshold may be.
@@ -83,7 +83,7 @@ class Canary:
                 parameter.requires_grad_(wanted)
         if not noise <= UPPER_BOUND:
             raise CanaryError(
-                f"calibrating the canary: trainer and engine differ by {noise:.3g} nats on the bare base, more than {UPPER_BOUND}. "
+                f"calibrating the canary: trainer and engine differ by {noise:.3g} (scaled) on the bare base, more than {UPPER_BOUND}. "
                 "They hold or compute something else; run `qlora-rl verify BASE --local`."
             )
         floor = FLOORS.get(self.engine.capabilities().adapter_dtype, FLOOR_16_BIT)
@@ -98,7 +98,7 @@ class Canary:
             scored: score, whatever the cadence says.
 
         Returns:
-            The mean |difference| of logprobs, or `None` at a push that was not scored.
+            The mean scaled difference of logprobs, or `None` at a push that was not scored.
 
         Raises:
             CanaryError: it does not; says which.
@@ -114,7 +114,7 @@ class Canary:
         if not difference <= self.threshold:
             raise CanaryError(
                 f"checking the push: the engine holds the adapter, but its logprobs differ from the trainer's by "
-                f"{difference:.3g} nats on average > threshold={self.threshold:.3g}. It applies it in another way (or the base "
+                f"{difference:.3g} (scaled) on average > threshold={self.threshold:.3g}. It applies it in another way (or the base "
                 "was changed: `qlora-rl verify BASE --local`)."
             )
         return difference
@@ -133,12 +133,15 @@ class Canary:
             )
 
     def _difference(self, *, bare: bool = False) -> float:
-        ours, theirs = self._score(self.sequences), self.engine.score(self.sequences, bare=bare)
-        return statistics.fmean(
-            abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
-        )
+        """Mean over tokens of |ours - theirs| / max(1, |ours|).
 
-    @torch.no_grad()
+        A policy that has learned gives some tokens of the fixed sequences very small probabilities, and 16-bit logits are
+        rounded in proportion to their size: without the scale, honest runs would raise alarms.
+        """
+        ours, theirs = self._score(self.sequences), self.engine.score(self.sequences, bare=bare)
+        pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+        return statistics.fmean(abs(a - b) / max(1.0, abs(a)) for a, b in pairs)
+
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """The trainer's logprobs of every token but the first, without dropout."""
         logits = self._logits(sequences)

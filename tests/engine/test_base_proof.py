@@ -141,4 +141,3 @@ def test_verify_tells_a_damaged_base_from_one_that_it_cannot_judge(base, tmp_pat
     assert done.returncode == 1
     assert "model.safetensors" in done.stderr + done.stdout
     assert verify(tmp_path / "nothing", "--local").returncode == 2
-    assert verify(base, "--server", "http://localhost:1").returncode == 2

@@ -73,6 +73,11 @@ def test_a_hundred_steps_move_the_adapter_and_not_one_bit_of_the_base(base, tmp_
         metrics, pushes = lines(tmp_path), lines(tmp_path, "sync.jsonl")
         assert [m["step"] for m in metrics] == list(range(1, 101))
         assert [p["version"] for p in pushes] == list(range(1, 101))
+        # The learning rate is far above any sane one, and the policy ends far from the base: no alarm, with room to spare.
+        scored = [p["canary_difference"] for p in pushes if p["canary_difference"] is not None]
+        assert len(scored) == 50
+        assert max(scored) < 0.75 * trainer.bridge.strategy.canary.threshold, max(scored)
+        print("largest scored", max(scored), "threshold", trainer.bridge.strategy.canary.threshold)
         assert [m["policy_version"] for m in metrics] == list(range(1, 101))
         # bf16 against bf16: measured 2e-5 to 2e-4 on this random model; one stale version would be far above.
         assert max(m["mismatch_kl"] for m in metrics) < 5e-3
