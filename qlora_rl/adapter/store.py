@@ -1,4 +1,4 @@
-"""`AdapterStore`: versions of an adapter as PEFT directories; each under a fresh path, whole or not there at all."""
+"""An adapter as bytes: a PEFT directory, one safetensors blob, and `AdapterStore`, a ring of versions on disk."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from qlora_rl.errors import SyncError
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+ORIGIN = "qlora_adapter.json"  # beside PEFT's two files, which have no place for it
+_CONFIG_KEY = "adapter_config"
 
 
 def write_adapter(bundle: AdapterBundle, directory: Path) -> None:
@@ -22,6 +24,38 @@ def write_adapter(bundle: AdapterBundle, directory: Path) -> None:
 
     save_file(dict(bundle.tensors), directory / WEIGHTS, metadata={"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(dict(bundle.config), indent=1))
+
+
+def write_origin(directory: Path, base_digest: str) -> None:
+    """Note beside an adapter on which base it was trained; `judge_adapter` of the directory compares it."""
+    (directory / ORIGIN).write_text(json.dumps({"base_digest": base_digest}))
+
+
+def pack_adapter(bundle: AdapterBundle) -> bytes:
+    """The bundle as one safetensors blob, with its config in the header."""
+    from safetensors.torch import save
+
+    return save(dict(bundle.tensors), metadata={"format": "pt", _CONFIG_KEY: json.dumps(dict(bundle.config))})
+
+
+def unpack_adapter(blob: bytes) -> AdapterBundle:
+    """Inverse of `pack_adapter`; nothing in the blob is run.
+
+    Raises:
+        SyncError: it is no such blob, or was cut off.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors = load(blob)
+        length = int.from_bytes(blob[:8], "little")
+        config = json.loads(json.loads(blob[8 : 8 + length])["__metadata__"][_CONFIG_KEY])
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise SyncError(
+            f"unpacking an adapter of {len(blob)} bytes: {type(error).__name__}: {error}. Send it again."
+        ) from error
+    return AdapterBundle(tensors, config)
 
 
 class AdapterStore:

@@ -1,0 +1,277 @@
+"""A PEFT directory, opened as a live model without the weights of its base: the rules and the export read it like any other.
+
+The base stands on the meta device: built from a config where there is one, otherwise only the layers that the file names.
+Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_rl.adapter.store import CONFIG, ORIGIN, WEIGHTS
+from qlora_rl.adapter.subject import method_of
+from qlora_rl.adapter.verdict import Finding, judge_method
+from qlora_rl.errors import AdapterRefusedError
+
+_PREFIX = "base_model.model."
+_OTHER_BASE = "This adapter was made for another base, or for another part of it."
+
+
+@dataclass(frozen=True)
+class OpenedAdapter:
+    """What a directory holds.
+
+    Attributes:
+        model: a PeftModel whose LoRA tensors are those of the file (CPU) and whose base has none (meta); `None` where the
+            findings alone decide.
+        findings: what was seen on the way.
+        method: PEFT's name of it.
+        misfits: tensors without a place, or places without a tensor; they count where no rule has anything to say, because
+            what is not plain LoRA may bring tensors of its own.
+    """
+
+    model: Any
+    findings: tuple[Finding, ...]
+    method: str
+    misfits: tuple[Finding, ...] = ()
+
+
+def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> OpenedAdapter:
+    """Open a PEFT directory; see `judge_adapter`.
+
+    Raises:
+        AdapterRefusedError: there is no such directory, or `base` holds no config.
+    """
+    path = Path(directory)
+    if not _exists(path.is_dir):
+        raise AdapterRefusedError(
+            f"opening the adapter {path}: no such directory. Pass one that `save_pretrained` has written."
+        )
+    if base is not None and not _exists((Path(base) / "config.json").is_file):
+        raise AdapterRefusedError(
+            f"opening the adapter {path}: base={base} holds no config.json. Pass a model's directory."
+        )
+    if not (path / CONFIG).is_file():
+        return _refused(f"{path} holds no {CONFIG}. Pass the directory that `save_pretrained` has written.")
+    try:
+        config = _read_config(path)
+    except Exception as error:
+        return _refused(f"{CONFIG} cannot be read by PEFT: {type(error).__name__}: {error}. Save the adapter again.")
+    method = method_of(config)
+    findings = [*judge_method(method), *_unknown_settings(path, config)]
+    if not (path / WEIGHTS).is_file():
+        pickled = (path / "adapter_model.bin").is_file()
+        why = "its weights are pickled, which may run code" if pickled else f"there is no {WEIGHTS}"
+        return _refused(f"{path}: {why}. Save it with safetensors (PEFT's default).", method)
+    try:
+        tensors = _read_tensors(path)
+    except Exception as error:
+        return _refused(f"{WEIGHTS} is damaged: {error}. Save the adapter again.", method)
+    origin = _read_object(path / ORIGIN)
+    where = _base_directory(config, base)
+    findings += _of_origin(origin, where)
+    if findings or method != "LORA":
+        findings += _not_finite(tensors)
+        return OpenedAdapter(None, tuple(findings), method)
+    if where is None and (config.use_qalora or config.fan_in_fan_out):
+        what = "use_qalora" if config.use_qalora else "fan_in_fan_out"
+        return _refused(
+            f"{what}=True: what that means depends on the layers of the base. Name it: base=, or --base.", method
+        )
+    # Neither may look at the base's weights or at its forward pass: there are none.
+    init, config.init_lora_weights = config.init_lora_weights, True
+    config.task_type = None
+    config.inference_mode = False
+    tokens = config.trainable_token_indices
+    if where is None:
+        config.trainable_token_indices = None  # there is no embedding to wrap
+    try:
+        model = _build(config, tensors, where)
+    except Exception as error:
+        return _refused(f"It does not fit {where or 'the layers that it names'}: {error} {_OTHER_BASE}", method)
+    config.init_lora_weights, config.trainable_token_indices = init, tokens
+    wrong, misfits = _fill(model, tensors)
+    if where is None:  # the shapes are the file's own, and mean nothing where a variant has others
+        wrong, misfits = (), wrong + misfits
+    return OpenedAdapter(model, wrong, method, misfits)
+
+
+def _refused(reason: str, method: str = "") -> OpenedAdapter:
+    return OpenedAdapter(None, (("refuse", reason),), method)
+
+
+def _exists(question: Any) -> bool:
+    """Names that are too long for the file system are names of nothing."""
+    try:
+        return bool(question())
+    except OSError:
+        return False
+
+
+def _unknown_settings(path: Path, config: Any) -> list[Finding]:
+    """What the file asks for and this PEFT does not know: it would leave it out with a warning."""
+    from dataclasses import fields
+
+    known = {field.name for field in fields(config)} | {"auto_mapping", "peft_version"}
+    asked = json.loads((path / CONFIG).read_text())
+    unknown = sorted(key for key, value in asked.items() if value and key not in known)
+    if not unknown:
+        return []
+    return [
+        (
+            "refuse",
+            f"{CONFIG} asks for {', '.join(f'{key}={asked[key]!r}' for key in unknown[:3])}, which this PEFT does not know. Use the "
+            "PEFT that has written it.",
+        )
+    ]
+
+
+def _read_config(path: Path) -> Any:
+    from peft import PeftConfig
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftConfig.from_pretrained(path)
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path / WEIGHTS)
+
+
+def _read_object(file: Path) -> Mapping[str, Any] | None:
+    """A JSON object; `None` where there is no file, an empty one where it holds something else."""
+    try:
+        content = json.loads(file.read_text())
+    except OSError:
+        return None
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _base_directory(config: Any, base: str | os.PathLike[str] | None) -> Path | None:
+    named = base if base is not None else config.base_model_name_or_path
+    if not isinstance(named, str | os.PathLike) or not named:
+        return None
+    return Path(named) if _exists((Path(named) / "config.json").is_file) else None
+
+
+def _of_origin(origin: Mapping[str, Any] | None, base: Path | None) -> list[Finding]:
+    """Compare the base that the adapter was trained on with the one that it is asked for."""
+    held = None if base is None else _read_object(base / "qlora_base.json")
+    if origin is None or held is None:
+        return []
+    trained, digest = origin.get("base_digest"), held.get("digest")
+    if not isinstance(trained, str) or not isinstance(digest, str):
+        return [
+            (
+                "refuse",
+                f"{ORIGIN} or the base's manifest is damaged. Save the adapter again, or prepare the base again.",
+            )
+        ]
+    if trained in (digest, held.get("parent")):  # a baked base is its parent's function
+        return []
+    reason = f"It was trained on the base with digest {trained[:16]}, and {base} has {digest[:16]}. Serve it on its own base."
+    return [("refuse", reason)]
+
+
+def _build(config: Any, tensors: Mapping[str, torch.Tensor], where: Path | None) -> Any:
+    from peft import get_peft_model
+
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        skeleton = _named_layers(tensors) if where is None else _model_of(where)
+        model = get_peft_model(skeleton, config, low_cpu_mem_usage=True)
+    model.requires_grad_(False)
+    return model
+
+
+def _model_of(directory: Path) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+class _Skeleton(torch.nn.Module):
+    """Layers by name; enough of a model for PEFT to wrap."""
+
+
+def _named_layers(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    root = _Skeleton()
+    for name, a_RI in tensors.items():
+        path, what, _ = name.removeprefix(_PREFIX).partition(".lora_A.weight")
+        b_OR = tensors.get(f"{_PREFIX}{path}.lora_B.weight")
+        if what and b_OR is not None and a_RI.ndim == b_OR.ndim == 2:
+            has_bias = f"{_PREFIX}{path}.lora_B.bias" in tensors
+            _place(root, path, torch.nn.Linear(a_RI.shape[1], b_OR.shape[0], bias=has_bias))
+        path, what, _ = name.removeprefix(_PREFIX).partition(".lora_embedding_A")
+        if what:
+            b_ER = tensors[f"{_PREFIX}{path}.lora_embedding_B"]
+            _place(root, path, torch.nn.Embedding(a_RI.shape[1], b_ER.shape[0]))
+    return root
+
+
+def _place(root: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
+    *parents, own = path.split(".")
+    for part in parents:
+        if part not in root._modules:
+            root.add_module(part, _Skeleton())
+        root = root._modules[part]
+    root.add_module(own, layer)
+
+
+def _fill(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """Put the tensors of the file into the model; what has another shape, and what has no place or is missing."""
+    places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    slots = {
+        ".".join(part for part in n.split(".") if part != "default"): n for n in places if "default" in n.split(".")
+    }
+    wrong, misfits = [], []
+    for name, tensor in tensors.items():
+        own = name.removeprefix(_PREFIX)
+        if name not in slots:
+            if name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight")):
+                reason = (
+                    f"The file holds all of {own}, which an adapter cannot carry. Save it with save_embedding_layers=False, if it "
+                    "was not trained."
+                )
+                misfits.append(("full_weights", reason))
+            else:
+                misfits.append(("refuse", f"{own} has no place in the base. {_OTHER_BASE}"))
+        elif tensor.shape != places[slots[name]].shape:
+            shape = list(places[slots[name]].shape)
+            wrong.append(("refuse", f"{own} has the shape {list(tensor.shape)} instead of {shape}. {_OTHER_BASE}"))
+    misfits += [
+        ("refuse", f"{name.removeprefix(_PREFIX)} is missing in {WEIGHTS}. Save the adapter again.")
+        for name in slots
+        if name not in tensors
+    ]
+    if not wrong:
+        for name in tensors.keys() & slots.keys():
+            path, _, own = slots[name].rpartition(".")
+            owner = model.get_submodule(path)
+            if own in owner._parameters:
+                owner._parameters[own] = torch.nn.Parameter(tensors[name], requires_grad=False)
+            else:
+                owner._buffers[own] = tensors[name]
+    return tuple(wrong[:1]), tuple(misfits[:1])
+
+
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+            return [("refuse", f"The file holds NaN or infinite values at {name}. Go back to an earlier checkpoint.")]
+    return []

@@ -1,0 +1,167 @@
+"""`LiveAdapter`: the adapter of a model in training, as a push sees it.
+
+The layers are walked once; a push looks at each of them again (merged? switched off? rescaled? its matrices replaced?), which
+takes a fraction of a millisecond, and copies in a few batched calls. Whatever looks different than before is judged anew, in
+full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from qlora_rl.adapter.export import export_subject, is_folded_after
+from qlora_rl.adapter.subject import Subject, active_adapter, not_finite
+from qlora_rl.adapter.verdict import Verdict, judge_adapter
+from qlora_rl.contracts import AdapterBundle
+from qlora_rl.errors import AdapterRefusedError, collected
+
+# On a CPU: matrices that are copied and then scaled while they are still in a core's cache.
+_FEW = 4
+
+
+class LiveAdapter:
+    """The active LoRA of a PeftModel; only read.
+
+    Args:
+        model: the PeftModel.
+        dtype: in which the engine multiplies.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype):
+        self.model = model
+        self.dtype = dtype
+        self._verdict: Verdict | None = None
+        self._subject: Subject | None = None
+        self._seen: list[tuple[Any, ...]] = []
+        self._bundle: AdapterBundle | None = None
+        self._shape: tuple[tuple[str, int], ...] = ()
+        self._places: tuple[Any, ...] = ()
+        self._staging: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """Largest R of its modules."""
+        return 0 if self._verdict is None else self._verdict.rank
+
+    @property
+    def shape(self) -> tuple[tuple[str, int], ...]:
+        """Name and R of every module: what a place that was made for it must fit."""
+        return self._shape
+
+    def look(self) -> None:
+        """See whether it is still what it was at the last push.
+
+        Raises:
+            AdapterRefusedError: it is not plain LoRA (any more); names every reason.
+        """
+        self._bundle = None
+        try:
+            seen = [] if self._subject is None else self._signature()
+        except (KeyError, AttributeError):  # the adapter was taken off, or a part of it replaced
+            seen = []
+        if seen and _is_same(seen, self._seen):
+            self._seen = seen
+        else:
+            self._bind()
+
+    def judge(self) -> None:
+        """See whether all of its numbers are finite; what it is made of was seen by `look`.
+
+        Raises:
+            AdapterRefusedError: it holds NaN or infinity.
+        """
+        if self._subject is None or not_finite(self._subject) is not None:
+            self._bind()
+        if self.dtype == torch.float16:
+            self.bundle()  # what is finite here may be too large there
+
+    def bundle(self) -> AdapterBundle:
+        """In canonical form, as it is now; made once per `look`."""
+        if self._bundle is None:
+            self._bundle = export_subject(self._subject, self.dtype)
+        return self._bundle
+
+    @torch.no_grad()
+    def write_into(self, places: Mapping[str, torch.Tensor]) -> int:
+        """Copy it in canonical form over `places`, in a few batched calls; the same bytes as `bundle`.
+
+        Args:
+            places: by canonical name, A [R, I] and B [O, R], with zeros where a smaller rank leaves room.
+
+        Returns:
+            Bytes that were written.
+        """
+        a_places, b_places = self._cut(places)
+        a_sources, b_sources = [entry[0] for entry in self._seen], [entry[1] for entry in self._seen]
+        scales = [entry[2] for entry in self._seen]
+        torch._foreach_copy_(a_places, a_sources)
+        if all(is_folded_after(scale, place.dtype) for scale, place in zip(scales, b_places, strict=True)):
+            step = _FEW if b_sources[0].is_cpu else len(scales)
+            for i in range(0, len(scales), step):
+                few = slice(i, i + step)
+                torch._foreach_copy_(b_places[few], b_sources[few])
+                if any(scale != 1.0 for scale in scales[few]):
+                    torch._foreach_mul_(b_places[few], scales[few])
+        elif b_sources[0].is_cpu:
+            # Through one buffer that stays in the cache: fresh memory for all of them costs more than the copy itself.
+            size = max(b.numel() for b in b_sources)
+            if self._staging is None or self._staging.numel() < size:
+                self._staging = torch.empty(size)
+            for b_OR, place, scale in zip(b_sources, b_places, scales, strict=True):
+                scaled_OR = self._staging[: b_OR.numel()].view(b_OR.shape).copy_(b_OR).mul_(scale)
+                place.copy_(scaled_OR if not is_folded_after(scale, place.dtype) else b_OR.to(place.dtype) * scale)
+        else:
+            scaled = [
+                b.to(place.dtype) * scale if is_folded_after(scale, place.dtype) else b.float() * scale
+                for b, place, scale in zip(b_sources, b_places, scales, strict=True)
+            ]
+            torch._foreach_copy_(b_places, scaled)
+        return sum(place.numel() * place.element_size() for place in (*a_places, *b_places))
+
+    def _cut(self, places: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The places of A and B, each cut to its own rank; those of two slots are remembered."""
+        for known, shape, cut in self._places:
+            if known is places and shape is self._shape:
+                return cut
+        a_places = [places[f"base_model.model.{name}.lora_A.weight"][:rank] for name, rank in self._shape]
+        b_places = [places[f"base_model.model.{name}.lora_B.weight"][:, :rank] for name, rank in self._shape]
+        self._places = (*self._places[-1:], (places, self._shape, (a_places, b_places)))
+        return a_places, b_places
+
+    def _bind(self) -> None:
+        self._subject, self._shape = None, ()
+        verdict = judge_adapter(self.model)
+        if verdict.kind != "adapter":
+            raise collected("exporting the adapter", verdict.reasons, AdapterRefusedError)
+        self._verdict, self._subject = verdict, Subject(self.model, active_adapter(self.model))
+        self._seen = self._signature()
+        names = self._subject.layers
+        self._shape = tuple((name, entry[0].shape[0]) for name, entry in zip(names, self._seen, strict=True))
+
+    def _signature(self) -> list[tuple[Any, ...]]:
+        """What each layer multiplies with, as objects: A, B, scale; empty where one of them is merged or switched off."""
+        adapter = self._subject.adapter
+        if self.model.active_adapters != [adapter]:
+            return []
+        found = []
+        for layer in self._subject.layers.values():
+            a, b = layer.lora_A[adapter], layer.lora_B[adapter]
+            if (
+                layer.merged_adapters
+                or layer.disable_adapters
+                or layer.active_adapters != [adapter]
+                or b.bias is not None
+            ):
+                return []
+            found.append((a.weight, b.weight, float(layer.scaling[adapter]), layer.lora_variant.get(adapter)))
+        return found
+
+
+def _is_same(seen: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
+    """The same objects in the same layers; scales may have changed, numbers are not looked at."""
+    return len(seen) == len(before) and all(
+        now[0] is then[0] and now[1] is then[1] and now[3] is then[3] for now, then in zip(seen, before, strict=True)
+    )

@@ -1,0 +1,154 @@
+"""`Subject`: a PeftModel and its active adapter, walked once; what verdict, export and push look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from qlora_rl.contracts import EngineCapabilities
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+
+# What torch puts around a module, and into its name.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the rules look at: a PeftModel and its active adapter, walked once.
+
+    Attributes:
+        model: the PeftModel.
+        adapter: name of the adapter.
+        capabilities: of the engine that is to serve it.
+    """
+
+    model: Any
+    adapter: str
+    capabilities: EngineCapabilities | None = None
+
+    @cached_property
+    def base(self) -> Any:
+        """The model inside."""
+        return self.model.get_base_model()
+
+    @cached_property
+    def config(self) -> Any:
+        """The adapter's PeftConfig."""
+        known = self.model.peft_config
+        return (
+            known[self.adapter] if self.adapter in known else next(iter(known.values()))
+        )  # X-LoRA's experts have none
+
+    @cached_property
+    def method(self) -> str:
+        """PEFT's name of the method."""
+        return method_of(self.config)
+
+    @cached_property
+    def tuned(self) -> dict[str, Any]:
+        """Every layer that PEFT has wrapped, by the base's own name; one that stands in two places has two names."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        modules = self.base.named_modules(remove_duplicate=False)
+        return {own_name(name): module for name, module in modules if isinstance(module, BaseTunerLayer)}
+
+    @cached_property
+    def layers(self) -> dict[str, LoraLayer]:
+        """Those that carry the adapter as LoRA (AdaLoRA's are a kind of them, but another method)."""
+        if self.method != "LORA":
+            return {}
+        return {name: layer for name, layer in self.tuned.items() if _carries(layer, self.adapter)}
+
+    @cached_property
+    def replaced(self) -> dict[str, Any]:
+        """Modules of which PEFT trains a copy, or rows (`modules_to_save`, `trainable_token_indices`), where that is active."""
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        modules = self.base.named_modules()
+        found = {own_name(n): module for n, module in modules if isinstance(module, AuxiliaryTrainingWrapper)}
+        return {name: module for name, module in found.items() if module.active_adapters}
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the adapter, whatever its method, by name; without those on the meta device."""
+        found: dict[str, torch.Tensor] = {}
+        for name, layer in (*self.tuned.items(), *self.replaced.items()):
+            for part, held in _parts(layer).items():
+                if self.adapter in held:
+                    found |= {f"{name}.{part}{own}": tensor for own, tensor in _tensors(held[self.adapter])}
+        return {name: tensor for name, tensor in found.items() if not tensor.is_meta}
+
+    @cached_property
+    def added(self) -> set[int]:
+        """Identities of all parameters that PEFT has added, of every adapter."""
+        held = (held for layer in (*self.tuned.values(), *self.replaced.values()) for held in _parts(layer).values())
+        return {id(tensor) for each in held for key in each for _, tensor in _tensors(each[key])}
+
+
+def own_name(name: str) -> str:
+    """As the base calls it, without what wraps it (torch.compile, activation checkpointing, FSDP)."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _parts(layer: Any) -> dict[str, Any]:
+    """The containers of a wrapped layer that hold something for each adapter."""
+    names = (*getattr(layer, "adapter_layer_names", ()), *getattr(layer, "other_param_names", ()), "modules_to_save")
+    held = {name: getattr(layer, name, None) for name in names}
+    return {n: value for n, value in held.items() if isinstance(value, torch.nn.Module) and hasattr(value, "keys")}
+
+
+def _tensors(held: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(held, torch.Tensor):
+        yield "", held
+    elif isinstance(held, torch.nn.Module):
+        yield from ((f".{name}", tensor) for name, tensor in held.named_parameters())
+
+
+def _carries(layer: Any, adapter: str) -> bool:
+    return is_lora_layer(layer) and (adapter in layer.lora_A or adapter in layer.lora_embedding_A)
+
+
+def is_lora_layer(layer: Any) -> bool:
+    """A layer of PEFT's LoRA (AdaLoRA's are such, too)."""
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(layer, LoraLayer)
+
+
+def active_adapter(model: Any) -> str:
+    """Name of the adapter that is trained (TRL adds a frozen copy named "ref", which is not)."""
+    active = model.active_adapters
+    return active[0] if active else "default"
+
+
+def method_of(config: Any) -> str:
+    """PEFT's name of the method of a config."""
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def ranks_of(layer: LoraLayer, adapter: str) -> int:
+    """R of one live layer: of its matrices, which may have been padded since they were made."""
+    weight = getattr(layer.lora_A[adapter], "weight", None) if adapter in layer.lora_A else None
+    return int(layer.r[adapter] if weight is None else weight.shape[0])
+
+
+@torch.no_grad()
+def not_finite(subject: Subject) -> str | None:
+    """Name of a tensor of the adapter that holds NaN or infinity, or of a layer with such a scale."""
+    for name, layer in subject.layers.items():
+        if not abs(float(layer.scaling.get(subject.adapter, 1.0))) < float("inf"):
+            return name
+    tensors = {n: t for n, t in subject.tensors.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
+    if not tensors:
+        return None
+    # Smallest and largest carry NaN and infinity along, in a fraction of isfinite's time; one answer for all of them, since
+    # on a GPU each question by itself would wait for the device.
+    device = next(iter(tensors.values())).device
+    flags = torch.stack([torch.isfinite(torch.stack(t.aminmax())).all().to(device) for t in tensors.values()])
+    return None if bool(flags.all()) else list(tensors)[int(flags.logical_not().nonzero()[0])]
