@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import Recorded
 
 
 def by_place(completions: list[Any], **_: Any) -> list[float]:
@@ -91,3 +92,12 @@ def make_trainer(base, engine, plain, config, lora):
     yield make
     for trainer in made:
         trainer.close()
+
+
+@pytest.fixture
+def colocate(monkeypatch):
+    """`rollout="colocate"` without vLLM."""
+    Recorded.made.clear()
+    monkeypatch.setattr("qlora_rl.engine.local.LocalEngine", Recorded)
+    monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", lambda: "0.31.0")
+    return Recorded.made

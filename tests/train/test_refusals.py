@@ -93,15 +93,17 @@ def test_with_beta_a_reference_that_an_earlier_trainer_left_is_named(make_traine
     make_trainer(model=model, peft_config=None, args=again).train()
 
 
-@pytest.mark.parametrize("value", [{"adapter_dtype": "float16"}, {"sync": "merge"}, {"existing_run": "maybe"}])
+@pytest.mark.parametrize(
+    "value", [{"adapter_dtype": "float16"}, {"sync": "merge"}, {"existing_run": "maybe"}, {"share_base": "maybe"}]
+)
 def test_an_unknown_word_is_refused_with_the_known_ones(value, make_trainer):
     (name,) = value
     with pytest.raises(ConfigConflictError, match=rf"{name}='\w+' is not one of"):
         make_trainer(**value)
 
 
-def test_full_weights_are_not_there_yet(make_trainer):
-    with pytest.raises(NotYetSupportedError, match="lora_adapter"):
+def test_full_weights_for_an_engine_that_cannot_take_them_are_refused_with_the_way_out(make_trainer):
+    with pytest.raises(ConfigConflictError, match="bake_base"):
         make_trainer(sync="weights")
 
 

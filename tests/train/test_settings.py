@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from recorded import Recorded
 from trl import GRPOConfig
 
-from qlora_rl import SamplingSpec, load_base
-from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train import settings
 
@@ -36,31 +35,6 @@ REFUSED = {
     "vllm_group_port": 51217,
 }
 SAMPLED = {"vllm_structured_outputs_regex": "[0-9]+"}
-
-
-class Recorded(FakeEngine):
-    """Takes what LocalEngine takes and remembers it, and every SamplingSpec; draws by the part that FakeEngine knows."""
-
-    made = []
-
-    def __init__(self, base, **options):
-        super().__init__(load_base(base), max_lora_rank=options["max_lora_rank"])
-        self.options, self.specs = options, []
-        Recorded.made.append(self)
-
-    def generate(self, prompts, sampling):
-        self.specs.append(sampling)
-        known = SamplingSpec(sampling.max_tokens, sampling.temperature, seed=sampling.seed)
-        return super().generate(prompts, known)
-
-
-@pytest.fixture
-def colocate(monkeypatch):
-    """`rollout="colocate"` without vLLM."""
-    Recorded.made.clear()
-    monkeypatch.setattr("qlora_rl.engine.local.LocalEngine", Recorded)
-    monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", lambda: "0.31.0")
-    return Recorded.made
 
 
 def test_no_vllm_field_of_trl_is_unknown_here():
@@ -186,7 +160,10 @@ def test_several_processes_are_refused(config, engine):
         settings.check(two, engine)
 
 
-@pytest.mark.parametrize(("rollout", "error"), [("server", NotYetSupportedError), (42, ConfigConflictError)])
+@pytest.mark.parametrize(
+    ("rollout", "error"),
+    [("elsewhere", ConfigConflictError), (["http://a", "http://b"], NotYetSupportedError), (42, ConfigConflictError)],
+)
 def test_another_rollout_is_refused(rollout, error, make_trainer):
     with pytest.raises(error, match="'colocate'"):
         make_trainer(rollout=rollout)

@@ -1,0 +1,188 @@
+"""Which adapters vLLM holds in this process, and which of them serves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qlora_rl.contracts import AdapterSlots
+from qlora_rl.engine import compat
+from qlora_rl.errors import EngineBrokenError, SyncError
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+@dataclass(frozen=True)
+class Served:
+    """The adapter that serves.
+
+    Attributes:
+        request: vLLM's LoRARequest.
+        salt: part of the prefix-cache key of every request; no two pushes have the same, whatever vLLM calls them.
+        recover: gives a PEFT directory of it.
+    """
+
+    request: Any
+    salt: str
+    recover: Callable[[], Path]
+
+
+class Adapters:
+    """Loads, lends, serves and drops; the engine hands in its `vllm.LLM`, which a rebuild replaces.
+
+    Args:
+        max_rank: R that the slots are made for.
+    """
+
+    def __init__(self, max_rank: int) -> None:
+        self.max_rank = max_rank
+        self.version = 0
+        self._before_sleep: Mapping[str, str] = {}
+        self.served: Served | None = None
+        self.is_lost, self._why_lost = False, ""
+        self._ids = self._pushes = 0
+        self._slots: AdapterSlots | None = None
+        self._slot_requests: tuple[Any, ...] = ()
+
+    def load(self, llm: LLM, directory: Path, version: int) -> None:
+        """Serve a PEFT directory; see `LocalEngine.load_adapter`."""
+        request = self._add(llm, directory, version, f"policy-v{version}")
+        self._serve(request, version, lambda: directory)
+
+    def lend(self, llm: LLM, directory: Path) -> AdapterSlots:
+        """Load a PEFT directory twice, and give out the buffers of both; see `LocalEngine.lend_slots`."""
+        requests: list[Any] = []
+        rank = int(json.loads((directory / "adapter_config.json").read_text())["r"])
+        try:
+            for slot in range(2):
+                requests.append(self._add(llm, directory, self.version + 1, f"policy-slot-{slot}"))
+            ids = [request.lora_int_id for request in requests]
+            places = tuple(llm.collective_rpc("qlora_lend_adapter", args=(key, rank))[0] for key in ids)
+        except BaseException:
+            for request in requests:
+                _forget(llm, request.lora_int_id)
+            self._keep_serving(llm)
+            raise
+        engine = weakref.ref(llm)  # whoever holds slots must not keep an engine alive that was given up
+
+        def is_valid() -> bool:
+            held = engine()
+            return self._slots is slots and held is not None and compat.holds_adapters(held, ids)
+
+        self._slots = slots = AdapterSlots(places, is_valid)
+        # What is written into a slot lies in no directory: should vLLM lose it, it must fail, not read an old version.
+        self._slot_requests = tuple(_without_path(request) for request in requests)
+        return slots
+
+    def serve_slot(self, slots: AdapterSlots, index: int, version: int, recover: Callable[[], Path]) -> None:
+        """Serve what lies in a slot; see `LocalEngine.serve_slot`."""
+        if not slots.is_valid():
+            raise SyncError(
+                f"serving adapter version={version} out of slot {index}: the engine has taken its slots back. Push again."
+            )
+        self._serve(self._slot_requests[index], version, recover)
+
+    def drop(self, llm: LLM) -> None:
+        """Serve the bare base."""
+        if self.served is not None:
+            _forget(llm, self.served.request.lora_int_id)
+        self.served, self.version, self.is_lost, self._slots = None, 0, False, None
+
+    def load_again(self, llm: LLM) -> None:
+        """Load what serves anew; without its directory the engine must not go on as the bare base."""
+        if self.served is None:
+            return
+        recover, self.served, self._slots = self.served.recover, None, None
+        self.withdraw("it was lost when the engine was built anew")
+        try:
+            directory = recover()
+        except Exception as error:
+            raise EngineBrokenError(
+                f"building the engine anew: adapter version={self.version} was not kept ({error}). Push the adapter again, or call "
+                "drop_adapter() to go on with the bare base."
+            ) from error
+        if directory.is_dir():
+            self.load(llm, directory, self.version)
+
+    def before_sleep(self, llm: LLM) -> None:
+        """Note what serves."""
+        self._before_sleep = self.held(llm, self.max_rank)
+
+    def after_wake(self, llm: LLM) -> None:
+        """Load what serves anew where waking has lost it (vllm#53888); otherwise it and the slots are as they were."""
+        if self.held(llm, self.max_rank) != self._before_sleep:
+            self.load_again(llm)
+
+    def held(self, llm: LLM, rank: int) -> Mapping[str, str]:
+        """Digests of what the serving slot holds."""
+        if self.served is None:
+            return {}
+        return llm.collective_rpc("qlora_held_adapter", args=(self.served.request.lora_int_id, rank))[0]
+
+    def withdraw(self, reason: str) -> None:
+        """Serve nothing until the next push."""
+        self.is_lost, self._why_lost = True, reason
+
+    def _keep_serving(self, llm: LLM) -> None:
+        """An adapter that was refused may have taken the place of the one that serves: load that one again."""
+        if self.served is not None and not compat.holds_adapters(llm, [self.served.request.lora_int_id]):
+            self.load_again(llm)
+
+    def refuse_lost(self) -> None:
+        """Raise where the adapter that should serve is gone."""
+        if self.is_lost:
+            raise EngineBrokenError(
+                f"generating: adapter version={self.version}: {self._why_lost}. Push the adapter again, or call drop_adapter() to go "
+                "on with the bare base."
+            )
+
+    def _add(self, llm: LLM, directory: Path, version: int, name: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        # A number that vLLM has never seen: it would take one that it knows for the adapter that it has loaded already.
+        self._ids += 1
+        request = LoRARequest(name, self._ids, str(directory))
+        try:
+            llm.llm_engine.add_lora(request)
+            lost = compat.unreached_modules(llm, self._ids)
+        except BaseException as error:
+            _forget(llm, self._ids)
+            self._keep_serving(llm)
+            if not isinstance(error, Exception):
+                raise
+            raise SyncError(
+                f"loading adapter version={version} into vLLM: {error}. Version {self.version} goes on serving."
+            ) from error
+        if lost:
+            _forget(llm, self._ids)
+            self._keep_serving(llm)
+            raise SyncError(
+                f"loading adapter version={version} into vLLM: no layer of the engine multiplies with {', '.join(lost[:4])}"
+                f"{' …' if len(lost) > 4 else ''}; it would have been left out without a word. Version {self.version} goes "
+                "on serving. Leave these modules out of target_modules.",
+                reasons=lost,
+                module=lost[0],
+            )
+        return request
+
+    def _serve(self, request: Any, version: int, recover: Callable[[], Path]) -> None:
+        self._pushes += 1
+        self.served, self.version, self.is_lost = Served(request, f"policy-{self._pushes}", recover), version, False
+
+
+def _without_path(request: Any) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(request.lora_name, request.lora_int_id, f"/written-in-place/{request.lora_name}")
+
+
+def _forget(llm: LLM, adapter_id: int) -> None:
+    """Take an adapter that will not serve out of vLLM, if it got that far."""
+    with contextlib.suppress(Exception):
+        llm.llm_engine.remove_lora(adapter_id)

@@ -1,0 +1,123 @@
+"""What vLLM is told when it starts on a base; the same for the engine in this process and for a server."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.base.checkpoint import open_base
+from qlora_rl.base.fingerprint import linear_names
+from qlora_rl.contracts import rank_class
+from qlora_rl.engine import compat
+from qlora_rl.engine.cache import kv_cache_needed
+from qlora_rl.errors import EngineUnsupportedError, NotYetSupportedError
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """How vLLM is started.
+
+    Attributes:
+        arguments: of `vllm.LLM`, or of the server's engine.
+        vllm_version: that is installed.
+        is_4bit: the base is.
+        is_cpu: vLLM runs on the CPU.
+        max_lora_rank: one of vLLM's classes; 0 without LoRA.
+        max_model_length: prompt plus completion, in tokens.
+    """
+
+    arguments: dict[str, Any]
+    vllm_version: str
+    is_4bit: bool
+    is_cpu: bool
+    max_lora_rank: int
+    max_model_length: int
+
+
+def start_options(
+    base: str | os.PathLike[str],
+    *,
+    max_lora_rank: int = 16,
+    max_loras: int = 2,
+    max_model_length: int | None = None,
+    max_num_seqs: int = 128,
+    tensor_parallel_size: int = 1,
+    gpu_memory_utilization: float = 0.3,
+    kv_cache_gib: float | None = None,
+    enforce_eager: bool | None = None,
+    enable_sleep: bool = False,
+    enable_prefix_caching: bool = True,
+    model_impl: str = "auto",
+    trust_remote_code: bool = False,
+    seed: int = 0,
+    **vllm_options: Any,
+) -> StartOptions:
+    """The arguments, as `LocalEngine` documents them.
+
+    Raises:
+        MissingDependencyError: vLLM or its bitsandbytes support is missing.
+        EngineUnsupportedError: this base or setting cannot be served.
+        BaseIncompleteError: `base` is not a prepared base.
+    """
+    rank = rank_class(max_lora_rank) if max_lora_rank else 0
+    version = compat.vllm_version()
+    from transformers import AutoConfig
+
+    is_4bit = open_base(base, verify=False).spec.is_4bit
+    config = AutoConfig.from_pretrained(Path(base), trust_remote_code=trust_remote_code)
+    if is_4bit:
+        compat.require_bitsandbytes_support()
+    is_cpu = compat.platform_is_cpu()
+    compat.require_head_size(config)
+    if tensor_parallel_size > 1 and not is_4bit:
+        raise NotYetSupportedError(
+            f"starting vLLM: tensor_parallel_size={tensor_parallel_size}: what several GPUs hold cannot be proven yet. Use "
+            "tensor_parallel_size=1."
+        )
+    if is_4bit and tensor_parallel_size > 1:
+        raise EngineUnsupportedError(
+            f"starting vLLM: tensor_parallel_size={tensor_parallel_size} with a 4-bit base: vLLM cannot shard what was "
+            "quantised beforehand. Use tensor_parallel_size=1, or a base with quant='none'."
+        )
+    if is_4bit and str(config.dtype).endswith("float32"):
+        raise EngineUnsupportedError(
+            "starting vLLM: the base is 4-bit with compute_dtype=float32, which vLLM's bitsandbytes kernels do not take. "
+            "Prepare it with compute_dtype='bfloat16'."
+        )
+    if max_model_length is None and "max_model_len" in vllm_options:
+        max_model_length = vllm_options.pop("max_model_len")
+    text = config.get_text_config()
+    length = max_model_length or int(text.max_position_embeddings)
+    if is_cpu and kv_cache_gib is None:
+        kv_cache_gib = kv_cache_needed(text, length, max_num_seqs)
+    arguments: dict[str, Any] = {
+        "model": str(Path(base)),
+        # Said aloud: "auto" would serve a float32 base in 16 bits.
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "enable_lora": bool(rank),
+        "max_model_len": length,
+        "max_num_seqs": max_num_seqs,
+        "tensor_parallel_size": tensor_parallel_size,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "enforce_eager": is_cpu if enforce_eager is None else enforce_eager,
+        "enable_sleep_mode": enable_sleep and not is_cpu,
+        "enable_prefix_caching": enable_prefix_caching,
+        "model_impl": model_impl,
+        "trust_remote_code": trust_remote_code,
+        "seed": seed,
+        # The default, raw logprobs, leaves temperature out: importance ratios would be wrong at any but 1.
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": "qlora_rl.engine.worker.BaseExtension",
+    }
+    if rank:
+        # Two slots: the version that serves stays whole while the next one is loaded or written.
+        arguments |= {"max_lora_rank": rank, "max_loras": max_loras, "max_cpu_loras": max_loras}
+        # Without this, vLLM wraps embeddings and head of some models too: buffers of vocabulary x rank that we never
+        # fill, and a crash of its CPU backend when prompt logprobs are asked for.
+        arguments["lora_target_modules"] = linear_names(base)
+    if kv_cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+    return StartOptions(arguments | vllm_options, version, is_4bit, is_cpu, rank, length)

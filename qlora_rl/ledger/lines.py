@@ -1,0 +1,320 @@
+"""The lines of a memory ledger: what each thing takes, in bytes, and the formula in words.
+
+Exact: base, adapter, gradients, optimizer state, KV cache. Estimates: activations, working memory, what CUDA and vLLM keep
+for themselves. docs/memory.md says how each was checked.
+
+Letters: B sequences of a micro-batch, T tokens of a sequence, V vocabulary, H hidden size, F width of the feed-forward
+part, Q query heads x head size, K key heads x head size, R rank, L layers, I and O in- and out-features of a linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+
+from qlora_rl.adapter.shape import adapted_inputs
+from qlora_rl.base.quant import QuantSpec
+from qlora_rl.contracts import rank_class
+from qlora_rl.ledger.shape import ModelShape
+
+# CUDA context (0.5 GiB), cuBLAS and attention workspaces, vLLM's CUDA graphs. An assumption, not a measurement.
+OVERHEAD_GIB = 1.5
+# TRL 1.16 multiplies with the output head in tiles (trl/kernels/chunked_logprob.py).
+HEAD_TOKENS, HEAD_VOCABULARY = 4096, 32768
+# Without Triton we make them smaller (train/logprobs.py): tokens of a tile.
+SMALL_TILE = 128
+# vLLM's default of tokens in one engine step.
+BATCHED_TOKENS = 8192
+KV_BLOCK = {"cuda": 16, "cpu": 128}
+# Numbers per trained parameter that an optimizer keeps: (states of full width, states of 8 bits).
+OPTIMIZERS: Mapping[str, tuple[int, int]] = {
+    "sgd": (0, 0),
+    "adagrad": (1, 0),
+    "rmsprop": (1, 0),
+    "rmsprop_bnb": (1, 0),
+    "rmsprop_bnb_32bit": (1, 0),
+    "rmsprop_bnb_8bit": (0, 1),
+    "lion_32bit": (1, 0),
+    "lion_8bit": (0, 1),
+    "adamw_torch": (2, 0),
+    "adamw_torch_fused": (2, 0),
+    "adamw_bnb_8bit": (0, 2),
+    "adamw_8bit": (0, 2),
+    "ademamix": (3, 0),
+    "ademamix_8bit": (0, 3),
+    "paged_lion_32bit": (1, 0),
+    "paged_lion_8bit": (0, 1),
+    "paged_adamw_32bit": (2, 0),
+    "paged_adamw_8bit": (0, 2),
+    "paged_ademamix_32bit": (3, 0),
+    "paged_ademamix_8bit": (0, 3),
+}
+# torch's own count their steps in a float32 of every tensor.
+_COUNTED = ("adagrad", "rmsprop", "adamw_torch", "adamw_torch_fused")
+# bitsandbytes keeps 8 bits for tensors of this many elements and more, with a float32 scale for every 256 of them.
+_SMALLEST_8BIT, _BLOCK_8BIT, _TABLE_8BIT = 4096, 256, 1024
+# bitsandbytes' QuantState: 16 values; a table of 256 and an offset where the scales are quantised themselves.
+_CODE, _NESTED_CODE, _NESTED_BLOCK = 16 * 4, 256 * 4 + 4, 256
+# Of the engine in this process: one serves while the other is written.
+_SLOTS = 2
+OF_THE_ENGINE = ("base, engine", "adapter, engine", "adapter, vLLM's copies", "rollout", "CUDA and vLLM")
+WHEN = ("always", "step", "layer", "head", "rollout")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that takes memory.
+
+    Attributes:
+        name: what it is.
+        nbytes: how much, in bytes.
+        why: the formula in words, with its numbers.
+        when: "always"; "step" (from forward to optimizer step); "layer" or "head" (one after the other within a step, so
+            that only the larger counts); "rollout" (while completions are drawn).
+        is_exact: counted from shapes; otherwise an estimate.
+    """
+
+    name: str
+    nbytes: int
+    why: str
+    when: str = "always"
+    is_exact: bool = True
+
+    @property
+    def gib(self) -> float:
+        """`nbytes` in GiB."""
+        return self.nbytes / 2**30
+
+
+def is_quantised(name: str, spec: QuantSpec) -> bool:
+    """The linear `name` is held in 4 bits."""
+    return spec.is_4bit and not any(name == end or name.endswith(f".{end}") for end in spec.skip_modules)
+
+
+def width(spec: QuantSpec) -> int:
+    """Bytes of one number in the compute dtype."""
+    return spec.dtype.itemsize
+
+
+def weight_bytes(shape: tuple[int, ...], spec: QuantSpec, *, nested: bool) -> int:
+    """One 4-bit weight (or the experts of one tensor, each on its own): codes, scales and their tables."""
+    copies, elements = prod(shape[:-2]), prod(shape[-2:])
+    blocks = ceil(elements / spec.blocksize)
+    scales = blocks + 4 * ceil(blocks / _NESTED_BLOCK) + _NESTED_CODE if nested else 4 * blocks
+    return copies * (ceil(elements / 2) + scales + _CODE)
+
+
+def trainer_base(shape: ModelShape, spec: QuantSpec) -> int:
+    """Bytes of all tensors of a base as `load_base` holds it."""
+    wide = width(spec)
+    total = (shape.plain + shape.scales) * wide + shape.buffers
+    for name, weight in {**shape.linears, **shape.experts}.items():
+        packed = is_quantised(name, spec)
+        total += weight_bytes(weight, spec, nested=spec.double_quant) if packed else prod(weight) * wide
+    return total
+
+
+def engine_base(shape: ModelShape, spec: QuantSpec) -> int:
+    """Bytes of a base as vLLM holds it: scales un-nested, vocabulary padded to 64, a table of rotary angles.
+
+    Every attention layer has four float32 numbers that a quantised KV cache would be scaled with.
+    """
+    wide = width(spec)
+    padding = (-shape.vocabulary % 64) * shape.hidden * shape.embeddings
+    total = (shape.plain + padding) * wide + shape.positions * shape.rotary * wide + 16 * len(shape.caches)
+    for name, weight in {**shape.linears, **shape.experts}.items():
+        total += weight_bytes(weight, spec, nested=False) if is_quantised(name, spec) else prod(weight) * wide
+    return total
+
+
+def base_lines(shape: ModelShape, spec: QuantSpec, shared: bool, baked: bool = False) -> list[Line]:
+    """The base: one for trainer and engine together, or one each; the engine's may be the baked one."""
+    engine = engine_base(shape, spec)
+    packed = sum(prod(s) for n, s in {**shape.linears, **shape.experts}.items() if is_quantised(n, spec))
+    held = (
+        f"{packed / 1e9:.3g}e9 of {shape.parameters / 1e9:.3g}e9 parameters in 4 bits, the rest in {spec.compute_dtype}"
+    )
+    if not spec.is_4bit:
+        held = f"{shape.parameters / 1e9:.3g}e9 parameters in {spec.compute_dtype}"
+    if shared:
+        return [Line("base, shared", engine + shape.buffers, f"once, the engine's: {held}; scales in float32")]
+    scales = "scales quantised" if spec.double_quant else "scales in float32"
+    trainer = Line("base, trainer", trainer_base(shape, spec), f"{held}; {scales}" if spec.is_4bit else held)
+    if baked and spec.is_4bit:
+        dense = engine_base(shape, QuantSpec("none", compute_dtype=spec.compute_dtype))
+        return [
+            trainer,
+            Line("base, engine", dense, f"baked: {shape.parameters / 1e9:.3g}e9 parameters in {spec.compute_dtype}"),
+        ]
+    return [
+        trainer,
+        Line("base, engine", engine, f"{held}; scales in float32" if spec.is_4bit else held),
+    ]
+
+
+def adapter_bytes(adapter: Mapping[str, tuple[int, ...]], dtype_width: int) -> int:
+    """Bytes of the trained tensors."""
+    return sum(prod(shape) for shape in adapter.values()) * dtype_width
+
+
+def adapter_lines(
+    shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]], dtype_width: int, device: str
+) -> list[Line]:
+    """The adapter of the trainer, its copy under autocast, its gradients, and the engine's slots."""
+    count = adapter_bytes(adapter, 1)
+    ranks = [rank for _, rank in adapted_inputs(adapter).values()]
+    rank = rank_class(max(ranks, default=1))
+    slot = rank * sum(o + i for o, i in shape.linears.values()) * width(spec)
+    lines = [
+        Line("adapter", count * dtype_width, f"{count:,} numbers x {dtype_width} bytes"),
+        Line("adapter, engine", _SLOTS * slot, f"{_SLOTS} slots of rank {rank} at every linear, {spec.compute_dtype}"),
+        Line("gradients", count * dtype_width, "one for every trained number", "step"),
+    ]
+    if device == "cpu":
+        lines.append(Line("adapter, vLLM's copies", 2 * count * width(spec), "two versions in host memory"))
+    if dtype_width > width(spec):
+        copy = count * width(spec)
+        lines.append(Line("adapter, autocast", copy, f"its copy in {spec.compute_dtype} within a step", "step", False))
+    return lines
+
+
+def optimizer_bytes(adapter: Mapping[str, tuple[int, ...]], dtype_width: int, optimizer: str) -> int:
+    """Bytes of the optimizer's state after its first step."""
+    full, small = OPTIMIZERS.get(optimizer, (2, 0))
+    sizes = [prod(shape) for shape in adapter.values()]
+    # bitsandbytes keeps float32 states whatever the parameter is.
+    state = dtype_width if optimizer in (*_COUNTED, "sgd") else 4
+    total = full * state * sum(sizes)
+    if optimizer in _COUNTED:
+        total += 4 * len(sizes)
+    if small:
+        total += sum(_state_8bit(size) for size in sizes) * small
+        total += _TABLE_8BIT * min(small, 2) * any(size >= _SMALLEST_8BIT for size in sizes)
+    return total
+
+
+def _state_8bit(size: int) -> int:
+    return size + 4 * ceil(size / _BLOCK_8BIT) if size >= _SMALLEST_8BIT else 4 * size
+
+
+def optimizer_line(adapter: Mapping[str, tuple[int, ...]], dtype_width: int, optimizer: str) -> Line:
+    """The optimizer's state."""
+    known = optimizer in OPTIMIZERS
+    full, small = OPTIMIZERS.get(optimizer, (2, 0))
+    kept = " and ".join(
+        f"{count} of {bits} bits" for count, bits in ((full, 8 * dtype_width), (small, 8)) if count
+    )  # fmt: skip
+    why = f"{optimizer}: {kept or 'nothing'} for every trained number"
+    if not known:
+        why = f"{optimizer} is not known here: counted like adamw_torch"
+    elif optimizer.startswith("paged_"):
+        why += "; paged, large ones may move to host memory"
+    return Line("optimizer", optimizer_bytes(adapter, dtype_width, optimizer), why, is_exact=known)
+
+
+def layer_activations(
+    shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]], device: str, *, padded: bool
+) -> float:
+    """Bytes per token that one layer keeps for its backward pass, the mean over the layers.
+
+    Norms lift to float32 (4 bytes an element). Attention keeps q, k, v, its output; k and v are repeated for every query
+    head where a padding mask is given. The feed-forward part keeps gate, silu(gate), up and their product. An adapted
+    linear keeps its input and A's output; on the CPU PEFT makes a copy of the input for each of them, because it asks for
+    CUDA's autocast when it decides whether to convert.
+    """
+    wide = width(spec)
+    keys = max((c.elements // 2 for c in shape.caches), default=shape.attention)
+    attention = 2 * shape.attention + 2 * (shape.attention if padded else keys)
+    kept = 4 * shape.norms + wide * (attention + 4 * shape.inner)
+    inputs = adapted_inputs(adapter)
+    if device == "cpu":
+        # The input of the down projection is the product above.
+        own = sum(i for i, _ in inputs.values() if i != shape.inner) / shape.layers
+    else:
+        own = 2 * shape.hidden if inputs else 0
+    return kept + wide * (own + sum(rank for _, rank in inputs.values()) / shape.layers)
+
+
+def activation_lines(
+    shape: ModelShape,
+    spec: QuantSpec,
+    adapter: Mapping[str, tuple[int, ...]],
+    *,
+    batch: int,
+    length: int,
+    checkpointing: bool,
+    device: str,
+    padded: bool = True,
+) -> list[Line]:
+    """What a forward pass keeps, and what one layer and the output head need on top."""
+    wide, tokens, hidden = width(spec), batch * length, shape.hidden
+    layer = layer_activations(shape, spec, adapter, device, padded=padded)
+    last = 8 * hidden  # the last norm in float32, its output and that of the embedding
+    if checkpointing:
+        kept, why = shape.layers * wide * hidden + last, f"{shape.layers} layer inputs"
+    else:
+        kept, why = shape.layers * layer + last, f"all of {shape.layers} layers, {layer:,.0f} bytes a token each"
+    # The gradients of one layer, and what is lifted to float32 while they are made; read off a tensor tracker.
+    on_gpu = max(18 * hidden, 7 * hidden + 4 * shape.inner)
+    working = 14 * hidden + 6 * shape.inner if device == "cpu" else on_gpu
+    if checkpointing:
+        working += layer
+    working = max(working, 30 * hidden - last)
+    lines = [
+        Line("activations", int(tokens * kept), f"{batch} x {length} tokens x {why}", "step", False),
+        Line("one layer's work", int(tokens * working), f"{tokens} tokens x {working:,.0f} bytes", "layer", False),
+    ]
+    if padded:
+        masks = batch * length * length
+        size = f"{batch} x {length}²"
+        # Attention adds a mask of numbers, made of that of truth values; a layer that is recomputed makes its own.
+        numbers = Line("attention mask of a layer", masks * wide, f"{size} x {wide} bytes", "layer", False)
+        if checkpointing:
+            lines += [Line("attention masks", masks, f"{size} x 1 byte", "step", False), numbers]
+        else:
+            why = f"{size} x (1 byte + {wide} bytes x {shape.layers})"
+            lines.append(Line("attention masks", masks * (1 + wide * shape.layers), why, "step", False))
+    if spec.is_4bit:
+        temporary = shape.largest_linear * wide
+        lines.append(Line("one dequantised weight", temporary, f"the largest, in {spec.compute_dtype}", "layer", False))
+    return lines
+
+
+def head_line(shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, chunked: bool, device: str) -> Line:
+    """The peak of the output head: logits in tiles, or all of them."""
+    wide, tokens = width(spec), batch * length
+    # Hidden states without prompt and padding, their gradient in float32 and in the compute dtype.
+    states = tokens * shape.hidden * (4 + 2 * wide)
+    if not chunked:
+        # Logits, their float32 copy, log-softmax, and the gradient of one of them.
+        logits = tokens * shape.vocabulary * (wide + 12)
+        return Line("logits", states + logits, f"{tokens} tokens x {shape.vocabulary} x {wide + 12}", "head", False)
+    columns = min(shape.vocabulary, HEAD_VOCABULARY)
+    if device == "cpu":
+        # Worked on in float32 as whole tensors; then the tile and the part of the head that it meets are lifted.
+        rows = min(tokens, SMALL_TILE)
+        tile = rows * columns * wide + columns * max(rows * (4 * 7 + 1), 4 * (rows + shape.hidden))
+        why = f"a tile of {rows} x {columns}, seven times in float32"
+    else:
+        rows = min(tokens, HEAD_TOKENS)
+        tile = rows * HEAD_VOCABULARY * wide
+        why = f"one tile of {rows} x {HEAD_VOCABULARY} x {wide} bytes"
+    return Line("logits", states + tile, f"{why}; {tokens} hidden states", "head", False)
+
+
+def rollout_line(shape: ModelShape, spec: QuantSpec, *, sequences: int, length: int) -> Line:
+    """What vLLM's own forward pass and sampler need."""
+    wide = width(spec)
+    tokens = min(BATCHED_TOKENS, max(length, sequences * length))
+    forward = tokens * wide * (4 * shape.hidden + 3 * shape.inner + 2 * shape.attention)
+    logits = sequences * shape.vocabulary * 4 * 3
+    weight = shape.largest_linear * wide if spec.is_4bit else 0
+    why = f"{tokens} tokens in one engine step, logits of {sequences} sequences"
+    return Line("rollout", forward + logits + weight, why, "rollout", False)
+
+
+def cache_bytes(shape: ModelShape, *, length: int, sequences: int, element: int, block: int) -> int:
+    """KV cache of whole blocks for `sequences` sequences of `length` tokens, and one block that vLLM keeps empty."""
+    rounded = ceil(length / block) * block
+    return element * (sequences * shape.cache_elements(rounded) + shape.cache_elements(block))

@@ -1,0 +1,423 @@
+"""`plan_memory`: what a run will hold, whether it fits, and what to lower if it does not. A function of values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from qlora_rl.adapter.shape import adapter_shapes
+from qlora_rl.base.quant import QuantSpec
+from qlora_rl.contracts import rank_class
+from qlora_rl.errors import ConfigConflictError, MemoryBudgetError
+from qlora_rl.ledger import lines as count
+from qlora_rl.ledger.lines import Line
+from qlora_rl.ledger.shape import ModelShape, read_shape, skeleton
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryRequest:
+    """What a run is to do, as far as memory depends on it.
+
+    Attributes:
+        spec: how the base is held.
+        max_length: prompt plus completion, in tokens.
+        engine_length: the longest sequence that the engine admits, where that is more: its KV cache must hold one.
+        batch_size: sequences of one forward and backward pass (`per_device_train_batch_size`).
+        sequences: completions that are drawn at once.
+        optimizer: transformers' name of it (`GRPOConfig.optim`).
+        gradient_checkpointing: keep layer inputs only.
+        adapter_dtype: torch name of the dtype of the trained weights.
+        shared: trainer and engine hold one base; otherwise two.
+        baked: the engine serves the baked base, for full weights; then nothing is shared.
+        sleeps: the KV cache is given back while the trainer works.
+        chunked_logits: the output head works in tiles (TRL's way); otherwise all logits are held.
+        padded: sequences are of unequal length, so that attention gets a mask.
+        cache_dtype: of the KV cache.
+        kv_cache_gib: size of the KV cache; by default what is left, up to what `sequences` of full length need.
+        gpu_memory_gib: all that may be held; `None` for no limit.
+        device: "cuda" or "cpu".
+        has_engine: the run makes an engine; otherwise its lines are left out.
+    """
+
+    spec: QuantSpec = field(default_factory=QuantSpec)
+    max_length: int = 2048
+    engine_length: int | None = None
+    batch_size: int = 8
+    sequences: int = 8
+    optimizer: str = "adamw_torch_fused"
+    gradient_checkpointing: bool = True
+    adapter_dtype: str = "float32"
+    shared: bool = True
+    baked: bool = False
+    sleeps: bool = False
+    chunked_logits: bool = True
+    padded: bool = True
+    cache_dtype: str = "auto"
+    kv_cache_gib: float | None = None
+    gpu_memory_gib: float | None = None
+    device: str = "cuda"
+    has_engine: bool = True
+
+    def __post_init__(self) -> None:
+        positive = {name: getattr(self, name) for name in ("max_length", "batch_size", "sequences")}
+        positive |= {n: v for n in ("kv_cache_gib", "gpu_memory_gib") if (v := getattr(self, n)) is not None}
+        wrong = [f"{name}={value} must be above 0" for name, value in positive.items() if not value > 0]
+        if wrong:
+            raise ConfigConflictError(f"planning the memory: {'; '.join(wrong)}.", reasons=wrong)
+        if self.device not in ("cuda", "cpu"):
+            raise ConfigConflictError(f"planning the memory: device={self.device!r} is neither 'cuda' nor 'cpu'.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return {**vars(self), "spec": self.spec.as_dict()}
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One thing to lower: which, and how many bytes of the peak it saves."""
+
+    advice: str
+    nbytes: int
+    is_enough: bool
+
+
+@dataclass(frozen=True)
+class MemoryLedger:
+    """What a run will hold, line by line.
+
+    Attributes:
+        shape: of the model.
+        request: what the run is to do.
+        adapter: shapes of the trained tensors.
+        lines: all of it but the KV cache.
+    """
+
+    shape: ModelShape
+    request: MemoryRequest
+    adapter: Mapping[str, tuple[int, ...]]
+    lines: tuple[Line, ...]
+
+    # --- sums -------------------------------------------------------------------------------------------------------
+
+    def _sum(self, when: str) -> int:
+        return sum(line.nbytes for line in self.lines if line.when == when)
+
+    @property
+    def held_bytes(self) -> int:
+        """What lies there from start to end, without the KV cache."""
+        return self._sum("always")
+
+    @property
+    def step_bytes(self) -> int:
+        """The peak of forward, backward and optimizer step, on top of what is held."""
+        return self._sum("step") + max(self._sum("layer"), self._sum("head"))
+
+    @property
+    def rollout_bytes(self) -> int:
+        """The peak of the engine's work, on top of what is held, without the KV cache."""
+        return self._sum("rollout")
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """All that may be held."""
+        limit = self.request.gpu_memory_gib
+        return None if limit is None else int(limit * GIB)
+
+    # --- the KV cache -----------------------------------------------------------------------------------------------
+
+    def _cache(self, sequences: int, length: int | None = None) -> int:
+        request = self.request
+        if not request.has_engine:
+            return 0
+        element = 1 if "fp8" in request.cache_dtype else count.width(request.spec)
+        block = count.KV_BLOCK[request.device]
+        length = length or request.max_length
+        return count.cache_bytes(self.shape, length=length, sequences=sequences, element=element, block=block)
+
+    @property
+    def _least_cache(self) -> int:
+        """One sequence of the longest kind that the engine admits; vLLM starts with no less."""
+        return self._cache(1, max(self.request.max_length, self.request.engine_length or 0))
+
+    @property
+    def cache_bytes(self) -> int:
+        """The KV cache: what was asked for, or what is left, between one sequence of full length and all of them."""
+        if self.request.kv_cache_gib is not None and self.request.has_engine:
+            return int(self.request.kv_cache_gib * GIB)
+        least = self._least_cache
+        wanted = max(self._cache(self.request.sequences), least)
+        if self.budget_bytes is None:
+            return wanted
+        beside = self.rollout_bytes if self.request.sleeps else max(self.step_bytes, self.rollout_bytes)
+        return max(least, min(wanted, self.budget_bytes - self.held_bytes - beside))
+
+    @property
+    def cache_gib(self) -> float:
+        """`cache_bytes` in GiB."""
+        return self.cache_bytes / GIB
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds, as parts of sequences of full length."""
+        one = self._cache(1) - self._cache(0)
+        return int((self.cache_bytes - self._cache(0)) / one * self.request.max_length) if one else 0
+
+    @property
+    def cache_sequences(self) -> int:
+        """Sequences of full length that the KV cache holds at once."""
+        one = self._cache(1) - self._cache(0)
+        return int((self.cache_bytes - self._cache(0)) // one) if one else self.request.sequences
+
+    # --- the verdict ------------------------------------------------------------------------------------------------
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held at any moment."""
+        return self._peak(self.cache_bytes)
+
+    @property
+    def least_bytes(self) -> int:
+        """The peak with the smallest KV cache that is allowed."""
+        asked = self.request.kv_cache_gib is not None
+        return self._peak(self.cache_bytes if asked else self._least_cache)
+
+    def _peak(self, cache: int) -> int:
+        step = self.step_bytes + (0 if self.request.sleeps else cache)
+        return self.held_bytes + max(step, self.rollout_bytes + cache)
+
+    @property
+    def fits(self) -> bool:
+        """All of it is within the budget, with room for one sequence of full length in the KV cache."""
+        within = self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
+        return within and self.cache_bytes >= self._least_cache
+
+    def savings(self) -> list[Saving]:
+        """What could be lowered, the largest saving first; of the peak with the smallest KV cache."""
+        request, found = self.request, []
+        for advice, change in _changes(self):
+            if isinstance(change, MemoryLedger):
+                other = change
+            else:
+                other = _ledger(self.shape, replace(request, **change), self.adapter)
+            saved = self.least_bytes - other.least_bytes
+            if saved > 0:
+                found.append(Saving(advice, saved, other.fits))
+        return sorted(found, key=lambda saving: -saving.nbytes)
+
+    def raise_if_too_big(self) -> None:
+        """Refuse what cannot fit.
+
+        Raises:
+            MemoryBudgetError: the numbers, and what to lower.
+        """
+        if self.fits:
+            return
+        if self.cache_bytes < self._least_cache:
+            length = max(self.request.max_length, self.request.engine_length or 0)
+            raise MemoryBudgetError(
+                f"planning the memory: kv_cache_gib={self.cache_gib:.3g} < {self._least_cache / GIB:.3g} GiB, which one sequence "
+                f"of {length} tokens needs. Raise it, or lower the length."
+            )
+        peak, budget = self.least_bytes / GIB, (self.budget_bytes or 0) / GIB
+        savings = self.savings()
+        ways = "".join(
+            f"\n  {s.advice}: saves {s.nbytes / GIB:.2f} GiB{', which is enough' if s.is_enough else ''}"
+            for s in savings
+        )
+        largest = largest_length(self)
+        shorter = f"\n  max_length={largest}: the longest that fits" if largest else "\n  no length fits by itself"
+        raise MemoryBudgetError(
+            f"planning the memory: {self.shape.name} needs {peak:.2f} GiB at its peak > gpu_memory={budget:.2f} GiB.\n"
+            f"{self.table()}\nLower one of these:{ways}{shorter}",
+            reasons=[f"peak={peak:.2f} GiB > gpu_memory={budget:.2f} GiB", *(s.advice for s in savings)],
+        )
+
+    # --- for people -------------------------------------------------------------------------------------------------
+
+    def table(self) -> str:
+        """The lines, one below the other."""
+        cache = Line(
+            "KV cache",
+            self.cache_bytes,
+            f"{self.cache_sequences} sequences of {self.request.max_length} tokens at once",
+            "rollout" if self.request.sleeps else "always",
+        )
+        rows = [*self.lines, cache] if self.request.has_engine else list(self.lines)
+        names = max(len(row.name) for row in rows)
+        text = [
+            f"  {row.name:<{names}}  {row.gib:8.3f} GiB  {row.when:<7}  {'' if row.is_exact else '~ '}{row.why}"
+            for row in sorted(rows, key=lambda row: count.WHEN.index(row.when))
+        ]
+        text.append(f"  {'peak':<{names}}  {self.peak_bytes / GIB:8.3f} GiB  {self._peak_words()}")
+        if self.budget_bytes is not None:
+            left = (self.budget_bytes - self.peak_bytes) / GIB
+            words = "left" if left >= 0 else "too much"
+            text.append(f"  {'gpu_memory':<{names}}  {self.budget_bytes / GIB:8.3f} GiB  {abs(left):.3f} GiB {words}")
+        return "\n".join(text)
+
+    def _peak_words(self) -> str:
+        return "always + the larger of (step + the larger of layer and head) and rollout"
+
+    def __str__(self) -> str:
+        verdict = "" if self.budget_bytes is None else "fits: " if self.fits else "does not fit: "
+        r = self.request
+        head = (
+            f"{verdict}{self.shape.name}, {self.shape.parameters / 1e9:.3g}e9 parameters as {r.spec.label}, "
+            f"{r.batch_size} x {r.max_length} tokens, {r.optimizer}, "
+            f"gradient checkpointing {'on' if r.gradient_checkpointing else 'off'}, "
+            f"{'one base' if r.shared else 'two bases'}"
+        )
+        return f"{head}\n{self.table()}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: request, lines, sums and the verdict."""
+        return {
+            "model": self.shape.name,
+            "parameters": self.shape.parameters,
+            "request": self.request.as_dict(),
+            "lines": [vars(line) for line in self.lines],
+            "kv_cache_bytes": self.cache_bytes,
+            "kv_cache_sequences": self.cache_sequences,
+            "kv_cache_tokens": self.cache_tokens,
+            "held_bytes": self.held_bytes,
+            "step_bytes": self.step_bytes,
+            "rollout_bytes": self.rollout_bytes,
+            "peak_bytes": self.peak_bytes,
+            "budget_bytes": self.budget_bytes,
+            "fits": self.fits,
+        }
+
+
+def plan_memory(
+    config: Any,
+    *,
+    lora: Any = None,
+    rank: int = 16,
+    target_modules: str | Sequence[str] = "all-linear",
+    adapter: Mapping[str, tuple[int, ...]] | None = None,
+    **request: Any,
+) -> MemoryLedger:
+    """The memory of one GRPO run with trainer and engine on one device.
+
+    ::
+
+        ledger = plan_memory(AutoConfig.from_pretrained("Qwen/Qwen3-8B"), max_length=4096, gpu_memory_gib=24)
+        print(ledger)
+        ledger.raise_if_too_big()
+
+    Args:
+        config: transformers config of the model; no weight is loaded.
+        lora: PEFT's config of the adapter; otherwise `rank` and `target_modules` say what it is.
+        rank: R.
+        target_modules: as PEFT takes them.
+        adapter: shapes of the trained tensors, where they are known already; wins over the three before it.
+        request: the fields of `MemoryRequest`.
+
+    Raises:
+        ConfigConflictError: a config that is no causal language model, an adapter that finds nothing, a number that makes
+            no sense.
+    """
+    wanted = MemoryRequest(**request)
+    model = skeleton(config)
+    shape = read_shape(config, model)
+    if adapter is None:
+        adapter = adapter_shapes(model, lora, rank=rank, target_modules=target_modules)
+    return _ledger(shape, wanted, adapter)
+
+
+def largest_length(ledger: MemoryLedger) -> int:
+    """The largest `max_length` with which it still fits: a multiple of 64, 0 where none does, or what the model allows."""
+
+    def fits(blocks: int) -> bool:
+        request = replace(ledger.request, max_length=64 * blocks)
+        return _ledger(ledger.shape, request, ledger.adapter).fits
+
+    most = max((ledger.shape.positions or 2**20) // 64, 1)
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return 64 * low
+
+
+def _ledger(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tuple[int, ...]]) -> MemoryLedger:
+    spec, device = request.spec, request.device
+    trained = getattr(torch, request.adapter_dtype).itemsize
+    batch, length = request.batch_size, request.max_length
+    lines = [
+        *count.base_lines(shape, spec, request.shared and request.has_engine, request.baked),
+        *count.adapter_lines(shape, spec, adapter, trained, device),
+        count.optimizer_line(adapter, trained, request.optimizer),
+        *count.activation_lines(
+            shape,
+            spec,
+            adapter,
+            batch=batch,
+            length=length,
+            checkpointing=request.gradient_checkpointing,
+            device=device,
+            padded=request.padded,
+        ),
+        count.head_line(shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device),
+        count.rollout_line(shape, spec, sequences=request.sequences, length=length),
+    ]
+    if device == "cuda":
+        overhead = int(count.OVERHEAD_GIB * GIB)
+        lines.append(Line("CUDA and vLLM", overhead, "context, workspaces, CUDA graphs: assumed", is_exact=False))
+    if not request.has_engine:
+        lines = [line for line in lines if line.name not in count.OF_THE_ENGINE]
+    return MemoryLedger(shape, request, adapter, tuple(lines))
+
+
+def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
+    """Everything that may be lowered, as fields of the request or as another ledger."""
+    request = ledger.request
+    batch, length = request.batch_size, request.max_length
+    changes: list[tuple[str, Any]] = []
+    if batch > 1:
+        advice = (
+            f"per_device_train_batch_size={batch // 2} (with gradient_accumulation_steps doubled the same training)"
+        )
+        changes.append((advice, {"batch_size": batch // 2}))
+    if length > 128:
+        changes.append((f"max_length={length // 2}", {"max_length": length // 2}))
+    if (request.engine_length or 0) > length:
+        changes.append((f"vllm_max_model_length={length}", {"engine_length": length}))
+    if not request.gradient_checkpointing:
+        changes.append(("gradient_checkpointing=True", {"gradient_checkpointing": True}))
+    if not request.spec.is_4bit:
+        changes.append(("quant='nf4'", {"spec": QuantSpec(compute_dtype=request.spec.compute_dtype)}))
+    if not request.shared and not request.baked:
+        changes.append(("one base for trainer and engine", {"shared": True}))
+    if not request.chunked_logits:
+        changes.append(("logits in tiles", {"chunked_logits": True}))
+    if count.OPTIMIZERS.get(request.optimizer, (2, 0))[0]:
+        changes.append(("optim='adamw_8bit'", {"optimizer": "adamw_8bit"}))
+    if not request.sleeps and request.device == "cuda":
+        changes.append(("vllm_enable_sleep_mode=True", {"sleeps": True}))
+    if request.kv_cache_gib is not None:
+        half = request.kv_cache_gib / 2
+        changes.append((f"kv_cache_gib={half:g}", {"kv_cache_gib": half}))
+    if request.sequences > 1:
+        changes.append((f"{request.sequences // 2} completions at once", {"sequences": request.sequences // 2}))
+    ranks = {rank for _, rank in count.adapted_inputs(ledger.adapter).values()}
+    if ranks and max(ranks) > 8:
+        half = max(ranks) // 2
+        halved = {name: _halved(name, shape) for name, shape in ledger.adapter.items()}
+        if rank_class(half) <= rank_class(max(ranks)):
+            changes.append((f"rank {half}", _ledger(ledger.shape, request, halved)))
+    return changes
+
+
+def _halved(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A tensor of an adapter of half the rank."""
+    if ".lora_A." in name:
+        return (max(1, shape[0] // 2), *shape[1:])
+    if ".lora_B." in name:
+        return (*shape[:-1], max(1, shape[-1] // 2))
+    return shape

@@ -1,0 +1,236 @@
+"""What a transformers config says about memory: every parameter by shape, without a single weight."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_rl.base.checkpoint import MANIFEST, open_base
+from qlora_rl.base.quant import QuantSpec
+from qlora_rl.errors import ConfigConflictError
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What one layer keeps of one token for attention.
+
+    Attributes:
+        elements: numbers per token (keys and values of all heads).
+        window: tokens that are kept at most; `None` for all.
+    """
+
+    elements: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The shapes of a model.
+
+    Attributes:
+        name: for people.
+        linears: (O, I) of every linear but the output head, by module name.
+        experts: shapes of the tensors of a mixture of experts ([E, O, I]), by parameter name.
+        plain: elements of all other parameters: embeddings, norms, biases, an output head that is not tied.
+        buffers: bytes of the buffers (rotary frequencies, float32).
+        scales: elements of the buffers that are in the compute dtype (Gemma's scale of embeddings).
+        vocabulary: V.
+        embeddings: how many [V, H] matrices there are: 1 where the head is tied, otherwise 2.
+        hidden: H.
+        inner: width of the feed-forward part that one token passes through (all chosen experts together).
+        layers: decoder layers.
+        attention: query heads x head size.
+        norms: elements per token and layer that norms lift to float32.
+        caches: one for every layer that has a KV cache.
+        positions: the longest sequence that the model was made for.
+        rotary: head size that is rotated.
+    """
+
+    name: str
+    linears: Mapping[str, tuple[int, int]]
+    experts: Mapping[str, tuple[int, ...]]
+    plain: int
+    buffers: int
+    scales: int
+    vocabulary: int
+    embeddings: int
+    hidden: int
+    inner: int
+    layers: int
+    attention: int
+    norms: int
+    caches: tuple[Cache, ...]
+    positions: int
+    rotary: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters; tied ones once."""
+        matrices = [*self.linears.values(), *self.experts.values()]
+        return self.plain + sum(prod(shape) for shape in matrices)
+
+    @property
+    def largest_linear(self) -> int:
+        """Elements of the largest linear, or of the largest single expert."""
+        singles = [prod(shape[-2:]) for shape in self.experts.values()]
+        return max([prod(shape) for shape in self.linears.values()] + singles, default=0)
+
+    def cache_elements(self, length: int) -> int:
+        """Numbers in the KV cache of one sequence of `length` tokens."""
+        return sum(c.elements * (length if c.window is None else min(length, c.window)) for c in self.caches)
+
+
+def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a directory, a hub name, or a config.json.
+
+    Raises:
+        ConfigConflictError: nothing that transformers can read; says why.
+    """
+    from transformers import AutoConfig
+
+    path = Path(model)
+    try:
+        if path.is_file():
+            fields = json.loads(path.read_text())
+            if "model_type" not in fields:
+                raise ValueError("it names no model_type")
+            return AutoConfig.for_model(**fields)
+        return AutoConfig.from_pretrained(os.fspath(model), trust_remote_code=trust_remote_code)
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise ConfigConflictError(
+            f"reading the config of {model}: {lines[0] if lines else type(error).__name__}. Pass a checkpoint directory, a "
+            "config.json, or the name of a hub model that can be reached from here."
+        ) from error
+
+
+def stored_spec(model: str | os.PathLike[str], quant: str | None = None, *, double_quant: bool = True) -> QuantSpec:
+    """How a prepared base is held; for anything else, or where `quant` says so, the spec that it would be prepared with."""
+    if quant is None and (Path(model) / MANIFEST).is_file():
+        return open_base(model, verify=False).spec
+    return QuantSpec(quant or "nf4", double_quant)
+
+
+def skeleton(config: Any) -> torch.nn.Module:
+    """The model of a config on torch's meta device: shapes, no memory.
+
+    Raises:
+        ConfigConflictError: transformers makes no causal language model of it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            # A copy: transformers writes into the config that it is given.
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=torch.bfloat16, trust_remote_code=False
+            )
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise ConfigConflictError(
+            f"reading the config: transformers makes no causal language model of {type(config).__name__} "
+            f"({type(error).__name__}: {lines[0][:200] if lines else ''}). Pass the config of a text model."
+        ) from error
+
+
+def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
+    """The shapes of a config.
+
+    Args:
+        config: of transformers.
+        model: its skeleton, if there is one already.
+    """
+    model = skeleton(config) if model is None else model
+    text = config.get_text_config()
+    head = model.get_output_embeddings()
+    linears = {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    parameters = dict(model.named_parameters())
+    experts = {name: tuple(p.shape) for name, p in parameters.items() if p.ndim == 3}
+    taken = {f"{name}.weight" for name in linears} | set(experts)
+    first = next((n.split(".layers.")[0] for n in parameters if ".layers." in n), "")
+    norms = sum(
+        _norm_width(name, p.shape[0], text)
+        for name, p in parameters.items()
+        if name.startswith(f"{first}.layers.0.") and p.ndim == 1 and "norm" in name
+    )
+    heads = int(getattr(text, "num_attention_heads", None) or 1)
+    head_size = _head_size(text)
+    vocabulary = int(text.vocab_size)
+    return ModelShape(
+        name=_name(config),
+        linears=linears,
+        experts=experts,
+        plain=sum(p.numel() for name, p in parameters.items() if name not in taken),
+        buffers=sum(b.numel() * b.element_size() for b in model.buffers() if b.dtype != torch.bfloat16),
+        scales=sum(b.numel() for b in model.buffers() if b.dtype == torch.bfloat16),
+        vocabulary=vocabulary,
+        embeddings=sum(p.ndim == 2 and p.shape[0] == vocabulary for n, p in parameters.items() if n not in taken),
+        hidden=int(text.hidden_size),
+        inner=_inner(text),
+        layers=int(text.num_hidden_layers),
+        attention=heads * head_size,
+        norms=norms or 2 * int(text.hidden_size),
+        caches=_caches(text, head_size),
+        positions=int(getattr(text, "max_position_embeddings", 0) or 0),
+        rotary=head_size,
+    )
+
+
+def _name(config: Any) -> str:
+    path = getattr(config, "_name_or_path", "")
+    return Path(path).name if path else config.model_type
+
+
+def _head_size(text: Any) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def _kv_heads(text: Any) -> int:
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+
+
+def _norm_width(name: str, size: int, text: Any) -> int:
+    """Elements per token that a norm works on: those of q and k are applied to every head."""
+    if size == _head_size(text) != text.hidden_size:
+        return size * (_kv_heads(text) if "k_norm" in name else int(text.num_attention_heads))
+    return size
+
+
+def _inner(text: Any) -> int:
+    chosen = getattr(text, "num_experts_per_tok", None)
+    expert = getattr(text, "moe_intermediate_size", None)
+    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
+    if chosen and (expert or getattr(text, "num_local_experts", None)):
+        return int(chosen) * int(expert or text.intermediate_size) + int(shared)
+    return int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+
+
+def _caches(text: Any, head_size: int) -> tuple[Cache, ...]:
+    """By layer; layers with a state of fixed size (linear attention, convolutions) have none."""
+    latent = getattr(text, "kv_lora_rank", None)
+    # Multi-head latent attention keeps one compressed vector.
+    compressed = int(latent or 0) + int(getattr(text, "qk_rope_head_dim", 0) or 0)
+    elements = compressed if latent else 2 * _kv_heads(text) * head_size
+    window = getattr(text, "sliding_window", None)
+    if getattr(text, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(text, "layer_types", None)
+    if not kinds:
+        kinds = ["sliding_attention" if window else "full_attention"] * int(text.num_hidden_layers)
+    return tuple(
+        Cache(elements, int(window) if kind == "sliding_attention" and window else None)
+        for kind in kinds
+        if kind in ("full_attention", "sliding_attention", "chunked_attention")
+    )

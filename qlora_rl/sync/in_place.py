@@ -1,0 +1,163 @@
+"""`InPlaceTransport`: into the buffers that an engine of this process multiplies with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.adapter.store import AdapterStore
+from qlora_rl.contracts import AdapterBundle, AdapterSlots, AdapterSource, Delivery, InPlaceEngine
+from qlora_rl.errors import SyncError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Placed:
+    """A version, and where it lies: in a slot of those that were lent then; in a directory, once that is written."""
+
+    slots: AdapterSlots
+    slot: int
+    version: int
+    directory: Path | None = None
+    writing: Future[Path] | None = None
+
+
+class InPlaceTransport:
+    """One batched copy into buffers that the engine multiplies with; no file on the way.
+
+    Two slots take turns: one serves, the other is written, so the version before stays whole until it is overwritten, two
+    pushes later. The directory of a proven version is written behind, by a thread, out of the slot: an engine that must be built
+    anew loads it from there.
+
+    Args:
+        root: parent directory of what is written behind.
+    """
+
+    name = "in_place"
+
+    def __init__(self, root: str | os.PathLike[str] | None = None):
+        self.store = AdapterStore(root, keep=3)  # both slots, and the one that was loaded when they were lent
+        self._slots: AdapterSlots | None = None
+        self._shape: Hashable = None
+        self._config: dict[str, Any] = {}
+        self._names: list[str] = []
+        self._live: list[_Placed] = []  # the version that serves, and the one before it
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="qlora-rl-adapter")
+
+    def deliver(self, adapter: AdapterSource, version: int, engine: InPlaceEngine) -> Delivery:
+        """Copy the adapter into the slot that does not serve, and have the engine serve it.
+
+        Raises:
+            SyncError: the slots could not be had; the old version serves.
+        """
+        started = time.perf_counter()
+        engine.wake()  # one that must be built anew is built now, and has no slots of ours then
+        if self._slots is None or not self._slots.is_valid() or self._shape != adapter.shape:
+            return self._open(adapter, version, engine, started)
+        slot = 1 - self._live[-1].slot if self._live and self._live[-1].slots is self._slots else 0
+        for placed in self._live:
+            if placed.slot == slot:
+                self._settle(placed)  # what lies there must have reached its directory
+        nbytes = adapter.write_into(self._slots.places[slot])
+        copied = time.perf_counter()
+        self._serve(engine, _Placed(self._slots, slot, version))
+        return Delivery(self.name, nbytes, copied - started, time.perf_counter() - copied)
+
+    def commit(self) -> None:
+        """Begin to write the newest version behind."""
+        if self._live:
+            self._write(self._live[-1])
+
+    def revoke(self, engine: InPlaceEngine) -> None:
+        """Have the engine serve the version before the newest (the bare base before the first)."""
+        *before, newest = self._live
+        self._live = before
+        if not before:
+            engine.drop_adapter()
+            self._slots = None
+        elif before[-1].slots is self._slots and self._slots.is_valid():
+            self._turn(engine, before[-1])
+        else:  # the slots were lent anew since, and hold the newest
+            engine.load_adapter(self._recover(before[-1]), before[-1].version)
+        self._settle(newest)
+        if newest.directory is not None:
+            self.store.withdraw(newest.directory)
+
+    def close(self) -> None:
+        """Remove all versions."""
+        try:
+            self._writer.shutdown(wait=True)
+        finally:
+            self._slots, self._live = None, []
+            self.store.close()
+
+    def _open(self, adapter: AdapterSource, version: int, engine: InPlaceEngine, started: float) -> Delivery:
+        """The first push, and the first after the engine has taken its slots back: through a directory."""
+        for placed in self._live:
+            self._settle(placed)
+        bundle = adapter.bundle()
+        directory = self.store.publish(bundle, version)
+        written = time.perf_counter()
+        try:
+            self._slots = None
+            self._slots = engine.lend_slots(directory)
+            self._serve(engine, _Placed(self._slots, 0, version, directory))
+        except BaseException:
+            if engine.version != version:
+                self.store.withdraw(directory)
+            raise
+        self._shape, self._config, self._names = adapter.shape, dict(bundle.config), list(bundle.tensors)
+        self.store.retire()
+        return Delivery(self.name, bundle.nbytes, written - started, time.perf_counter() - written)
+
+    def _serve(self, engine: InPlaceEngine, placed: _Placed) -> None:
+        before, self._live = self._live, [*self._live[-1:], placed]
+        try:
+            self._turn(engine, placed)
+        except BaseException:
+            if engine.version != placed.version:  # an interrupt may strike when it serves already: then it is revoked
+                self._live = before
+            raise
+
+    def _turn(self, engine: InPlaceEngine, placed: _Placed) -> None:
+        engine.serve_slot(placed.slots, placed.slot, placed.version, lambda: self._recover(placed))
+
+    def _recover(self, placed: _Placed) -> Path:
+        """The directory of a version; written now, if it has not been."""
+        self._write(placed)
+        if placed.directory is None:
+            placed.directory = placed.writing.result()
+        return placed.directory
+
+    def _write(self, placed: _Placed) -> None:
+        if placed.directory is None and placed.writing is None:
+            placed.writing = self._writer.submit(self._write_behind, placed)
+
+    def _write_behind(self, placed: _Placed) -> Path:
+        # The engine has places for layers that this adapter leaves out, too.
+        places = placed.slots.places[placed.slot]
+        tensors = {name: places[name].detach().to("cpu", copy=True).contiguous() for name in self._names}
+        if not placed.slots.is_valid():
+            raise SyncError(
+                f"keeping adapter version={placed.version}: the engine took its slot back meanwhile. Push again."
+            )
+        directory = self.store.publish(AdapterBundle(tensors, self._config), placed.version)
+        self.store.retire()
+        return directory
+
+    def _settle(self, placed: _Placed) -> None:
+        """Wait until a version is written behind, if that was begun."""
+        if placed.directory is None and placed.writing is not None:
+            try:
+                placed.directory = placed.writing.result()
+            except Exception as error:
+                # The engine serves from its buffers; the directory matters only when it must be built anew.
+                logger.warning("an adapter version could not be kept for recovery: %s", error)
+                placed.writing = None  # as long as it lies in its slot it may be tried again

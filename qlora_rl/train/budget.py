@@ -1,0 +1,198 @@
+"""The memory of a run: planned before anything is allocated, refused where a limit was given that it cannot keep."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from qlora_rl.adapter.shape import trained_shapes
+from qlora_rl.base.checkpoint import MANIFEST
+from qlora_rl.base.quant import QuantSpec, spec_of
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.ledger.plan import MemoryLedger, plan_memory
+from qlora_rl.ledger.shape import read_config, stored_spec
+from qlora_rl.train.entry import spec_from_config
+from qlora_rl.train.settings import engine_options as trl_engine_options
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+# Tokens of a prompt, where nothing bounds it: vllm_max_model_length says it exactly.
+ASSUMED_PROMPT = 512
+# Options of the engine that say how large the KV cache is, whatever the ledger finds.
+_CACHE_OPTIONS = ("kv_cache_gib", "kv_cache_memory_bytes", "gpu_memory_utilization")
+
+
+class MemoryBudget:
+    """What `gpu_memory=` asks for, and what comes of it.
+
+    Attributes:
+        ledger: `None` where the run could not be planned.
+        reason: why not.
+        is_limit: the ledger had a limit.
+
+    Args:
+        gpu_memory: "auto" (what is free on the card; no limit on the CPU) or GiB.
+        model: as the trainer takes it.
+        args: TRL's config.
+        peft_config: the adapter to make; `None` with a PeftModel.
+        quantization_config: as the trainer takes it.
+        engine_options: as the trainer takes it.
+        optimizer: the one that was passed in, if any.
+        adapter_dtype: of the trained weights.
+        shared: trainer and engine hold one base.
+        baked: the engine serves the baked base.
+        has_engine: the trainer makes the engine.
+
+    Raises:
+        ConfigConflictError: `gpu_memory` is no number above 0, or more than the card has.
+        MemoryBudgetError: the run cannot fit into the GiB that were given; with the numbers and what to lower.
+    """
+
+    def __init__(
+        self,
+        gpu_memory: str | float,
+        model: Any,
+        args: GRPOConfig,
+        *,
+        peft_config: Any,
+        quantization_config: Any,
+        engine_options: dict[str, Any] | None,
+        optimizer: Any,
+        adapter_dtype: str,
+        shared: bool,
+        has_engine: bool,
+        baked: bool = False,
+    ):
+        on_gpu = torch.cuda.is_available() and not args.use_cpu
+        limit = _limit(gpu_memory, on_gpu)
+        options = {**trl_engine_options(args), **(engine_options or {})}
+        self.ledger: MemoryLedger | None = None
+        self.reason = ""
+        self.is_limit = limit is not None
+        is_set = any(name in (engine_options or {}) for name in _CACHE_OPTIONS)
+        is_set |= args.vllm_gpu_memory_utilization != type(args).vllm_gpu_memory_utilization
+        self._sizes_cache = has_engine and self.is_limit and not is_set
+        try:
+            self.ledger = _plan(
+                model,
+                args,
+                peft_config,
+                quantization_config,
+                optimizer,
+                options,
+                adapter_dtype=adapter_dtype,
+                shared=shared and not baked,
+                baked=baked,
+                has_engine=has_engine,
+                gpu_memory_gib=limit,
+                device="cuda" if on_gpu else "cpu",
+            )
+        except Exception as error:
+            # Whatever is wrong with the model is said better where it is loaded.
+            if not isinstance(gpu_memory, str):
+                raise
+            self.reason = f"{type(error).__name__}: {error}"
+            logger.info("the memory of this run was not planned: %s", self.reason)
+            return
+        logger.info("memory of this run:\n%s", self.ledger)
+        if not isinstance(gpu_memory, str):
+            self.ledger.raise_if_too_big()
+        elif not self.ledger.fits:
+            ways = "; ".join(f"{s.advice} saves {s.nbytes / GIB:.2f} GiB" for s in self.ledger.savings()[:4])
+            logger.warning(
+                "the run may not fit: its peak is estimated at %.2f GiB, and %.2f GiB are free. Lower one of these: %s",
+                self.ledger.least_bytes / GIB,
+                limit,
+                ways,
+            )
+
+    def engine_options(self) -> dict[str, Any]:
+        """The size of the KV cache, where a limit is known and nothing else says it: what the optimizer step leaves."""
+        if self.ledger is None or not self._sizes_cache:
+            return {}
+        return {"kv_cache_gib": self.ledger.cache_gib}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the run directory."""
+        return {"reason": self.reason} if self.ledger is None else self.ledger.as_dict()
+
+
+def _limit(gpu_memory: str | float, on_gpu: bool) -> float | None:
+    """GiB that the run may hold; `None` for no limit."""
+    if gpu_memory == "auto":
+        return torch.cuda.mem_get_info()[0] / GIB if on_gpu else None
+    if isinstance(gpu_memory, bool) or not isinstance(gpu_memory, int | float) or not gpu_memory > 0:
+        raise ConfigConflictError(
+            f"reading the arguments: gpu_memory={gpu_memory!r} is neither 'auto' nor a number of GiB above 0."
+        )
+    if on_gpu:
+        total = torch.cuda.mem_get_info()[1] / GIB
+        if gpu_memory > total:
+            raise ConfigConflictError(
+                f"reading the arguments: gpu_memory={gpu_memory} > {total:.1f} GiB, which the card has. Lower it, or use 'auto'."
+            )
+    return float(gpu_memory)
+
+
+def _plan(
+    model: Any,
+    args: GRPOConfig,
+    peft_config: Any,
+    quantization_config: Any,
+    optimizer: Any,
+    options: dict[str, Any],
+    **request: Any,
+) -> MemoryLedger:
+    is_path = isinstance(model, str | os.PathLike)
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    trust = args.trust_remote_code
+    config = read_config(model, trust_remote_code=trust) if is_path else bare.config
+    positions = int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
+    admitted = options.get("max_model_length") or options.get("max_model_len") or positions
+    length = args.max_completion_length + ASSUMED_PROMPT
+    if args.vllm_max_model_length:
+        length = admitted
+    return plan_memory(
+        config,
+        lora=peft_config,
+        adapter=trained_shapes(model) if peft_config is None else None,
+        spec=_spec(model, args, quantization_config) if is_path else spec_of(bare),
+        max_length=min(length, admitted) if admitted else length,
+        engine_length=admitted or None,
+        batch_size=args.per_device_train_batch_size,
+        sequences=options["max_num_seqs"],
+        optimizer=_optimizer_name(args, optimizer),
+        gradient_checkpointing=args.gradient_checkpointing,
+        sleeps=bool(options["enable_sleep"]) and request["device"] == "cuda",
+        cache_dtype=str(options.get("kv_cache_dtype", "auto")),
+        kv_cache_gib=_cache_gib(options),
+        **request,
+    )
+
+
+def _cache_gib(options: dict[str, Any]) -> float | None:
+    if "kv_cache_memory_bytes" in options:
+        return options["kv_cache_memory_bytes"] / GIB
+    return options.get("kv_cache_gib")
+
+
+def _spec(model: str | os.PathLike[str], args: GRPOConfig, quantization_config: Any) -> QuantSpec:
+    """How the base of a name or path will be held."""
+    if os.path.isfile(os.path.join(model, MANIFEST)):
+        return stored_spec(model)
+    init = args.model_init_kwargs or {}
+    return spec_from_config(quantization_config or init.get("quantization_config"), init.get("dtype"))
+
+
+def _optimizer_name(args: GRPOConfig, optimizer: Any) -> str:
+    if optimizer is None:
+        return str(getattr(args.optim, "value", args.optim))
+    name = type(optimizer).__name__
+    return {"AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd"}.get(name, name)

@@ -1,0 +1,91 @@
+"""Logprobs and entropies of the drawn tokens, in tiles that are small on every device.
+
+TRL 1.16 never holds logits of B x T x V: it multiplies the hidden states with the output head in tiles of 4096 tokens x 32768
+words (`trl.kernels.ChunkedLogProbFunction`). With Triton a tile is 256 MiB in bf16 and worked on in place. Without Triton, on
+the CPU, it is worked on as whole float32 tensors: a tile takes gigabytes, and a batch below 4096 tokens is not cut at all.
+Prompt and padding are scored there too. So where there is no Triton the same function of TRL is called on fewer tokens at a
+time, and only on those that count. Where there is, TRL's own way stays.
+
+Letters: N scored tokens, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+from trl.kernels import ChunkedLogProbFunction
+from trl.trainer.utils import FusedCausalLMOutput
+
+from qlora_rl.ledger.lines import HEAD_VOCABULARY, SMALL_TILE
+
+# A tile of 128 x 32768 float32 is 16 MiB.
+TOKENS, WORDS = SMALL_TILE, HEAD_VOCABULARY
+# Fields of a config by which some models scale their logits; TRL knows what each means.
+_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+
+
+def use_small_tiles(model: Any, temperature: float) -> bool:
+    """Have `model(..., fused_lm_head=True)` score in small tiles; all other calls stay as they are.
+
+    Args:
+        model: the bare transformers model, to which TRL has given its fused head.
+        temperature: that logits are divided by.
+
+    Returns:
+        Whether it was done: not for a model that scales its logits, nor on a device with Triton, where TRL's tiles do.
+    """
+    text = model.config.get_text_config()
+    device = model.get_output_embeddings().weight.device
+    if device.type in ("cuda", "xpu") or any(getattr(text, name, None) is not None for name in _SCALES):
+        return False
+    of_trl = model.forward
+    softcap = getattr(text, "final_logit_softcapping", None)
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
+        is_special = kwargs.get("shift_labels") is not None or kwargs.get("output_router_logits")
+        if not fused_lm_head or is_special:
+            if fused_lm_head:
+                kwargs["fused_lm_head"] = True
+            return of_trl(*args, labels=labels, **kwargs) if labels is not None else of_trl(*args, **kwargs)
+        count = kwargs.pop("num_items_in_batch", None)
+        kwargs["use_cache"] = False
+        hidden_BTH = self.base_model(*args, **kwargs).last_hidden_state[:, :-1]
+        wanted_BT = labels[:, 1:] != -100
+        head = self.get_output_embeddings()
+        logprobs, entropy = score(
+            hidden_BTH[wanted_BT], head.weight, head.bias, labels[:, 1:][wanted_BT], temperature, softcap
+        )
+
+        def spread(values_N: torch.Tensor) -> torch.Tensor:
+            # Stays connected to the model where nothing is scored at all.
+            return values_N.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT, values_N)
+
+        loss = -logprobs.sum() / (wanted_BT.sum().clamp(min=1) if count is None else count)
+        return FusedCausalLMOutput(loss=loss, log_probs=spread(logprobs), entropy=spread(entropy), label_mask=wanted_BT)
+
+    model.forward = types.MethodType(forward, model)
+    return True
+
+
+def score(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_N: torch.Tensor,
+    temperature: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs of `targets_N` and entropies, float32 [N] each, with at most TOKENS x WORDS logits at a time."""
+    words = min(WORDS, weight_VH.shape[0])
+    parts = [
+        ChunkedLogProbFunction.apply(
+            hidden, weight_VH, bias_V, targets, temperature, words, softcap, 1.0, ("entropy",)
+        )[:2]
+        for hidden, targets in zip(hidden_NH.split(TOKENS), targets_N.split(TOKENS), strict=True)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)

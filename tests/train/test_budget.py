@@ -1,0 +1,131 @@
+"""`gpu_memory=`: planned and logged before anything is loaded, refused where it cannot be kept, written down."""
+
+import json
+import logging
+
+import pytest
+
+from qlora_rl import ConfigConflictError, MemoryBudgetError, load_base
+from qlora_rl.engine.fake import FakeEngine
+from qlora_rl.ledger.plan import GIB
+
+
+@pytest.fixture
+def colocate(monkeypatch):
+    """`rollout="colocate"` without vLLM; what each engine was asked for is in the list."""
+    asked = []
+
+    def build(base, **options):
+        asked.append(options)
+        return FakeEngine(load_base(base), max_lora_rank=options["max_lora_rank"])
+
+    monkeypatch.setattr("qlora_rl.engine.local.LocalEngine", build)
+    monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", lambda: "0.31.0")
+    return asked
+
+
+def test_the_ledger_is_logged_and_written_down_before_anything_is_loaded(make_trainer, config, monkeypatch, caplog):
+    import qlora_rl.train.trainers as trainers
+
+    seen = []
+    real = trainers.resolve_model
+    monkeypatch.setattr(
+        trainers, "resolve_model", lambda *a, **k: (seen.append("memory of this run" in caplog.text), real(*a, **k))[1]
+    )
+    with caplog.at_level(logging.INFO, "qlora_rl"):
+        trainer = make_trainer(args=config(output_dir=config().output_dir + "-memory"))
+    assert seen == [True]
+    written = json.loads((trainer.run.path / "config.json").read_text())["memory"]
+    assert written["request"]["gpu_memory_gib"] is None  # no limit on the CPU
+    assert {"base, trainer", "adapter", "optimizer"} <= {line["name"] for line in written["lines"]}
+    assert not any("engine" in line["name"] for line in written["lines"])  # the engine was passed in
+
+
+def test_a_wish_that_cannot_be_kept_is_refused_before_anything_is_loaded(make_trainer, colocate, monkeypatch):
+    import qlora_rl.train.trainers as trainers
+
+    monkeypatch.setattr(trainers, "resolve_model", lambda *a, **k: pytest.fail("something was loaded"))
+    with pytest.raises(MemoryBudgetError, match=r"needs \d.\d\d GiB at its peak > gpu_memory=0.00 GiB") as caught:
+        make_trainer(rollout="colocate", gpu_memory=0.001)
+    assert "base, shared" in str(caught.value)
+    with pytest.raises(MemoryBudgetError) as caught:
+        make_trainer(rollout="colocate", gpu_memory=0.001, share_base=False)
+    assert "base, trainer" in str(caught.value)
+    assert "base, engine" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ["all", 0, -3, True, None])
+def test_a_word_that_is_no_amount_of_memory_is_refused(wrong, make_trainer):
+    with pytest.raises(ConfigConflictError, match="gpu_memory="):
+        make_trainer(gpu_memory=wrong)
+
+
+def test_the_kv_cache_gets_what_the_step_leaves_and_no_more_than_is_drawn_at_once(make_trainer, config, colocate):
+    trainer = make_trainer(rollout="colocate", gpu_memory=2.0, args=config(vllm_max_model_length=64))
+    ledger = trainer.memory.ledger
+    assert ledger.fits
+    assert colocate[0]["kv_cache_gib"] == ledger.cache_gib
+    assert ledger.cache_sequences >= 4  # the batch
+    # Two layers, two key heads of 32: 512 bytes a token; 4 sequences of one block of 128, and one block.
+    assert ledger.cache_bytes == 512 * 128 * 5
+    tight = (ledger.held_bytes + max(ledger.step_bytes, ledger.rollout_bytes) + 512 * 128 * 3) / GIB
+    other = make_trainer(
+        rollout="colocate",
+        gpu_memory=tight,
+        args=config(vllm_max_model_length=64, output_dir=config().output_dir + "-2"),
+    )
+    assert other.memory.ledger.cache_sequences == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {"kv_cache_gib": 0.5}),
+        ({}, {"gpu_memory_utilization": 0.5}),
+        ({"vllm_gpu_memory_utilization": 0.5}, {}),
+    ],
+)
+def test_a_kv_cache_of_the_users_own_stays_his(fields, options, make_trainer, config, colocate):
+    make_trainer(rollout="colocate", gpu_memory=2.0, engine_options=options, args=config(**fields))
+    assert colocate[0].get("kv_cache_gib") == options.get("kv_cache_gib")
+
+
+def test_on_the_cpu_auto_sets_no_limit(make_trainer, colocate):
+    trainer = make_trainer(rollout="colocate")
+    assert trainer.memory.ledger.fits
+    assert "kv_cache_gib" not in colocate[0]
+
+
+def test_a_peft_model_is_counted_as_it_is(make_trainer, base, config):
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        load_base(base), LoraConfig(r=4, target_modules=["q_proj"], rank_pattern={"layers.0.self_attn.q_proj": 2})
+    )
+    trainer = make_trainer(model=model, peft_config=None, args=config(optim="sgd"))
+    lines = {line.name: line.nbytes for line in trainer.memory.ledger.lines}
+    held = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
+    assert lines["adapter"] == held
+    assert lines["optimizer"] == 0
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters() if p.requires_grad)
+
+
+def test_the_optimizer_line_is_what_the_optimizer_holds_after_training(make_trainer):
+    trainer = make_trainer()
+    trainer.train()
+    held = sum(v.nbytes for s in trainer.optimizer.state.values() for v in s.values() if hasattr(v, "nbytes"))
+    assert next(x.nbytes for x in trainer.memory.ledger.lines if x.name == "optimizer") == held
+
+
+def test_a_run_that_cannot_be_planned_says_why_and_goes_on(make_trainer, monkeypatch):
+    import qlora_rl.train.budget as budget
+
+    def fail(*args, **kwargs):
+        raise ConfigConflictError("no such shape")
+
+    monkeypatch.setattr(budget, "plan_memory", fail)
+    trainer = make_trainer()
+    assert trainer.memory.as_dict() == {"reason": "ConfigConflictError: no such shape"}
+    with pytest.raises(ConfigConflictError, match="no such shape"):
+        make_trainer(gpu_memory=2.0)

@@ -1,0 +1,115 @@
+"""Logprobs in small tiles: TRL's own numbers, on the tokens that count."""
+
+import pytest
+import torch
+from support import randomise
+from trl.trainer.utils import add_fused_lm_head
+
+from qlora_rl.train import logprobs
+
+
+def tokens(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(count, 32, generator=generator, dtype=torch.bfloat16)
+    weight = torch.randn(1000, 32, generator=generator, dtype=torch.bfloat16) * 0.3
+    return hidden, weight, torch.randint(0, 1000, (count,), generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("count", [1, 127, 128, 129, 300])
+def test_tiles_give_what_full_logits_give(dtype, softcap, count):
+    hidden, weight, targets = tokens(count)
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype)
+    ours, entropy = logprobs.score(hidden, weight, None, targets, 0.7, softcap)
+    ours.sum().backward()
+    exact = hidden.detach().double().requires_grad_()
+    logits = exact @ weight.double().T
+    logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) / 0.7
+    all_logprobs = logits.log_softmax(-1)
+    theirs = all_logprobs.gather(1, targets[:, None])[:, 0]
+    theirs.sum().backward()
+    # bf16 logits of size 10 are rounded by up to 0.03, divided by a temperature of 0.7; float32 ones by 1e-6.
+    bound = {torch.float32: 1e-4, torch.bfloat16: 0.06}[dtype]
+    assert (ours.double() - theirs).abs().max() < bound
+    assert (entropy.double() + (all_logprobs.exp() * all_logprobs).sum(-1)).abs().max() < bound
+    assert (hidden.grad.double() - exact.grad).abs().max() < bound
+
+
+def trained(trainer, loss):
+    trainer.model.zero_grad()
+    trainer.accelerator.backward(loss)
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def batch(trainer, prompt=5, completion=7):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 60, (4, prompt + completion), generator=generator)
+    prompt_mask, completion_mask = torch.ones(4, prompt, dtype=torch.long), torch.ones(4, completion, dtype=torch.long)
+    prompt_mask[0, :2], completion_mask[1, 4:] = 0, 0
+    return {
+        "prompt_ids": ids[:, :prompt],
+        "prompt_mask": prompt_mask,
+        "completion_ids": ids[:, prompt:],
+        "completion_mask": completion_mask,
+        "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5]),
+        "num_items_in_batch": completion_mask.sum(),
+        "importance_sampling_ratio": torch.rand(4, completion, generator=generator) + 0.5,
+    }
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_loss_and_gradients_are_those_of_trls_tiles(checkpointing, make_trainer, config, monkeypatch, tmp_path):
+    """Every row of a product is the same sum; only a matrix product of fewer rows may add in another order."""
+    found = []
+    for name, small in (("ours", True), ("trl", False)):
+        if not small:
+            monkeypatch.setattr("qlora_rl.train.trainers.use_small_tiles", lambda *_: False)
+        args = config(output_dir=str(tmp_path / name), gradient_checkpointing=checkpointing, temperature=0.8, seed=3)
+        trainer = make_trainer(args=args)
+        assert ("logprobs" in trainer.model.get_base_model().forward.__code__.co_filename) == small
+        randomise(trainer.model)
+        trainer.model.train()
+        if checkpointing:
+            trainer.model.gradient_checkpointing_enable()  # transformers does it in train()
+        trainer.current_gradient_accumulation_steps = 1  # transformers sets it in train()
+        loss = trainer._compute_loss(trainer.model, batch(trainer))
+        found.append((loss.detach(), trained(trainer, loss)))
+    (ours, our_gradients), (theirs, their_gradients) = found
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert our_gradients.keys() == their_gradients.keys()
+    assert any(g.abs().max() > 0 for g in our_gradients.values())
+    for name, gradient in our_gradients.items():
+        # Gradients of hidden states are rounded to bf16 (2^-8) on their way.
+        torch.testing.assert_close(gradient, their_gradients[name], rtol=2**-6, atol=1e-6)
+
+
+def test_a_call_without_the_fused_head_is_the_models_own(adapted):
+    bare = adapted.get_base_model()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        before = bare(ids, labels=ids)
+        add_fused_lm_head(bare)
+        assert logprobs.use_small_tiles(bare, 1.0)
+        after = bare(ids, labels=ids)
+    assert torch.equal(before.logits, after.logits)
+    assert torch.equal(before.loss, after.loss)
+
+
+def test_a_batch_in_which_nothing_counts_gives_a_zero_that_can_be_differentiated(adapted):
+    bare = adapted.get_base_model()
+    add_fused_lm_head(bare)
+    logprobs.use_small_tiles(bare, 1.0)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    out = bare(input_ids=ids, labels=torch.full_like(ids, -100), fused_lm_head=True)
+    assert torch.equal(out.log_probs, torch.zeros(1, 3))
+    out.log_probs.sum().backward()
+
+
+def test_a_model_that_scales_its_logits_keeps_trls_way(adapted):
+    bare = adapted.get_base_model()
+    bare.config.logit_scale = 0.5
+    try:
+        assert not logprobs.use_small_tiles(bare, 1.0)
+    finally:
+        del bare.config.logit_scale

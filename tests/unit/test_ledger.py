@@ -1,0 +1,413 @@
+"""The memory ledger: against tensors that are really there, and as a table of decisions."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support import ARCHITECTURES, make_model
+
+from qlora_rl import ConfigConflictError, MemoryBudgetError, QuantSpec, load_base, plan_memory, prepare_base
+from qlora_rl.cli import main
+from qlora_rl.ledger import lines as count
+from qlora_rl.ledger.plan import MemoryRequest, largest_length
+from qlora_rl.ledger.shape import Cache, read_config, read_shape
+
+GIB = 2**30
+SPECS = {
+    "nf4-dq": {},
+    "nf4": {"double_quant": False},
+    "fp4-dq-128": {"quant": "fp4", "blocksize": 128},
+    "skip": {"skip_modules": ["down_proj"]},
+    "bf16": {"quant": "none"},
+    "float32": {"quant": "none", "compute_dtype": "float32"},
+}
+
+
+def known(name):
+    """Public shapes, and the public totals of their parameters."""
+    import transformers
+
+    shapes = {
+        "Qwen2.5-0.5B": (
+            transformers.Qwen2Config(
+                vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+                num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32_768,
+            ),
+            494_032_768,
+        ),
+        "Qwen3-8B": (
+            transformers.Qwen3Config(
+                vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36,
+                num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+                max_position_embeddings=40_960,
+            ),
+            8_190_735_360,
+        ),
+        "Llama-3.1-8B": (
+            transformers.LlamaConfig(
+                vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
+                num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=False,
+                max_position_embeddings=131_072,
+            ),
+            8_030_261_248,
+        ),
+        "Qwen3-30B-A3B": (
+            transformers.Qwen3MoeConfig(
+                vocab_size=151_936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+                num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+                num_experts_per_tok=8, tie_word_embeddings=False, max_position_embeddings=40_960,
+            ),
+            30_532_122_624,
+        ),
+    }  # fmt: skip
+    return shapes[name]
+
+
+def storages(model):
+    """Bytes of all tensors that a model holds, quantisation states included; shared storages once."""
+    seen, tensors = {}, []
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensors.append(tensor)
+        state = getattr(tensor, "quant_state", None)
+        while state is not None:
+            tensors += [v for v in vars(state).values() if isinstance(v, torch.Tensor)]
+            state = getattr(state, "state2", None)
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
+
+
+# --- against what is there ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("architecture", ["qwen3", "llama-bias", "gemma"])
+def test_the_base_takes_exactly_what_the_ledger_says(tmp_path, architecture, spec):
+    source = make_model(tmp_path / "model", architecture=architecture, tied=architecture != "llama-bias")
+    base = prepare_base(source, out=tmp_path / "base", **SPECS[spec])
+    shape = read_shape(read_config(base.path))
+    assert count.trainer_base(shape, base.spec) == storages(load_base(base))
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_a_base_of_every_architecture_is_counted_exactly(tmp_path, architecture):
+    base = prepare_base(make_model(tmp_path / "model", architecture=architecture), out=tmp_path / "base")
+    assert count.trainer_base(read_shape(read_config(base.path)), base.spec) == storages(load_base(base))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"], r".*\.1\..*v_proj", None])
+def test_the_adapter_takes_exactly_what_the_ledger_says(base, targets):
+    config = LoraConfig(r=8, target_modules=targets, rank_pattern={"q_proj": 4}, exclude_modules=["o_proj"])
+    model = get_peft_model(load_base(base), config)
+    ledger = plan_memory(read_config(base.path), lora=config)
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    assert dict(ledger.adapter) == trained
+    held = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert count.adapter_bytes(ledger.adapter, 4) == 4 * held
+
+
+@pytest.mark.parametrize(
+    "optim",
+    ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adamw_8bit", "lion_32bit", "lion_8bit",
+     "ademamix", "ademamix_8bit", "paged_adamw_32bit", "rmsprop_bnb_8bit"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_optimizer_keeps_exactly_what_the_ledger_says(tmp_path, optim, dtype):
+    from transformers import Trainer, TrainingArguments
+
+    # Both sides of the size from which bitsandbytes keeps 8 bits.
+    shapes = {"a.lora_A.default.weight": (16, 300), "a.lora_B.default.weight": (64, 16)}
+    kind = getattr(torch, dtype)
+    parameters = [torch.nn.Parameter(torch.randn(s).to(kind)) for s in shapes.values()]
+    args = TrainingArguments(output_dir=str(tmp_path), optim=optim, use_cpu=not torch.cuda.is_available())
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    optimizer = optimizer_class(parameters, **options)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    held = {}
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    assert count.optimizer_bytes(shapes, kind.itemsize, optim) == sum(held.values())
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_a_layer_keeps_what_the_ledger_says(tmp_path, architecture, targets):
+    """Within 2 % of a tiny model: the ledger leaves out a few float32 numbers for each token (one for a norm, one for a head)."""
+    source = make_model(tmp_path / "model", architecture=architecture)
+    base = prepare_base(source, out=tmp_path / "base")
+    model = get_peft_model(load_base(base), LoraConfig(r=8, target_modules=targets)).train()
+    shape = read_shape(read_config(base.path))
+    batch, length = 2, 47  # a number of tokens that divides no weight
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if tensor.shape[-2:] != (length, length):  # masks are a line of their own
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor.numel(), tensor)
+        return tensor
+
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[0, :5] = 0
+    ids = torch.randint(3, 60, (batch, length))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+        out = model.get_base_model().model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    assert out.requires_grad
+    measured = sum(size for size, numel, _ in kept.values() if numel % (batch * length) == 0) / (batch * length)
+    adapter = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    layer = count.layer_activations(shape, base.spec, adapter, "cpu", padded=True)
+    last = 4 * shape.hidden  # the last norm in float32
+    assert measured == pytest.approx(shape.layers * layer + last, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-8B", "Llama-3.1-8B", "Qwen3-30B-A3B"])
+def test_the_parameters_of_public_models_are_counted_right(name):
+    config, parameters = known(name)
+    assert read_shape(config).parameters == parameters
+
+
+# --- the arithmetic -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "nbytes"),
+    [
+        # codes + one float32 for 64 weights + 16 values
+        ((128, 64), QuantSpec(double_quant=False), 4096 + 4 * 128 + 64),
+        # codes + one byte for 64 weights + a float32 for 256 of those + tables of 256 and 16 + offset
+        ((128, 64), QuantSpec(), 4096 + 128 + 4 + 1028 + 64),
+        ((512, 64), QuantSpec(blocksize=128), 16384 + 256 + 4 + 1028 + 64),
+        # every expert is a weight of its own
+        ((3, 128, 64), QuantSpec(double_quant=False), 3 * (4096 + 4 * 128 + 64)),
+    ],
+)
+def test_a_4bit_weight_is_codes_scales_and_tables(shape, spec, nbytes):
+    assert count.weight_bytes(shape, spec, nested=spec.double_quant) == nbytes
+
+
+def test_the_kv_cache_of_qwen3_8b_takes_144_kib_a_token():
+    shape = read_shape(known("Qwen3-8B")[0])
+    assert 2 * shape.cache_elements(1) == 144 * 1024
+    ledger = plan_memory(known("Qwen3-8B")[0], max_length=4096, sequences=8)
+    assert ledger.cache_bytes == 144 * 1024 * (8 * 4096 + 16)
+    assert (ledger.cache_sequences, ledger.cache_tokens) == (8, 8 * 4096)
+
+
+def test_sliding_windows_and_layers_without_a_cache_are_counted_as_such():
+    from transformers import Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        num_hidden_layers=6,
+        sliding_window=512,
+        hidden_size=256,
+        head_dim=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    shape = read_shape(config)
+    assert [c.window for c in shape.caches] == [512] * 5 + [None]
+    assert shape.caches[0].elements == 2 * 2 * 64
+    assert shape.cache_elements(4096) == 256 * (5 * 512 + 4096)
+    assert Cache(10).window is None
+
+
+def test_what_cannot_be_at_once_is_not_added():
+    """The head's tile and a layer's work take turns, and so do step and rollout."""
+    ledger = plan_memory(known("Qwen2.5-0.5B")[0], max_length=1024)
+    parts = {when: sum(x.nbytes for x in ledger.lines if x.when == when) for when in count.WHEN}
+    step = parts["step"] + max(parts["layer"], parts["head"])
+    assert ledger.peak_bytes == parts["always"] + ledger.cache_bytes + max(step, parts["rollout"])
+    asleep = plan_memory(known("Qwen2.5-0.5B")[0], max_length=1024, sleeps=True)
+    assert asleep.peak_bytes == parts["always"] + max(step, parts["rollout"] + ledger.cache_bytes)
+
+
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [
+        ({"shared": False}, {"base, trainer", "base, engine"}),
+        (
+            {"gradient_checkpointing": False},
+            {"activations", "one layer's work", "attention masks", "attention mask of a layer"},
+        ),
+        ({"optimizer": "adamw_8bit"}, {"optimizer"}),
+        ({"chunked_logits": False}, {"logits"}),
+        ({"adapter_dtype": "bfloat16"}, {"adapter", "gradients", "optimizer", "adapter, autocast"}),
+        (
+            {"rank": 32},
+            {"adapter", "adapter, engine", "adapter, autocast", "gradients", "optimizer", "one layer's work"},
+        ),
+        (
+            {"batch_size": 4},
+            {"activations", "one layer's work", "attention masks", "attention mask of a layer", "logits"},
+        ),
+        ({"padded": False}, {"attention masks", "attention mask of a layer", "one layer's work"}),
+        ({"spec": QuantSpec("none")}, {"base, shared", "one dequantised weight", "rollout"}),
+    ],
+)
+def test_a_setting_changes_its_own_lines_and_no_others(change, lines):
+    config = known("Qwen2.5-0.5B")[0]
+    before = {line.name: line.nbytes for line in plan_memory(config).lines}
+    after = {line.name: line.nbytes for line in plan_memory(config, **change).lines}
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert changed - {"base, shared"} == lines - {"base, shared"}
+
+
+def test_two_bases_take_more_than_one_and_full_logits_more_than_tiles():
+    config = known("Qwen3-8B")[0]
+    one, two = plan_memory(config), plan_memory(config, shared=False)
+    trainer = next(line for line in two.lines if line.name == "base, trainer")
+    # What is saved is the trainer's base but for its few buffers.
+    assert 0.99 < (two.peak_bytes - one.peak_bytes) / trainer.nbytes < 1
+    full = plan_memory(config, chunked_logits=False)
+    head = {x.when: x.nbytes for x in full.lines if x.name == "logits"}["head"]
+    assert head > 8 * 2048 * 151_936 * 12
+
+
+# --- the verdict ----------------------------------------------------------------------------------------------------
+
+
+def test_what_fits_is_not_refused_and_the_kv_cache_gets_what_is_left():
+    config = known("Qwen3-8B")[0]
+    roomy = plan_memory(config, batch_size=1, sequences=64, max_length=4096, gpu_memory_gib=24)
+    roomy.raise_if_too_big()
+    assert roomy.fits
+    assert 1 <= roomy.cache_sequences < 64
+    assert roomy.peak_bytes == roomy.budget_bytes
+    few = plan_memory(config, batch_size=1, sequences=2, max_length=4096, gpu_memory_gib=24)
+    assert few.cache_sequences == 2  # no more than is asked for at once
+    assert few.peak_bytes < few.budget_bytes
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers_and_what_to_lower():
+    ledger = plan_memory(
+        known("Qwen3-8B")[0], max_length=4096, gpu_memory_gib=16, gradient_checkpointing=False, shared=False
+    )
+    assert not ledger.fits
+    with pytest.raises(MemoryBudgetError) as caught:
+        ledger.raise_if_too_big()
+    text = str(caught.value)
+    assert "> gpu_memory=16.00 GiB" in text
+    assert "base, trainer" in text
+    for knob in ("per_device_train_batch_size=4", "gradient_checkpointing=True", "max_length=2048", "one base for",
+                 "optim='adamw_8bit'", "rank 8"):  # fmt: skip
+        assert knob in text, knob
+    saved = [saving.nbytes for saving in ledger.savings()]
+    assert saved == sorted(saved, reverse=True)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_saving_is_what_the_change_really_saves():
+    ledger = plan_memory(known("Qwen3-8B")[0], max_length=4096, gpu_memory_gib=16)
+    found = {s.advice.split(" (")[0]: s for s in ledger.savings()}
+    smaller = plan_memory(known("Qwen3-8B")[0], max_length=4096, gpu_memory_gib=16, batch_size=4)
+    saving = found["per_device_train_batch_size=4"]
+    assert saving.nbytes == ledger.least_bytes - smaller.least_bytes
+    assert saving.is_enough == smaller.fits
+    lower = plan_memory(known("Qwen3-8B")[0], max_length=4096, gpu_memory_gib=16, rank=8)
+    assert found["rank 8"].nbytes == ledger.least_bytes - lower.least_bytes
+
+
+def test_the_largest_length_fits_and_the_next_one_does_not():
+    ledger = plan_memory(known("Qwen3-8B")[0], gpu_memory_gib=16, batch_size=1)
+    longest = largest_length(ledger)
+    assert plan_memory(known("Qwen3-8B")[0], gpu_memory_gib=16, batch_size=1, max_length=longest).fits
+    assert not plan_memory(known("Qwen3-8B")[0], gpu_memory_gib=16, batch_size=1, max_length=longest + 64).fits
+    assert largest_length(plan_memory(known("Qwen3-8B")[0], gpu_memory_gib=4)) == 0
+
+
+def test_a_kv_cache_that_holds_no_whole_sequence_is_refused():
+    ledger = plan_memory(known("Qwen3-8B")[0], max_length=4096, kv_cache_gib=0.25)
+    with pytest.raises(MemoryBudgetError, match=r"kv_cache_gib=0.25 < 0.56\d GiB, which one sequence"):
+        ledger.raise_if_too_big()
+
+
+def test_without_a_budget_everything_fits():
+    ledger = plan_memory(known("Qwen3-8B")[0], max_length=40_960, batch_size=64, gradient_checkpointing=False)
+    ledger.raise_if_too_big()
+    assert ledger.fits
+    assert "gpu_memory" not in str(ledger)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_length": 0}, "max_length=0 must be above 0"),
+        ({"gpu_memory_gib": -1.0}, "gpu_memory_gib=-1.0 must be above 0"),
+        ({"device": "tpu"}, "device='tpu' is neither"),
+        ({"target_modules": ["nothing_like_it"]}, "counting the adapter: Target modules"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_named(wrong, words):
+    with pytest.raises(ConfigConflictError, match=words):
+        plan_memory(known("Qwen2.5-0.5B")[0], **wrong)
+
+
+def test_an_optimizer_that_is_not_known_is_counted_like_adamw_and_says_so():
+    line = next(x for x in plan_memory(known("Qwen2.5-0.5B")[0], optimizer="grokadamw").lines if x.name == "optimizer")
+    assert not line.is_exact
+    assert "not known here" in line.why
+    assert MemoryRequest(optimizer="grokadamw").as_dict()["optimizer"] == "grokadamw"
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config_json(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(known("Qwen3-8B")[0].to_json_string())
+    return str(file)
+
+
+def test_plan_prints_the_ledger_and_ends_with_0_when_it_fits(config_json, capsys):
+    arguments = ["plan", config_json, "--gpu-memory", "24", "--max-length", "4096", "--batch-size", "1"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    for words in ("fits: ", "base, shared", "KV cache", "8.19e9 parameters as nf4-dq-64", "longest --max-length"):
+        assert words in out, words
+
+
+def test_plan_ends_with_3_and_says_what_to_lower_when_it_does_not_fit(config_json, capsys):
+    assert main(["plan", config_json, "--gpu-memory", "12", "--two-copies"]) == 3
+    out = capsys.readouterr().out
+    assert "does not fit" in out
+    assert "per_device_train_batch_size=4" in out
+    assert "one base for trainer and engine" in out
+
+
+def test_plan_as_json_holds_every_line(config_json, capsys):
+    options = ["--quant", "fp4", "--no-double-quant", "--rank", "32", "--target-modules", "q_proj", "v_proj"]
+    options += ["--optim", "adamw_8bit", "--no-gradient-checkpointing", "--num-generations", "4", "--sleep"]
+    assert main(["plan", config_json, "--json", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    request = found["request"]
+    assert (request["optimizer"], request["sequences"], request["sleeps"]) == ("adamw_8bit", 8, True)
+    assert request["spec"]["quant_type"] == "fp4"
+    assert not request["spec"]["double_quant"]
+    assert not request["gradient_checkpointing"]
+    assert {"base, shared", "optimizer", "activations"} <= {line["name"] for line in found["lines"]}
+    assert found["longest_max_length"] is None  # nothing limits it
+    adapter = next(line for line in found["lines"] if line["name"] == "adapter")
+    assert adapter["nbytes"] == 4 * 36 * 32 * (4096 + 4096 + 4096 + 1024)
+
+
+def test_plan_reads_how_a_prepared_base_is_held(tmp_path, capsys):
+    base = prepare_base(make_model(tmp_path / "model"), "fp4", out=tmp_path / "base", skip_modules=["down_proj"])
+    assert main(["plan", str(base), "--json", "--max-length", "64"]) == 0
+    spec = json.loads(capsys.readouterr().out)["request"]["spec"]
+    assert spec["quant_type"] == "fp4"
+    assert "down_proj" in spec["skip_modules"]
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"model_type": "clip"}', "no json"])
+def test_plan_of_what_is_no_language_model_ends_with_1_and_the_reason(tmp_path, capsys, content):
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+    assert main(["plan", str(file), "--max-length", "64"]) == 1
+    assert "reading the config" in capsys.readouterr().err
