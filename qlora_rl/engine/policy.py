@@ -1,0 +1,342 @@
+"""`ServedPolicy`: the adapter that a server serves. Runs beside vLLM's async engine; takes an adapter whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, unpack_adapter
+from qlora_rl.contracts import AdapterBundle, SamplingSpec
+from qlora_rl.engine import compat
+from qlora_rl.engine.gate import Visits
+from qlora_rl.engine.sampling import check_lengths, sampled_logprobs, sampling_params, scored_logprobs
+from qlora_rl.errors import AccessDeniedError, ConfigConflictError, SyncError, collected
+
+# Names are used again: vLLM keeps a label of each in its metrics. A name must not be held by two adapters at once.
+_NAMES = 64
+# Parts of PEFT's config that vLLM would leave out, or that are no plain LoRA.
+_REFUSED_CONFIG = ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save", "layer_replication")
+
+
+@dataclass(frozen=True)
+class Held:
+    """An adapter that serves, or has.
+
+    Attributes:
+        number: of its push; grows.
+        version: that the trainer gave it.
+        digest: of the bytes that brought it.
+        request: vLLM's LoRARequest.
+        directory: where vLLM may read it again.
+    """
+
+    number: int
+    version: int
+    digest: str
+    request: Any
+    directory: Path
+
+    @property
+    def salt(self) -> str:
+        """Part of the prefix-cache key of its requests."""
+        return f"policy-{self.number}"
+
+
+class ServedPolicy:
+    """Takes, serves and drops adapters.
+
+    Args:
+        engine: vLLM's AsyncLLM.
+        names: vLLM's table of model names, in which the policy is "policy"; or any dict.
+        store: where adapters lie for vLLM.
+        sizes: [I, O] of every linear that can be adapted.
+        max_rank: largest R.
+        max_length: prompt plus completion, in tokens.
+        visits: which requests are inside.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        names: dict[str, Any],
+        store: AdapterStore,
+        sizes: Mapping[str, Sequence[int]],
+        max_rank: int,
+        max_length: int,
+        visits: Visits,
+    ):
+        self.engine, self.names, self.store, self.visits = engine, names, store, visits
+        self.sizes, self.max_rank, self.max_length = sizes, max_rank, max_length
+        self.held: Held | None = None
+        self.pushes = 0
+        self.seconds = self.nbytes = 0.0
+        self._kept: list[Held] = []
+        self._lock = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        """That serves; 0 is the bare base."""
+        return self.held.version if self.held else 0
+
+    @property
+    def digest(self) -> str:
+        """Of the bytes that serve; empty for the bare base."""
+        return self.held.digest if self.held else ""
+
+    async def push(self, blob: bytes, version: int, digest: str) -> bool:
+        """Serve the adapter in the blob from the next request on; a repeated push changes nothing.
+
+        Returns:
+            It was not there already.
+
+        Raises:
+            SyncError: it was damaged on the way, does not fit, or cannot be kept; what served goes on serving.
+        """
+        found = await asyncio.to_thread(lambda: hashlib.sha256(blob).hexdigest())
+        if found != digest:
+            raise SyncError(
+                f"taking adapter version={version}: its {len(blob)} bytes have digest={found[:16]} != digest={digest[:16]} of what was "
+                f"sent. They were damaged on the way; send it again. Version {self.version} goes on serving."
+            )
+        return await self._take(await asyncio.to_thread(unpack_adapter, blob), version, digest)
+
+    async def load(self, path: str, version: int, max_bytes: int) -> bool:
+        """Serve a PEFT directory that lies under the adapter directory; its files are read once and copied.
+
+        Raises:
+            AccessDeniedError: the path leads out of the adapter directory.
+            SyncError: as with `push`.
+        """
+        bundle, digest = await asyncio.to_thread(read_allowed, self.store.root.parent, path, max_bytes)
+        return await self._take(bundle, version, digest)
+
+    async def _take(self, bundle: AdapterBundle, version: int, digest: str) -> bool:
+        if version < 1:
+            raise SyncError(f"taking adapter version={version}: versions begin with 1; 0 is the bare base.")
+        reasons = await asyncio.to_thread(misfits, bundle, self.sizes, self.max_rank)
+        if reasons:
+            doing = f"taking adapter version={version}, version {self.version} goes on serving"
+            raise collected(doing, reasons, SyncError)
+        async with self._lock:
+            if self.held is not None and (self.held.version, self.held.digest) == (version, digest):
+                return False
+            started = time.perf_counter()
+            number = self.pushes + 1
+            directory = await asyncio.to_thread(self.store.publish, bundle, version)
+            self.pushes = number
+            from vllm.lora.request import LoRARequest
+
+            request = LoRARequest(f"policy-{number % _NAMES}", number, str(directory))
+            try:
+                await self.engine.add_lora(request)
+            except BaseException as error:
+                with contextlib.suppress(Exception):
+                    await self.engine.remove_lora(number)
+                self.store.withdraw(directory)
+                if not isinstance(error, Exception):
+                    raise
+                raise SyncError(
+                    f"taking adapter version={version}: vLLM refuses it: {error}. Version {self.version} goes on serving."
+                ) from error
+            self.held = Held(number, version, digest, request, directory)
+            self.names["policy"] = request
+            self.visits.current = number
+            self._kept.append(self.held)
+            self._retire()
+            self.seconds, self.nbytes = time.perf_counter() - started, float(bundle.nbytes)
+            return True
+
+    async def drop(self) -> None:
+        """Serve the bare base as version 0."""
+        async with self._lock:
+            held, self.held = self.held, None
+            self.names.pop("policy", None)
+            if held is not None:
+                self.pushes += 1
+                self.visits.current = self.pushes
+
+    def _retire(self) -> None:
+        """Remove what no request inside may name, but for the version before the newest."""
+        oldest = self.visits.oldest()
+        while len(self._kept) > 2 and self._kept[1].number <= oldest:
+            self.store.withdraw(self._kept.pop(0).directory)
+
+    async def holds(self, rank: int) -> dict[str, str]:
+        """Digests of what vLLM multiplies with; see `BaseExtension.qlora_held_adapter`."""
+        async with self._lock:
+            if self.held is None:
+                return {}
+            # Loads it again if requests for older ones have pushed it out of its slot.
+            await self.engine.add_lora(self.held.request)
+            return (await self.engine.collective_rpc("qlora_held_adapter", args=(self.held.number, rank)))[0]
+
+    async def generate(self, prompts: list[list[int]], sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """One completion for each of B prompts, all by the version that serves now."""
+        try:
+            spec = SamplingSpec(**sampling)
+        except TypeError as error:
+            raise ConfigConflictError(f"generating: {error}. Send the fields of SamplingSpec.") from error
+        started = time.perf_counter()
+        version, outputs = await self._run(prompts, spec)
+        drawn = [output.outputs[0] for output in outputs]
+        return {
+            "completion_ids": [list(o.token_ids) for o in drawn],
+            "logprobs": [sampled_logprobs(o) for o in drawn],
+            "version": version,
+            "seconds": time.perf_counter() - started,
+        }
+
+    async def score(self, sequences: list[list[int]], bare: bool) -> dict[str, Any]:
+        """Logprobs of every token but the first."""
+        spec = SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0})
+        version, outputs = await self._run(sequences, spec, bare=bare)
+        scored = [scored_logprobs(ids, o.prompt_logprobs) for ids, o in zip(sequences, outputs, strict=True)]
+        return {"logprobs": scored, "version": version}
+
+    async def _run(self, ids: list[list[int]], spec: SamplingSpec, *, bare: bool = False) -> tuple[int, list[Any]]:
+        check_lengths(ids, self.max_length)
+        held = None if bare else self.held
+        try:
+            params = [sampling_params(spec, i) for i in range(len(ids))]
+        except Exception as error:  # vLLM has an error type of its own for them
+            raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
+        lora, salt = (None, "base") if held is None else (held.request, held.salt)
+        call = uuid.uuid4().hex
+
+        async def one(index: int) -> Any:
+            prompt = {"prompt_token_ids": ids[index], "cache_salt": salt}
+            last = None
+            async for output in self.engine.generate(prompt, params[index], f"{call}-{index}", lora_request=lora):
+                last = output
+            return last
+
+        tasks = [asyncio.ensure_future(one(i)) for i in range(len(ids))]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        except compat.refusals() as error:  # before it ran
+            raise ConfigConflictError(f"generating: vLLM refuses a prompt: {error}") from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return (held.version if held else 0), list(outputs)
+
+
+def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank: int) -> list[str]:
+    """Why this adapter cannot be served on this base; empty when it can.
+
+    Args:
+        bundle: the adapter.
+        sizes: [I, O] of every linear that can be adapted.
+        max_rank: largest R.
+    """
+    config, tensors = bundle.config, bundle.tensors
+    reasons = [
+        f"its config has {name}={config[name]!r}, which vLLM leaves out" for name in _REFUSED_CONFIG if config.get(name)
+    ]
+    if config.get("bias", "none") != "none":
+        reasons.append(f"its config has bias={config['bias']!r}, which vLLM does not serve")
+    rank = config.get("r")
+    if not isinstance(rank, int) or not 0 < rank <= max_rank:
+        return [*reasons, f"rank={rank} is not between 1 and max_lora_rank={max_rank} of the server"]
+    expected: dict[str, tuple[int, int]] = {}
+    for name in bundle.modules:
+        if name not in sizes:
+            reasons.append(f"{name} is no linear that this server can adapt: another base?")
+            continue
+        columns, rows = sizes[name]
+        expected[f"base_model.model.{name}.lora_A.weight"] = (rank, columns)
+        expected[f"base_model.model.{name}.lora_B.weight"] = (rows, rank)
+    if not tensors:
+        reasons.append("it is empty")
+    known = {f"base_model.model.{name}.lora_{part}.weight" for name in bundle.modules for part in "AB"}
+    reasons += [f"{name} is no A or B of a plain LoRA" for name in tensors if name not in known]
+    for name, shape in expected.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            reasons.append(f"{name} is missing")
+        elif tuple(tensor.shape) != shape:
+            reasons.append(f"{name} has shape={tuple(tensor.shape)}, the server needs {shape}: another base or rank?")
+        elif tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            reasons.append(f"{name} has dtype={tensor.dtype}")
+        elif not bool(torch.isfinite(tensor).all()):
+            reasons.append(f"{name} holds NaN or infinity")
+    return reasons
+
+
+def read_allowed(root: Path, path: str, max_bytes: int) -> tuple[AdapterBundle, str]:
+    """Read an adapter's two files from a directory under `root`; no link is followed.
+
+    Returns:
+        The adapter, and a digest of both files.
+
+    Raises:
+        AccessDeniedError: the path is not under `root`, or a link is on the way.
+        SyncError: there is no adapter, or it is too large.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    asked = _resolve(root, path)
+    way = f"Put it under {root}, the adapter directory of the server."
+    parts = {}
+    for name in (WEIGHTS, CONFIG):
+        try:
+            handle = os.open(os.path.join(asked, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            kind = AccessDeniedError if os.path.islink(os.path.join(asked, name)) else SyncError
+            raise kind(f"loading an adapter: {name} in {path!r}: {error.strerror}. {way}") from error
+        with os.fdopen(handle, "rb") as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode) or about.st_size > max_bytes:
+                raise SyncError(f"loading an adapter: {name} in {path!r} is no file of at most {max_bytes} bytes.")
+            parts[name] = file.read(max_bytes + 1)
+    try:
+        bundle = AdapterBundle(load(parts[WEIGHTS]), json.loads(parts[CONFIG]))
+    except (SafetensorError, ValueError) as error:
+        raise SyncError(f"loading an adapter: {path!r}: {type(error).__name__}: {error}. Write it again.") from error
+    return bundle, hashlib.sha256(parts[WEIGHTS] + parts[CONFIG]).hexdigest()
+
+
+def _resolve(root: Path, path: str) -> str:
+    """The path, if it lies under `root` and no link is on the way.
+
+    Raises:
+        AccessDeniedError: otherwise.
+    """
+    top = os.path.realpath(root)
+    asked = os.path.normpath(os.path.join(top, path))
+    is_inside = "\0" not in path and ".." not in Path(path).parts and asked.startswith(top + os.sep)
+    if not is_inside or os.path.realpath(asked) != asked:
+        raise AccessDeniedError(
+            f"loading an adapter: {path!r} leads out of the adapter directory, or through a link. Put it under {top}, the adapter "
+            "directory of the server."
+        )
+    return asked
+
+
+def read_probe(root: Path, path: str) -> str:
+    """Digest of a small file under `root`, or nothing: does a client see the same directory?
+
+    Raises:
+        AccessDeniedError: the path is not under `root`, or a link is on the way.
+    """
+    asked = _resolve(root, path)
+    try:
+        handle = os.open(asked, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    with os.fdopen(handle, "rb") as file:
+        return hashlib.sha256(file.read(64)).hexdigest() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else ""

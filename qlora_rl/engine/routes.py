@@ -1,0 +1,260 @@
+"""The server's own routes, under `/qlora/v1`: what a trainer needs and vLLM's OpenAI server does not give.
+
+Every answer names the start of the server and the version that serves. A request that names another start is refused (412):
+after a restart nothing runs on the bare base by mistake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from qlora_rl.engine.policy import ServedPolicy, read_probe
+from qlora_rl.errors import ConfigConflictError, QloraRLError, ServerTakenError
+
+PREFIX = "/qlora/v1"
+START, SESSION = "x-qlora-start", "x-qlora-session"
+STATUS = {
+    "AccessDeniedError": 403,
+    "ConfigConflictError": 400,
+    "PromptTooLongError": 400,
+    "EngineUnsupportedError": 400,
+    "ServerTakenError": 409,
+    "SyncError": 422,
+    "EngineBrokenError": 503,
+}
+RESTARTED = 412
+GONE = 499  # the client has closed the connection; nobody reads it
+
+
+class Lease:
+    """One trainer at a time pushes.
+
+    Args:
+        idle_s: after so many seconds without a word from it, another may take its place.
+    """
+
+    def __init__(self, idle_s: float):
+        self.idle_s = idle_s
+        self._holder = ""
+        self._heard = 0.0
+
+    def hear(self, session: str) -> None:
+        """Note that the holder is alive."""
+        if session and session == self._holder:
+            self._heard = time.monotonic()
+
+    def claim(self, session: str, *, force: bool = False) -> None:
+        """Become the holder.
+
+        Raises:
+            ServerTakenError: another one is.
+        """
+        silent = time.monotonic() - self._heard
+        if self._holder and self._holder != session and silent < self.idle_s and not force:
+            raise ServerTakenError(
+                f"taking the server: another trainer holds it and was heard {silent:.0f} s ago. Start a server of your own, stop "
+                f"that trainer, wait until it has been silent for {self.idle_s:.0f} s, or take it with ServerEngine.claim(force=True)."
+            )
+        self._holder, self._heard = session, time.monotonic()
+
+    def release(self, session: str) -> None:
+        """Stop being the holder."""
+        if session == self._holder:
+            self._holder = ""
+
+
+class Api:
+    """The handlers.
+
+    Args:
+        policy: what serves.
+        about: what does not change while the server runs, for `/state`.
+        max_body_bytes: of one request.
+        lease: who may push.
+    """
+
+    def __init__(self, policy: ServedPolicy, about: dict[str, Any], max_body_bytes: int, lease: Lease):
+        self.policy, self.about, self.lease, self.max_body_bytes = policy, about, lease, max_body_bytes
+        self.start = secrets.token_hex(8)
+
+    def router(self) -> APIRouter:
+        """All of them."""
+        router = APIRouter(prefix=PREFIX, tags=["qlora-rl"])
+        for path, method, handler in (
+            ("/state", "GET", self.state),
+            ("/base", "GET", self.base),
+            ("/repair", "POST", self.repair),
+            ("/held", "GET", self.held),
+            ("/adapter", "PUT", self.push),
+            ("/adapter", "POST", self.load),
+            ("/adapter", "DELETE", self.drop),
+            ("/generate", "POST", self.generate),
+            ("/score", "POST", self.score),
+            ("/probe", "POST", self.probe),
+            ("/lease", "POST", self.claim),
+            ("/lease", "DELETE", self.release),
+        ):
+            router.add_api_route(path, self._answering(handler), methods=[method], name=handler.__name__)
+        return router
+
+    async def state(self, request: Request) -> dict[str, Any]:
+        """What the server is, and the digest of what serves."""
+        return {**self.about, "digest": self.policy.digest, "pushes": self.policy.pushes}
+
+    async def base(self, request: Request) -> dict[str, Any]:
+        """The base as vLLM holds it (`BaseFingerprint.as_dict`)."""
+        return (await self.policy.engine.collective_rpc("qlora_describe_base"))[0]
+
+    async def repair(self, request: Request) -> dict[str, Any]:
+        """Write the exact scales back; the largest relative error of each weight."""
+        return (await self.policy.engine.collective_rpc("qlora_repair_scales"))[0]
+
+    async def held(self, request: Request) -> dict[str, Any]:
+        """Digests of what vLLM multiplies with, cut to `rank`."""
+        return {"held": await self.policy.holds(_number(request, "rank"))}
+
+    async def push(self, request: Request) -> dict[str, Any]:
+        """The body is an adapter (`pack_adapter`); its version and digest are in the query."""
+        self.lease.claim(_session(request))
+        version, digest = _number(request, "version"), request.query_params.get("digest", "")
+        return {"new": await self.policy.push(await request.body(), version, digest), "digest": self.policy.digest}
+
+    async def load(self, request: Request) -> dict[str, Any]:
+        """An adapter that lies in the adapter directory."""
+        self.lease.claim(_session(request))
+        asked = await _json(request, path=str, version=int)
+        new = await self.policy.load(asked["path"], asked["version"], self.max_body_bytes)
+        return {"new": new, "digest": self.policy.digest}
+
+    async def drop(self, request: Request) -> dict[str, Any]:
+        """Serve the bare base."""
+        self.lease.claim(_session(request))
+        await self.policy.drop()
+        return {}
+
+    async def generate(self, request: Request) -> dict[str, Any] | None:
+        """One completion for each prompt, all by one version."""
+        asked = await _json(request, prompts=list, sampling=dict)
+        self._expect(asked)
+        return await _unless_gone(request, self.policy.generate(_ids(asked["prompts"]), asked["sampling"]))
+
+    async def score(self, request: Request) -> dict[str, Any] | None:
+        """Logprobs of every token but the first."""
+        asked = await _json(request, sequences=list, bare=bool)
+        if not asked["bare"]:
+            self._expect(asked)
+        return await _unless_gone(request, self.policy.score(_ids(asked["sequences"]), asked["bare"]))
+
+    async def probe(self, request: Request) -> dict[str, Any]:
+        """Digest of a small file in the adapter directory: does the client see the same one?"""
+        asked = await _json(request, path=str)
+        return {"digest": read_probe(self.policy.store.root.parent, asked["path"])}
+
+    async def claim(self, request: Request) -> dict[str, Any]:
+        """Become the one trainer that pushes."""
+        self.lease.claim(_session(request), force=request.query_params.get("force") == "1")
+        return {}
+
+    async def release(self, request: Request) -> dict[str, Any]:
+        """Stop being it."""
+        self.lease.release(_session(request))
+        return {}
+
+    def _expect(self, asked: dict[str, Any]) -> None:
+        wanted = asked.get("version")
+        if wanted is not None and wanted != self.policy.version:
+            raise ServerTakenError(
+                f"generating: version={wanted} is asked for, and version={self.policy.version} serves: somebody else has pushed. "
+                "One server serves one trainer; start another server."
+            )
+
+    def _answering(self, handler: Callable[[Request], Awaitable[dict[str, Any] | None]]) -> Callable[..., Any]:
+        async def answer(request: Request) -> Response:
+            marks = {START: self.start, "x-qlora-version": str(self.policy.version)}
+            expected = request.headers.get(START)
+            if expected is not None and expected != self.start:
+                text = "asking the server: it was started anew since. Prove its base and push the adapter again."
+                return _error(RESTARTED, "EngineBrokenError", text, (), marks)
+            self.lease.hear(request.headers.get(SESSION, ""))
+            try:
+                found = await handler(request)
+            except QloraRLError as error:
+                kind = type(error).__name__
+                return _error(STATUS.get(kind, 500), kind, str(error), error.reasons, marks)
+            except Exception as error:
+                text = f"asking the server: {type(error).__name__}: {error}. Its log says more."
+                return _error(503, "EngineBrokenError", text, (), marks)
+            finally:
+                self.lease.hear(request.headers.get(SESSION, ""))
+            marks["x-qlora-version"] = str(self.policy.version)
+            if found is None:
+                return Response(status_code=GONE)
+            return Response(json.dumps(found), media_type="application/json", headers=marks)
+
+        answer.__doc__ = handler.__doc__
+        return answer
+
+
+def _error(status: int, kind: str, message: str, reasons: Any, headers: dict[str, str]) -> JSONResponse:
+    content = {"error": {"kind": kind, "type": kind, "message": message, "reasons": list(reasons), "code": status}}
+    return JSONResponse(content, status, headers)
+
+
+async def _unless_gone(request: Request, work: Any) -> Any:
+    """The result, or `None` when the client has closed the connection: then the work is cancelled."""
+    task = asyncio.ensure_future(work)
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def _session(request: Request) -> str:
+    session = request.headers.get(SESSION, "")
+    if not session:
+        raise ConfigConflictError(
+            f"asking the server: the header {SESSION} is missing. Send a name of your own, the same each time."
+        )
+    return session
+
+
+def _number(request: Request, name: str) -> int:
+    value = request.query_params.get(name, "")
+    if not value.isdigit() or len(value) > 9:
+        raise ConfigConflictError(f"asking the server: {name}={value[:20]!r} is no number.")
+    return int(value)
+
+
+async def _json(request: Request, **fields: type) -> dict[str, Any]:
+    try:
+        asked = json.loads(await request.body())
+    except ValueError as error:
+        raise ConfigConflictError(f"asking the server: the body is no JSON: {error}.") from error
+    wrong = [n for n, kind in fields.items() if not isinstance(asked, dict) or not isinstance(asked.get(n), kind)]
+    if wrong:
+        raise ConfigConflictError(f"asking the server: {', '.join(wrong)} missing in the body, or of another type.")
+    return asked
+
+
+def _ids(rows: list[Any]) -> list[list[int]]:
+    for row in rows:
+        if not isinstance(row, list) or not all(type(token) is int and token >= 0 for token in row):
+            raise ConfigConflictError("asking the server: a prompt is no list of token ids.")
+    return rows

@@ -1,0 +1,358 @@
+"""`serve`: vLLM's OpenAI server on a prepared base, behind a gate; `start_server`: the same in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from qlora_rl.adapter.store import AdapterStore, default_root
+from qlora_rl.base.checkpoint import open_base
+from qlora_rl.engine import compat
+from qlora_rl.engine.gate import Gate, Visits
+from qlora_rl.engine.options import StartOptions, start_options
+from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LEASE_S = 600.0
+_WITH_PARENT = "QLORA_RL_END_WITH_PARENT"
+_MIB = 2**20
+
+
+def serve(
+    base: str | os.PathLike[str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key_file: str | os.PathLike[str] | None = None,
+    adapter_dir: str | os.PathLike[str] | None = None,
+    max_body_mib: float | None = None,
+    ready_file: str | os.PathLike[str] | None = None,
+    vllm_options: Sequence[str] = (),
+    **options: Any,
+) -> None:
+    """Serve a prepared base until SIGTERM or Ctrl-C; no child is left behind.
+
+    Args:
+        base: directory made by `prepare_base` or `bake_base`.
+        host: to listen on; another than loopback needs an `api_key_file` that exists.
+        port: to listen on; 0 takes a free one.
+        api_key_file: holds the key. Without it, or where there is no such file, a key is made and written with mode 600.
+        adapter_dir: the only place from which adapters are loaded; made with mode 700. By default one of its own on tmpfs.
+        max_body_mib: largest request; by default what the largest adapter needs.
+        ready_file: is written when the server answers: JSON with url, key_file, pid, base, limits.
+        vllm_options: further options of vLLM's own command line.
+        options: of the engine, as `LocalEngine` takes them: max_lora_rank, max_model_length, max_num_seqs, ...
+
+    Raises:
+        ConfigConflictError: arguments that would leave the server open, or contradict each other.
+        EngineUnsupportedError, MissingDependencyError, BaseIncompleteError: as with `LocalEngine`.
+    """
+    if os.environ.pop(_WITH_PARENT, None):
+        _end_with_parent()
+    key_path = Path(api_key_file) if api_key_file is not None else None
+    if host not in LOOPBACK and (key_path is None or not key_path.is_file()):
+        raise ConfigConflictError(
+            f"starting the server: host={host!r} can be reached from other machines, and no key was given. Write one into a file "
+            "(mode 600) and pass it as --api-key-file, or listen on 127.0.0.1."
+        )
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
+        os.environ.pop(name, None)  # doors that our routes make unnecessary
+    for name in ("VLLM_API_KEY", "VLLM_LORA_RESOLVER_CACHE_DIR"):
+        os.environ.pop(name, None)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    start = start_options(base, **{"disable_log_stats": False, **options})
+    if not start.max_lora_rank:
+        raise ConfigConflictError(
+            "starting the server: max_lora_rank=0: without LoRA no policy can be pushed. Use at least 1."
+        )
+    with contextlib.ExitStack() as stack:
+        own = Path(tempfile.mkdtemp(prefix="qlora-rl-server-", dir=default_root()))  # mode 700
+        stack.callback(shutil.rmtree, own, ignore_errors=True)
+        key_path, key = read_or_make_key(key_path or own / "api-key")
+        allowed = (
+            check_adapter_dir(Path(adapter_dir)) if adapter_dir is not None else check_adapter_dir(own / "adapters")
+        )
+        store = AdapterStore(allowed)
+        stack.callback(store.close)
+        sock = _bind(host, port)
+        stack.callback(sock.close)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        arguments = compat.server_arguments(start.arguments, host, sock.getsockname()[1], vllm_options)
+        server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file)
+        signal.signal(signal.SIGTERM, _interrupt)  # until vLLM's own handlers are there
+        with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+            asyncio.run(compat.run_openai_server(arguments, server.prepare, sock))
+
+
+class _Server:
+    """What is put into vLLM's app before the first request."""
+
+    def __init__(
+        self,
+        base: str | os.PathLike[str],
+        start: StartOptions,
+        store: AdapterStore,
+        key: str,
+        key_path: Path,
+        url: str,
+        max_body_mib: float | None,
+        ready_file: str | os.PathLike[str] | None,
+    ):
+        self.base, self.start, self.store, self.key, self.key_path, self.url = base, start, store, key, key_path, url
+        self.max_body_mib, self.ready_file = max_body_mib, ready_file
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def prepare(self, app: Any, engine: Any) -> None:
+        """Repair the scales, ask for the base, add our routes, and close the gate around everything."""
+        from qlora_rl.contracts import BaseFingerprint
+        from qlora_rl.engine.policy import ServedPolicy
+        from qlora_rl.engine.routes import Api, Lease
+
+        await engine.collective_rpc("qlora_end_with_server", args=(os.getpid(),))
+        repaired = (await engine.collective_rpc("qlora_repair_scales"))[0] if self.start.is_4bit else {}
+        digest = BaseFingerprint.from_dict((await engine.collective_rpc("qlora_describe_base"))[0]).digest
+        sizes = (await engine.collective_rpc("qlora_adapter_sizes"))[0]
+        limit = self.max_body_mib
+        if limit is None:
+            limit = max(16.0, 1.1 * 4 * self.start.max_lora_rank * sum(i + o for i, o in sizes.values()) / _MIB + 1)
+        max_body = int(limit * _MIB)
+        visits, models = Visits(), app.state.openai_serving_models
+        models.lora_requests = names = compat.PolicyNames(models.lora_requests)
+        length = self.start.max_model_length
+        policy = ServedPolicy(engine, names, self.store, sizes, self.start.max_lora_rank, length, visits)
+        about = {
+            "name": f"vllm {self.start.vllm_version} ({'cpu' if self.start.is_cpu else 'gpu'}) at {self.url}",
+            "base": digest,
+            "repaired": len(repaired),
+            "max_lora_rank": self.start.max_lora_rank,
+            "max_model_length": length,
+            "max_body_bytes": max_body,
+            "adapter_dtype": str(engine.model_config.dtype).removeprefix("torch."),
+            "adapter_dir": str(self.store.root.parent),
+        }
+        app.include_router(Api(policy, about, max_body, Lease(LEASE_S)).router())
+        # In front of everything, Starlette's own error page included; vLLM has built the stack already, so that none can be added.
+        inner = app.middleware_stack or app.build_middleware_stack()
+        app.middleware_stack = Gate(inner, self.key, max_body, visits)
+        _measure(policy)
+        self._tasks.append(asyncio.ensure_future(self._announce(about)))
+
+    async def _announce(self, about: dict[str, Any]) -> None:
+        host, port = self.url.removeprefix("http://").rsplit(":", 1)
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            except OSError:
+                await asyncio.sleep(0.05)
+                continue
+            writer.close()
+            break
+        sequences = self.start.arguments["max_num_seqs"]
+        print(
+            f"qlora-rl: serving {self.base} at {self.url}; base {about['base'][:16]} ({about['repaired']} weights got their exact scales "
+            f"back); rank <= {about['max_lora_rank']}, length <= {about['max_model_length']}, {sequences} sequences, bodies <= "
+            f"{about['max_body_bytes'] / _MIB:.0f} MiB; key in {self.key_path}",
+            flush=True,
+        )
+        if self.ready_file is not None:
+            found = {**about, "url": self.url, "key_file": str(self.key_path), "pid": os.getpid()}
+            staged = Path(f"{self.ready_file}.staged")
+            staged.write_text(json.dumps(found))
+            os.replace(staged, self.ready_file)
+
+
+def _measure(policy: Any) -> None:
+    """The policy among vLLM's own metrics."""
+    from prometheus_client import REGISTRY, Gauge
+
+    for name, text, read in (
+        ("version", "Adapter version that serves", lambda: policy.version),
+        ("pushes", "Adapters taken or dropped since the start", lambda: policy.pushes),
+        ("push_seconds", "Seconds that the newest push took inside the server", lambda: policy.seconds),
+        ("push_bytes", "Bytes of the newest adapter", lambda: policy.nbytes),
+    ):
+        with contextlib.suppress(ValueError):  # a second server in one process
+            Gauge(f"qlora_rl_policy_{name}", text, registry=REGISTRY).set_function(read)
+
+
+def read_or_make_key(path: Path) -> tuple[Path, str]:
+    """The key in a file; a new one is written where there is no such file.
+
+    Raises:
+        ConfigConflictError: others can read it, or it holds no key of at least 16 characters without spaces.
+    """
+    if not path.exists():
+        key = secrets.token_urlsafe(32)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key + "\n")
+        return path, key
+    if path.stat().st_mode & 0o077:
+        raise ConfigConflictError(f"reading the key: others can read {path}. Run: chmod 600 {path}")
+    key = path.read_text().strip()
+    if len(key) < 16 or not key.isascii() or any(letter.isspace() for letter in key):
+        raise ConfigConflictError(
+            f"reading the key: {path} holds no key of at least 16 ASCII characters without spaces. Remove it, and one is made."
+        )
+    return path, key
+
+
+def check_adapter_dir(path: Path) -> Path:
+    """The directory, made with mode 700 where there is none.
+
+    Raises:
+        ConfigConflictError: others can write there.
+    """
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    about = path.stat()
+    if about.st_mode & 0o022 or about.st_uid != os.getuid():
+        raise ConfigConflictError(
+            f"checking the adapter directory: others can write into {path}. Run: chmod 700 {path}"
+        )
+    return path.resolve()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigConflictError(
+            f"starting the server: {host}:{port}: {error.strerror}. Use another --port."
+        ) from error
+    return sock
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _end_with_parent() -> None:
+    """SIGTERM when the process that started this one ends, however it ends (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+@dataclass
+class RunningServer:
+    """A server in a process of its own; stops it at the end of a `with` block.
+
+    Attributes:
+        url: of the server.
+        key: that it wants.
+        process: the server's; it has a child of its own, vLLM's engine.
+        log: what it has printed.
+        directory: holds key, log and ready file; removed by `stop`.
+    """
+
+    url: str
+    key: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    directory: Path
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End it by its own process id; harmless when repeated."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def start_server(
+    base: str | os.PathLike[str], *, port: int = 0, timeout_s: float = 600.0, key: str | None = None, **options: Any
+) -> RunningServer:
+    """Start `serve` in a process of its own on this host, and wait until it answers. It ends with this process.
+
+    Args:
+        base: directory made by `prepare_base`.
+        port: by default a free one.
+        timeout_s: to wait at most, in seconds.
+        key: by default a new one.
+        options: of `serve`.
+
+    Raises:
+        EngineUnsupportedError: it ended instead; with the end of its log.
+        EngineBrokenError: it did not come up in time.
+    """
+    open_base(base, verify=False)  # what is wrong with the base is said here
+    directory = Path(tempfile.mkdtemp(prefix="qlora-rl-started-"))
+    key = key or secrets.token_urlsafe(32)
+    (directory / "api-key").touch(mode=0o600)
+    (directory / "api-key").write_text(key)
+    ready, log = directory / "ready.json", directory / "log.txt"
+    call = {
+        "base": os.fspath(base),
+        "port": port,
+        "ready_file": str(ready),
+        "api_key_file": str(directory / "api-key"),
+        **options,
+    }
+    code = "import json, sys; from qlora_rl.engine.serve import serve; serve(**json.loads(sys.argv[1]))"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps(call)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, _WITH_PARENT: "1"},
+            start_new_session=True,  # Ctrl-C in a terminal is ours to handle
+        )
+    running = RunningServer("", key, process, log, directory)
+    try:
+        for _ in _ticks(timeout_s):
+            if ready.is_file():
+                running.url = json.loads(ready.read_text())["url"]
+                return running
+            if process.poll() is not None:
+                tail = "\n".join(log.read_text(errors="replace").strip().splitlines()[-15:])
+                raise EngineUnsupportedError(
+                    f"starting a server on {base}: it ended with code={process.returncode}. The end of its log:\n{tail}"
+                )
+        raise EngineBrokenError(
+            f"starting a server on {base}: it did not answer within timeout_s={timeout_s:.0f}. Allow more, or look into its output with "
+            "`qlora-rl serve`."
+        )
+    except BaseException:
+        running.stop(5.0)
+        raise
+
+
+def _ticks(timeout_s: float) -> Iterator[None]:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        yield
+        time.sleep(0.1)

@@ -1,0 +1,51 @@
+"""`HttpTransport`: the adapter as one safetensors blob in the body of a request; no directory that both sides see."""
+
+from __future__ import annotations
+
+import time
+
+from qlora_rl.adapter.store import pack_adapter
+from qlora_rl.contracts import AdapterSource, ByteEngine, Delivery
+
+
+class HttpTransport:
+    """Packs the adapter and hands the bytes to the engine, which sends them; keeps the two newest versions to take one back."""
+
+    name = "http"
+
+    def __init__(self) -> None:
+        self._live: list[tuple[bytes, int]] = []  # the version that serves, and the one before it
+
+    def deliver(self, adapter: AdapterSource, version: int, engine: ByteEngine) -> Delivery:
+        """Pack and send.
+
+        Raises:
+            SyncError: the server refused it; the old version serves.
+        """
+        started = time.perf_counter()
+        blob = pack_adapter(adapter.bundle())
+        packed = time.perf_counter()
+        before, self._live = self._live, [*self._live[-1:], (blob, version)]
+        try:
+            engine.load_packed(blob, version)
+        except BaseException:
+            if engine.version != version:  # an interrupt may strike when it serves already: then it is revoked
+                self._live = before
+            raise
+        return Delivery(self.name, len(blob), packed - started, time.perf_counter() - packed)
+
+    def commit(self) -> None:
+        """Nothing: the server keeps its own copy."""
+
+    def revoke(self, engine: ByteEngine) -> None:
+        """Have the engine serve the version before the newest, or the bare base before the first."""
+        before = self._live[:-1]
+        if before:
+            engine.load_packed(*before[0])
+        else:
+            engine.drop_adapter()
+        self._live = before
+
+    def close(self) -> None:
+        """Let go of the bytes."""
+        self._live.clear()

@@ -1,0 +1,71 @@
+"""One base on both sides, and adapters that are put on the trainer's and pushed; for tests of exactness and their benchmark."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch
+from peft import get_peft_model
+
+from qlora_rl import export_adapter, load_base
+from qlora_rl.adapter.store import write_adapter
+
+SEQUENCES = [[40, 41, 42, 43, 44, 45, 46, 47], [60, 9, 33, 12, 7, 41, 5, 21]]
+OPTIONS = {"max_lora_rank": 512, "max_model_length": 32, "max_num_seqs": 8}
+
+
+class Pair:
+    """A base on both sides; adapters are put on the trainer's, and pushed."""
+
+    def __init__(self, engine, base, directory):
+        self.engine, self.base, self.directory, self.version = engine, load_base(base), directory, 0
+        self.dtype = getattr(torch, engine.capabilities().adapter_dtype)
+
+    def adapted(self, config, prepare=None, seed=0):
+        """A PeftModel whose B has random values, on the trainer's base; the one before it is taken off."""
+        torch.manual_seed(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = get_peft_model(copy.deepcopy(self.base), config)
+        generator = torch.Generator().manual_seed(seed)
+        if prepare:
+            prepare(model)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if ("lora_B" in name or "lora_A" in name) and not p.any():  # MiCA starts with an empty A
+                    p.copy_(torch.randn(p.shape, generator=generator) * 0.05 / max(1, p.shape[-1]) ** 0.25)
+        return model.eval()
+
+    def difference(self, model, bundle=None, directory=None):
+        """Largest |trainer - vLLM| over all logprobs, in nats, with the bundle (or another directory) served."""
+        self.version += 1
+        if directory is None:
+            directory = self.directory / str(self.version)
+            directory.mkdir()
+            write_adapter(bundle or export_adapter(model, dtype=self.dtype), directory)
+        self.engine.load_adapter(directory, self.version)
+        return self.apart(model)
+
+    def apart(self, model):
+        """The same with what serves now."""
+        theirs = self.engine.score(SEQUENCES)
+        with torch.no_grad():
+            logprobs_BTV = model(torch.tensor(SEQUENCES)).logits.float().log_softmax(-1)
+        ours_BT = logprobs_BTV[:, :-1].gather(2, torch.tensor(SEQUENCES)[:, 1:, None])[..., 0]
+        return float((ours_BT - torch.tensor(theirs)).abs().max())
+
+
+def trained(base, kind, seed=0, scale=0.02):
+    """A PeftModel of a kind (tests/kinds.py) on a copy of `base`, with random values in all that is trained."""
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(copy.deepcopy(base), kind.config())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.add_(torch.randn_like(parameter) * scale)
+    if kind.prepare:
+        kind.prepare(model)
+    return model.eval()

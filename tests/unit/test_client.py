@@ -1,0 +1,179 @@
+"""`ServerEngine` against answers of every kind; the real server is in tests/engine/test_server.py."""
+
+import json
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from qlora_rl import errors
+from qlora_rl.contracts import BaseFingerprint
+from qlora_rl.engine.client import PREFIX, START, VERSION, ServerEngine
+
+KEY = "a-key-of-some-length"
+ABOUT = {
+    "name": "a server", "base": "b" * 64, "max_lora_rank": 8, "max_model_length": 64, "max_body_bytes": 1000,
+    "adapter_dtype": "bfloat16", "adapter_dir": "/nowhere", "digest": "", "pushes": 0,
+}  # fmt: skip
+
+
+class Server:
+    """Answers `/state`, and whatever else it is told to; `None` is a connection that breaks."""
+
+    def __init__(self):
+        self.start, self.version, self.asked, self.answers, self.about = "one", 0, [], [], dict(ABOUT)
+
+    def __call__(self, request):
+        self.asked.append((request.method, request.url.path.removeprefix(PREFIX)))
+        assert request.headers["authorization"] == f"Bearer {KEY}"
+        if self.answers:
+            answer = self.answers.pop(0)
+            if answer is None:
+                raise httpx.ReadError("broken", request=request)
+            return answer
+        if request.headers.get(START, self.start) != self.start:
+            return httpx.Response(412, headers=self.marks())
+        return httpx.Response(200, json=self.content(request), headers=self.marks())
+
+    def content(self, request):
+        path = request.url.path.removeprefix(PREFIX)
+        if request.method == "PUT":
+            self.version = int(request.url.params["version"])
+            return {"digest": request.url.params["digest"], "new": True}
+        if path == "/generate":
+            asked = json.loads(request.content)
+            rows = len(asked["prompts"])
+            return {
+                "completion_ids": [[1]] * rows,
+                "logprobs": [[-1.0]] * rows,
+                "version": self.version,
+                "seconds": 0.0,
+            }
+        if path == "/base":
+            return {"leaves": {}, "facts": {}}
+        return self.about
+
+    def marks(self):
+        return {START: self.start, VERSION: str(self.version)}
+
+
+@pytest.fixture
+def server():
+    return Server()
+
+
+@pytest.fixture
+def engine(server, monkeypatch):
+    monkeypatch.setattr("qlora_rl.engine.client.time.sleep", lambda s: None)
+    with ServerEngine("http://server", api_key=KEY, wait_s=5.0, transport=httpx.MockTransport(server)) as engine:
+        server.asked.clear()
+        yield engine
+
+
+def refusal(kind, message="because"):
+    return {"error": {"kind": kind, "message": message, "reasons": ["one", "two"]}}
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "error"),
+    [
+        (400, refusal("ConfigConflictError"), errors.ConfigConflictError),
+        (400, refusal("PromptTooLongError"), errors.PromptTooLongError),
+        (401, refusal("AccessDeniedError"), errors.AccessDeniedError),
+        (401, "", errors.AccessDeniedError),
+        (403, refusal("AccessDeniedError"), errors.AccessDeniedError),
+        (403, "<html>proxy</html>", errors.AccessDeniedError),
+        (404, {"detail": "Not Found"}, errors.EngineUnsupportedError),
+        (409, refusal("ServerTakenError"), errors.ServerTakenError),
+        (413, refusal("SyncError"), errors.SyncError),
+        (422, refusal("SyncError"), errors.SyncError),
+        (500, "boom", errors.EngineBrokenError),
+        (500, refusal("nonsense"), errors.EngineBrokenError),
+        (500, refusal("Sequence"), errors.EngineBrokenError),
+        (503, refusal("EngineBrokenError"), errors.EngineBrokenError),
+        (301, "", errors.EngineBrokenError),
+        (418, [], errors.EngineBrokenError),
+    ],
+)
+def test_a_refusal_is_an_error_of_its_own_and_is_not_asked_again(engine, server, status, content, error):
+    server.answers = [
+        httpx.Response(status, json=content) if not isinstance(content, str) else httpx.Response(status, text=content)
+    ]
+    with pytest.raises(error) as caught:
+        engine.generate([[1, 2]], max_tokens=1)
+    assert type(caught.value) is error
+    assert len(server.asked) == 1
+    if isinstance(content, dict) and content.get("error", {}).get("kind") == error.__name__:
+        assert caught.value.reasons == ("one", "two")
+
+
+@pytest.mark.parametrize("fault", [None, httpx.Response(502), httpx.Response(503, text="away"), httpx.Response(504)])
+def test_a_fault_of_the_connection_is_asked_again(engine, server, fault):
+    server.answers = [fault, fault]
+    assert engine.generate([[1, 2]], max_tokens=1).completion_ids == [[1]]
+    assert len(server.asked) == 3
+
+
+def test_a_server_that_stays_away_is_an_error_that_says_what_to_do(engine, server):
+    engine.wait_s = 0.0
+    server.answers = [None]
+    with pytest.raises(errors.EngineBrokenError, match="Start it again"):
+        engine.generate([[1, 2]], max_tokens=1)
+
+
+def test_after_a_restart_the_base_is_proven_and_the_adapter_pushed_before_anything_is_asked(engine, server):
+    engine._base = server.about["base"] = BaseFingerprint({}).digest
+    engine.load_packed(b"bytes", 4)
+    server.asked.clear()
+    server.start, server.version = "two", 0
+    rollout = engine.generate([[1, 2]], max_tokens=1)
+    assert server.asked == [
+        ("POST", "/generate"), ("GET", "/state"), ("GET", "/base"), ("PUT", "/adapter"), ("POST", "/generate"),
+    ]  # fmt: skip
+    assert (rollout.version, engine.version, engine.incarnation) == (4, 4, 2)
+
+
+def test_a_restart_on_another_base_is_refused_each_time(engine, server):
+    server.start = "two"
+    for _ in range(2):
+        with pytest.raises(errors.BaseMismatchError, match="another base"):
+            engine.generate([[1, 2]], max_tokens=1)
+    assert engine.incarnation == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [httpx.Response(200, text="hello"), httpx.Response(200, json={}), httpx.Response(404)]
+)
+def test_somebody_else_at_the_url_is_said(answer):
+    transport = httpx.MockTransport(lambda request: answer)
+    with pytest.raises(errors.EngineUnsupportedError, match="qlora-rl serve"):
+        ServerEngine("http://server", api_key=KEY, transport=transport)
+
+
+def test_without_a_key_nothing_is_asked(monkeypatch, tmp_path):
+    monkeypatch.delenv("QLORA_RL_API_KEY", raising=False)
+    with pytest.raises(errors.AccessDeniedError, match="QLORA_RL_API_KEY"):
+        ServerEngine("http://server")
+    with pytest.raises(errors.AccessDeniedError, match="No such file"):
+        ServerEngine("http://server", api_key_file=tmp_path / "none")
+    with pytest.raises(errors.ConfigConflictError, match="not both"):
+        ServerEngine("http://server", api_key=KEY, api_key_file=tmp_path / "none")
+
+
+def test_a_closed_engine_says_so(engine):
+    engine.close()
+    with pytest.raises(errors.EngineClosedError):
+        engine.score([[1, 2]])
+
+
+def test_a_prompt_that_does_not_fit_is_not_sent(engine, server):
+    with pytest.raises(errors.PromptTooLongError, match="prompt 0 has 64"):
+        engine.generate([[1] * 64])
+    assert server.asked == []
+
+
+def test_the_client_imports_no_vllm():
+    code = "import sys, qlora_rl; qlora_rl.ServerEngine; print([m for m in sys.modules if m.split('.')[0] in ('vllm', 'fastapi')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
