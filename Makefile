@@ -18,7 +18,7 @@ demo: $(STAMP)              ## the whole thing on this machine: a 4-bit model le
 test: $(STAMP)              ## unit tests, then real vLLM and real bitsandbytes
 	$(PY) -m pytest $(ARGS)
 
-unit: $(STAMP)              ## no vLLM, under a minute
+unit: $(STAMP)              ## no vLLM, two minutes
 	$(PY) -m pytest tests/unit $(ARGS)
 
 test-full: $(STAMP)         ## long matrices and soak runs

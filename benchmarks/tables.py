@@ -117,12 +117,185 @@ def base_proof() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"demo": demo, "demo-seeds": demo_seeds, "base-proof": base_proof}
+VERDICTS = {
+    "adapter": "adapter",
+    "full_weights": "full weights",
+    "refuse": "refused",
+}
+
+
+def adapters() -> str:
+    """Every kind of adapter, what is said of it, and how exactly it is served."""
+    lines = [
+        "| adapter | verdict | alone, float32 base | NF4 base, of plain LoRA's | the directory that PEFT writes | full weights |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in _load("adapters.json")["kinds"].values():
+        cells = [
+            _power(row["float32"]) if "float32" in row else "",
+            f"{row['of_plain_on_4bit']:.2f}" if "of_plain_on_4bit" in row else "",
+            ""
+            if "pefts_own" not in row
+            else "vLLM refuses it"
+            if row["pefts_own"] is None
+            else _power(row["pefts_own"]),
+            _power(row["weights"]) if "weights" in row else "",
+        ]
+        lines.append(f"| {row['title']} | {VERDICTS[row['verdict']]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def dense() -> str:
+    """What a push of full weights costs."""
+    result = _load("dense.json")
+    unit, ratio, seconds = result["largest_module_bytes"]["float32"], result["ratio"], result["seconds"]
+    peak = {name: nbytes / unit for name, nbytes in result["peak_extra_bytes"].items()}
+    return "\n".join(
+        [
+            "| what | LoRA | DoRA |",
+            "|---|---|---|",
+            f"| one push / TRL's merge and unmerge | {ratio['push_to_trl_merge']:.2f} | {ratio['dora_push_to_trl_merge']:.2f} |",
+            f"| making the weights / the push | {seconds['making_the_weights']['median'] / seconds['push']['median']:.2f} | |",
+            f"| extra memory of making the weights, in largest modules | {peak['making_lora']:.2f} | {peak['making_dora']:.2f} |",
+            f"| extra memory of a push, vLLM's part included | {peak['push']:.2f} | |",
+        ]
+    )
+
+
+def drift() -> str:
+    """The trainer's own base after ten pushes of full weights, ours and TRL's."""
+    result = _load("dense.json")
+    lines = ["| way | relative drift of the trainer's base | one push, of TRL's |", "|---|---|---|"]
+    for what, key in [("TRL 1.16: merge, copy out, unmerge", "trl"), ('`sync="weights"`', "ours")]:
+        share = "1" if key == "trl" else f"{result['ratio']['push_to_trl_merge']:.2f}"
+        value = result["drift"][key]
+        lines.append(f"| {what} | {f'{value:.3f}' if value else '0'} | {share} |")
+    return "\n".join(lines)
+
+
+def shared_base() -> str:
+    """Resident memory with two copies of the base and with one."""
+    result = _load("shared_base.json")
+    rss, above, base = result["rss_mib"], result["above_imports_mib"], result["base_mib"]
+    lines = [
+        "| process | resident | above imports | in bases |",
+        "|---|---|---|---|",
+        f"| imports only | {rss['imports']:.0f} MiB | | |",
+    ]
+    for kind in ("engine alone", "two copies", "one copy"):
+        what = kind if kind == "engine alone" else f"engine and trainer, {kind}"
+        lines.append(f"| {what} | {rss[kind]:.0f} MiB | {above[kind]:.0f} MiB | {above[kind] / base:.2f} |")
+    saved = result["saved_mib"]
+    lines.append(f"| saved, of a base of {base:.0f} MiB | | {saved:.0f} MiB | **{saved / base:.2f}** |")
+    return "\n".join(lines)
+
+
+def memory_plan() -> str:
+    """The ledger of Qwen3-8B on a card of 24 GiB, as `qlora-rl plan` prints it."""
+    result = _load("memory_plan.json")["one"]
+    lines = ["| line | GiB | when | how |", "|---|---|---|---|"]
+    for r in result["lines"]:
+        how = r["why"] if r["is_exact"] else f"about: {r['why']}"
+        lines.append(f"| {r['name']} | {r['nbytes'] / 2**30:.3f} | {r['when']} | {how} |")
+    held = f"{result['kv_cache_sequences']} sequences of {result['request']['max_length']} tokens at once"
+    lines.append(f"| KV cache | {result['kv_cache_bytes'] / 2**30:.3f} | always | {held} |")
+    lines.append(f"| **peak** | **{result['peak_bytes'] / 2**30:.2f}** | | of {result['budget_bytes'] / 2**30:.0f} |")
+    return "\n".join(lines)
+
+
+def memory_longest() -> str:
+    """The longest prompt plus completion that fits, by model and card."""
+    longest = _load("memory_plan.json")["longest"]
+    cards = list(next(iter(longest.values())))
+    lines = [f"| tokens | {' | '.join(f'{card} GiB' for card in cards)} |", f"|---|{'---|' * len(cards)}"]
+    for name, by_card in longest.items():
+        lines.append(f"| {name} | {' | '.join(str(by_card[card] or 'none') for card in cards)} |")
+    return "\n".join(lines)
+
+
+def memory_step() -> str:
+    """Peak memory of a loss step by completion length and way of scoring."""
+    result = _load("memory_step.json")
+    points = result["points"]
+    lengths = list(points["ours"])
+    words = {"ours": "small tiles", "trl": "TRL 1.16", "full": "full logits"}
+    growth = f"{int(lengths[-1]) // int(lengths[0])}x the length"
+    lines = [f"| completion | {' | '.join(lengths)} | {growth} |", f"|---|{'---|' * (len(lengths) + 1)}"]
+    for measure in ("live", "resident"):
+        for way, by_length in points.items():
+            values = [by_length[n][f"{measure}_mib"] for n in lengths]
+            cells = " | ".join(f"{v:,.0f}" for v in values)
+            lines.append(f"| {words[way]}, {measure} | {cells} | {values[-1] / values[0]:.1f}x |")
+    planned = [result["ledger_mib"][n] for n in lengths]
+    cells = " | ".join(f"{v:,.0f}" for v in planned)
+    lines.append(f"| small tiles, the ledger's estimate | {cells} | {planned[-1] / planned[0]:.1f}x |")
+    less = result["less_than_trl_at_8x"]
+    lines.append(
+        f"| TRL 1.16 / small tiles, resident | {' | '.join('' for _ in lengths[1:])} | {less['resident_mib']:.1f} | |"
+    )
+    return "\n".join(lines)
+
+
+def memory_ledger() -> str:
+    """Lines of the ledger against what was measured."""
+    lines = ["| line | ledger, MB | measured, MB | off |", "|---|---|---|---|"]
+    result = _load("memory_ledger.json")
+    for r in result["rows"]:
+        lines.append(f"| {r['line']} | {r['ledger'] / 1e6:.1f} | {r['measured'] / 1e6:.1f} | {r['off']:+.1%} |")
+    lines.append(f"| the trainer's together (adamw_torch) | | | {result['trainer_total_off']:+.1%} |")
+    return "\n".join(lines)
+
+
+def sync() -> str:
+    """One push, by every way, in turns."""
+    result = _load("sync.json")
+    lines = [
+        "| | float32 adapter (default) | bfloat16 adapter |",
+        "|---|---|---|",
+    ]
+
+    def row(what: str, show: Callable[[str], str]) -> str:
+        return f"| {what} | {show('float32')} | {show('bfloat16')} |"
+
+    def ms(key: str) -> Callable[[str], str]:
+        return lambda dtype: f"{1e3 * result['seconds'][f'{key}_{dtype}']['median']:.1f} ms"
+
+    def ratio(key: str, form: str) -> Callable[[str], str]:
+        return lambda dtype: format(result["ratio"][dtype][key], form)
+
+    merge = result["seconds"]["trl_merge"]["median"]
+    lines += [
+        row("plain copy of the live adapter's bytes", ms("memcpy_live_bytes")),
+        row("**push in place**", lambda d: f"**{ms('in_place')(d)}**"),
+        row("… as a multiple of that copy", ratio("in_place_to_memcpy_of_live_bytes", ".1f")),
+        row("… of a copy of the bytes that the engine holds", ratio("in_place_to_memcpy_of_engine_bytes", ".1f")),
+        row("push through tmpfs", ms("directory")),
+        row("TRL 1.16: merge, walk, unmerge", lambda d: f"{merge:.1f} s"),
+        row("… as a multiple of the push in place", ratio("trl_merge_to_in_place", ",.0f")),
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {
+    "sync": sync,
+    "adapters": adapters,
+    "demo": demo,
+    "dense": dense,
+    "drift": drift,
+    "demo-seeds": demo_seeds,
+    "base-proof": base_proof,
+    "shared-base": shared_base,
+    "memory-step": memory_step,
+    "memory-ledger": memory_ledger,
+    "memory-plan": memory_plan,
+    "memory-longest": memory_longest,
+}
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def render(text: str) -> str:
     """`text` with every marked table made anew."""
+    assert all(TABLES[name]() for _, name, _ in MARKED.findall(text)), "a table is empty"
     return MARKED.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}\n{m[3]}", text)
 
 

@@ -7,7 +7,7 @@ I/O in- and out-features of a linear, R rank.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -162,6 +162,8 @@ class EngineCapabilities:
         max_model_length: prompt plus completion, in tokens.
         adapter_dtype: torch name of the dtype in which it multiplies adapters, such as "bfloat16".
         can_sleep: it can give back memory between rollouts.
+        takes_in_place: it lends the buffers that its layers multiply with (`InPlaceEngine`).
+        takes_bytes: it takes an adapter as bytes (`ByteEngine`).
     """
 
     name: str
@@ -171,11 +173,26 @@ class EngineCapabilities:
     max_model_length: int
     adapter_dtype: str
     can_sleep: bool
+    takes_in_place: bool = False
+    takes_bytes: bool = False
+
+
+@dataclass(frozen=True)
+class AdapterSlots:
+    """Two places inside an engine for adapters of one shape; one serves while the other is written.
+
+    Attributes:
+        places: for each slot the buffers that the layers multiply with, by canonical name: A [R, I] and B [O, R].
+        is_valid: they are still the engine's; it may have taken them back.
+    """
+
+    places: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
+    is_valid: Callable[[], bool]
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """What a transport did with one bundle (seconds of wall time)."""
+    """What a transport did with one adapter (seconds of wall time)."""
 
     transport: str
     nbytes: int
@@ -187,7 +204,8 @@ class Delivery:
 class SyncReport:
     """One push: which version, how, how much, how long (wall seconds).
 
-    `seconds` is the push without its proof; `canary_seconds` is the proof, `canary_difference` the mean difference of
+    `export_seconds` is looking at the live adapter, `deliver_seconds` making and moving the bytes, `load_seconds` the engine's
+    part. `seconds` is the push without its proof; `canary_seconds` is the proof, `canary_difference` the mean difference of
     logprobs that it found (`None` where it did not score).
     """
 
@@ -250,6 +268,10 @@ class RolloutEngine(BaseHolder, Protocol):
         """Serve the bare base again, as version 0."""
         ...
 
+    def withdraw_adapter(self, reason: str) -> None:
+        """Serve nothing until the next adapter is loaded or the bare base is asked for: what serves was not proven."""
+        ...
+
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
         """Natural log of the probability of every token but the first of each sequence.
 
@@ -280,13 +302,69 @@ class RolloutEngine(BaseHolder, Protocol):
     ) -> None: ...
 
 
+class InPlaceEngine(RolloutEngine, Protocol):
+    """An engine in this process whose adapter buffers can be written directly."""
+
+    def lend_slots(self, directory: Path) -> AdapterSlots:
+        """Load the canonical PEFT directory into two slots, and lend their buffers; what serves goes on serving."""
+        ...
+
+    def serve_slot(self, slots: AdapterSlots, index: int, version: int, recover: Callable[[], Path]) -> None:
+        """Serve what lies in a slot as `version` from the next request on.
+
+        `recover` gives a PEFT directory with the same adapter, should the engine have to be built anew.
+        """
+        ...
+
+
+class ByteEngine(RolloutEngine, Protocol):
+    """An engine that takes an adapter as bytes, wherever it runs."""
+
+    def load_packed(self, blob: bytes, version: int) -> None:
+        """Serve the adapter in the bytes of `pack_adapter` as `version`; on failure the old version stays."""
+        ...
+
+
+class DenseEngine(RolloutEngine, Protocol):
+    """An engine that can be given all of its weights."""
+
+    def load_dense(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        """Serve these weights as `version` from the next request on: all of them, or nothing; returns bytes."""
+        ...
+
+    def withdraw_dense(self, reason: str) -> None:
+        """Serve nothing until the next `load_dense`."""
+        ...
+
+
+class AdapterSource(Protocol):
+    """The policy's adapter, as a transport sees it."""
+
+    @property
+    def shape(self) -> Hashable:
+        """Equal for adapters that fit the same places."""
+        ...
+
+    def bundle(self) -> AdapterBundle:
+        """In canonical form (CPU tensors)."""
+        ...
+
+    def write_into(self, places: Mapping[str, torch.Tensor]) -> int:
+        """Copy it in canonical form over `places`; returns bytes."""
+        ...
+
+
 class Transport(Protocol):
     """One way for an adapter's bytes to reach an engine."""
 
     name: str
 
-    def deliver(self, bundle: AdapterBundle, version: int, engine: RolloutEngine) -> Delivery:
-        """Bring the bundle to the engine as `version`: all of it, or raise and leave the old version serving."""
+    def deliver(self, adapter: AdapterSource, version: int, engine: RolloutEngine) -> Delivery:
+        """Bring the adapter to the engine as `version`: all of it, or raise and leave the old version serving."""
+        ...
+
+    def commit(self) -> None:
+        """The newest version was proven: whatever else there is to do for it may be done now."""
         ...
 
     def revoke(self, engine: RolloutEngine) -> None:

@@ -9,11 +9,16 @@
     ├── BaseIncompleteError      (ValueError)           a base directory that is half written or was changed
     ├── BaseMismatchError        (ValueError)           trainer and engine hold different bases
     ├── ConfigConflictError      (ValueError)           arguments that contradict each other or this project
+    ├── MemoryBudgetError        (ValueError)           a run that cannot fit into the memory it may use
     ├── AdapterRefusedError      (ValueError)           an adapter that cannot be served as asked
     ├── EngineUnsupportedError   (ValueError)           a model or setting that the engine cannot run
     ├── PromptTooLongError       (ValueError)           a prompt that leaves no room for a completion
     ├── EngineBrokenError        (RuntimeError)         the engine failed in the middle of its work
     ├── EngineClosedError        (RuntimeError)         the engine was used after `close()`
+    ├── AccessDeniedError        (PermissionError)      a server was asked without its key, or for what it does not give
+    ├── ServerTakenError         (RuntimeError)         another trainer holds the server
+    ├── EngineBusyError          (RuntimeError)         the engine was to be closed while a model borrows its base
+    ├── CannotShareError         (ValueError)           trainer and engine cannot hold one copy of the base
     ├── SyncError                (RuntimeError)         a push failed; the version before it still serves
     ├── CanaryError              (RuntimeError)         the engine does not multiply with what was pushed
     ├── RewardFunctionError      (ValueError)           a reward function raised or returned nonsense
@@ -69,6 +74,10 @@ class ConfigConflictError(QloraRLError, ValueError):
     """Arguments contradict each other, or ask for what this project does not do."""
 
 
+class MemoryBudgetError(QloraRLError, ValueError):
+    """A run needs more memory than it may use; names the numbers, and what to lower by how much."""
+
+
 class AdapterRefusedError(QloraRLError, ValueError):
     """The adapter cannot be served in the way that was asked for."""
 
@@ -87,6 +96,22 @@ class EngineBrokenError(QloraRLError, RuntimeError):
 
 class EngineClosedError(QloraRLError, RuntimeError):
     """The engine was used after it had been closed."""
+
+
+class AccessDeniedError(QloraRLError, PermissionError):
+    """A server was asked without its key, with a wrong one, or for a file outside its adapter directory."""
+
+
+class ServerTakenError(QloraRLError, RuntimeError):
+    """Another trainer pushes to this server; one server serves one policy."""
+
+
+class EngineBusyError(QloraRLError, RuntimeError):
+    """The engine was to be closed while a living model borrows its base."""
+
+
+class CannotShareError(QloraRLError, ValueError):
+    """The engine's tensors cannot be the trainer's; says why. Two copies (`load_base`) always work."""
 
 
 class SyncError(QloraRLError, RuntimeError):

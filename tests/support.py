@@ -13,6 +13,26 @@ ARCHITECTURES = {
     "gemma": ("GemmaConfig", {"hidden_activation": "gelu_pytorch_tanh"}),
 }
 
+# Bases that trainer and engine must both hold.
+MATRIX = [
+    # architecture, tied, kv heads, quant, double, blocksize, skip
+    ("qwen2", True, 2, "nf4", True, 64, ()),
+    ("qwen3", False, 1, "nf4", True, 128, ("layers.1.mlp.down_proj",)),
+    ("llama-bias", False, 4, "fp4", False, 64, ()),
+    ("mistral", False, 2, "nf4", False, 64, ()),
+    ("gemma", True, 1, "fp4", True, 64, ()),
+    ("llama", True, 2, "none", False, 64, ()),
+]
+FULL_MATRIX = [
+    (architecture, tied, kv_heads, quant, double, blocksize, skip)
+    for architecture in ARCHITECTURES
+    for tied in (True, False)
+    for kv_heads in (1, 4)
+    for quant, double, blocksize in (("nf4", True, 64), ("nf4", False, 128), ("fp4", True, 128), ("fp4", False, 64))
+    for skip in ((), ("layers.0.self_attn.o_proj",))
+    if architecture != "gemma" or tied
+]
+
 
 def make_model(
     directory: Path,
@@ -22,6 +42,7 @@ def make_model(
     tied: bool = True,
     head_dim: int = 32,
     kv_heads: int = 2,
+    positions: int = 128,
 ) -> Path:
     """A random two-layer model with the demo's tokenizer."""
     import torch
@@ -40,7 +61,7 @@ def make_model(
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         tie_word_embeddings=tied,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.base.fingerprint import fingerprint_stored
+from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
 from qlora_rl.base.writer import base_tensors, write_checkpoint, write_tokenizer
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
@@ -244,15 +244,24 @@ def load_base(
     return model
 
 
+def outline(base: PreparedBase, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model without values: every tensor on the meta device, nothing quantised."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(base.path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=base.spec.dtype, trust_remote_code=trust_remote_code)
+
+
 def adopt(model: PreTrainedModel, base: PreparedBase) -> None:
     """Mark `model` as holding `base`, freeze everything but its adapters, and make it fit for adapter training."""
     if base.spec.is_4bit:
         keep_packing(model)
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name and ".modules_to_save." not in name:
-            parameter.requires_grad_(False)
+    for _, parameter in base_parameters(model):
+        parameter.requires_grad_(False)
     model.enable_input_require_grads()
     model.qlora_base = base
+    model.qlora_vocabulary = model.get_input_embeddings().weight.shape[0]
 
 
 def _local_directory(model: str, revision: str | None) -> Path:

@@ -103,6 +103,11 @@ def fingerprint_stored(directory: str | os.PathLike[str]) -> BaseFingerprint:
     return BaseFingerprint(leaves, facts_of(directory))
 
 
+def recorded_fingerprint(directory: str | os.PathLike[str]) -> BaseFingerprint:
+    """What `fingerprint_stored` found when the directory was prepared; the manifest vouches for it."""
+    return BaseFingerprint.from_dict(json.loads((Path(directory) / "fingerprint.json").read_text()))
+
+
 def facts_of(directory: str | os.PathLike[str]) -> dict[str, str]:
     """Digests of what lies beside the weights of a base directory; of the config only what decides the function."""
     config = json.loads((Path(directory) / "config.json").read_text())
@@ -203,9 +208,7 @@ def digest_bytes(tensor: torch.Tensor, *, zeros_alike: bool = False) -> str:
 
 
 def _leaves(base: torch.nn.Module, baked: torch.dtype | None) -> Iterator[tuple[str, Leaf]]:
-    for name, parameter in base.named_parameters():
-        if ".lora_" in name or ".modules_to_save." in name:
-            continue
+    for name, parameter in base_parameters(base):
         state = getattr(parameter, "quant_state", None)
         if state is None:
             leaf = digest_plain(parameter.data if baked is None else parameter.data.to(baked))
@@ -215,6 +218,26 @@ def _leaves(base: torch.nn.Module, baked: torch.dtype | None) -> Iterator[tuple[
             weight = dequantize_exactly(parameter.data, exact_absmax(state), state.code, state.blocksize, state.shape)
             leaf = digest_plain(weight.to(baked))
         yield plain_name(name), leaf
+
+
+def base_parameters(base: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters that a base had before PEFT wrapped any of it, by their present names; tied ones once."""
+    seen: set[int] = set()
+
+    def walk(module: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+        if hasattr(module, "adapter_layer_names"):  # a wrapper of PEFT's: only what it wraps is the base's
+            inner = "base_layer" if hasattr(module, "get_base_layer") else "original_module"
+            yield from walk(getattr(module, inner), f"{path}.{inner}")
+            return
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{path}.{name}"[1:], parameter
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from walk(child, f"{path}.{name}")
+
+    yield from walk(base, "")
 
 
 def _kind(leaf: Leaf | None) -> str:

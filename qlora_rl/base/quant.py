@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -184,6 +184,45 @@ def dequantize_exactly(
     return (values * scales).reshape(*shape)
 
 
+def dequantised_rows(parameter: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Some rows of `dequantised_weight` at a time: number of the first of them, and their float32 values, a copy."""
+    state = getattr(parameter, "quant_state", None)
+    shape = parameter.shape if state is None else state.shape
+    unit = 1 if state is None else 2 * state.blocksize // math.gcd(shape[1], 2 * state.blocksize)
+    count = -(-(2**18 // shape[1] + 1) // unit) * unit  # whole blocks of scales
+    if state is None:
+        yield from (
+            (i, parameter.detach()[i : i + count].to(torch.float32, copy=True)) for i in range(0, shape[0], count)
+        )
+        return
+    absmax, codes = exact_absmax(state), parameter.detach().contiguous().flatten().view(torch.uint8)
+    for i in range(0, shape[0], count):
+        rows = min(count, shape[0] - i)
+        start, end = i * shape[1], (i + rows) * shape[1]
+        scales = absmax[start // state.blocksize : -(-end // state.blocksize)]
+        part = codes[start // 2 : (end + 1) // 2]
+        yield i, dequantize_exactly(part, scales, state.code, state.blocksize, (rows, shape[1]))
+
+
+def dequantised_weight(parameter: torch.Tensor) -> torch.Tensor:
+    """The float32 weight that a live parameter stands for; a float32 one is given out as it is.
+
+    Four-bit weights are dequantised in parts, so that little more than the result is held.
+    """
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter.detach().float()
+    absmax, codes = exact_absmax(state), parameter.detach().contiguous().flatten().view(torch.uint8)
+    weight = torch.empty(math.prod(state.shape), dtype=torch.float32, device=codes.device)
+    part = 2**18  # weights, of which some copies are made; a multiple of every block size
+    for start in range(0, weight.numel(), part):
+        size = min(part, weight.numel() - start)
+        bytes_here = codes[start // 2 : (start + size + 1) // 2]
+        scales = absmax[start // state.blocksize : -(-(start + size) // state.blocksize)]
+        weight[start : start + size] = dequantize_exactly(bytes_here, scales, state.code, state.blocksize, (size,))
+    return weight.reshape(*state.shape)
+
+
 def keep_packing(model: torch.nn.Module) -> None:
     """Forbid bitsandbytes to repack 4-bit weights in eval mode on CPUs with AVX512-BF16.
 
@@ -243,4 +282,5 @@ def spec_of(model: torch.nn.Module) -> QuantSpec:
 
 def plain_name(name: str) -> str:
     """The name that a tensor or module has in the bare base, with PEFT's wrappers taken out."""
-    return name.replace("base_layer.", "").removesuffix(".base_layer").replace("original_module.", "")
+    bare = name.replace("base_layer.", "").removesuffix(".base_layer").replace("original_module.", "")
+    return bare.replace("token_adapter.", "")

@@ -79,8 +79,11 @@ def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and CPU tensors of the bare base; adapters left out, tied tensors once, float storage of codes undone."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     state = model.state_dict()
+    wrappers = [name for name, module in model.named_modules() if hasattr(module, "adapter_layer_names")]
     for name, tensor in state.items():
-        if ".lora_" in name or ".modules_to_save." in name:
+        # Of what PEFT has wrapped, only what lies inside is the base's.
+        here = [name[len(w) + 1 :] for w in wrappers if name.startswith(f"{w}.")]
+        if not all(rest.startswith(("base_layer.", "original_module.", "token_adapter.")) for rest in here):
             continue
         place = (tensor.data_ptr(), tuple(tensor.shape))
         if tensor.data_ptr() and place in seen:

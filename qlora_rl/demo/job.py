@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.demo import task
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.errors import ConfigConflictError
 from qlora_rl.train.run import METRICS, SUMMARY, RunDirectory, describe_machine, describe_versions
 
 logger = logging.getLogger(__name__)
 
 SYNCS = ("lora_adapter", "weights", "trl-merge")
+ADAPTERS = ("lora", "dora", "ia3")
 # Prompt of 6 tokens, completion of at most 4.
 MAX_MODEL_LENGTH = 32
 
@@ -33,30 +34,35 @@ class DemoSettings:
     Attributes:
         steps: optimizer steps.
         seed: of the adapter, the order of the problems and the sampling; the pretrained model is the same for all.
-        sync: "lora_adapter", or "trl-merge" for TRL's own way. ("weights" is not there yet.)
+        sync: "lora_adapter", "weights" (dense weights, to vLLM on the baked base), or "trl-merge" for TRL's own way.
+        adapter: "lora"; with sync "weights" also "dora" or "ia3".
         temperature: of the rollouts.
         learning_rate: of AdamW, after a short warm-up.
         rank: of the LoRA adapters on every linear; alpha is twice that.
         completions_per_step: B = prompts x 8 rollouts.
         adapter_dtype: see QLoRAGRPOTrainer.
+        rollout: "colocate", "server" (one is started), or the URL of a server on the demo's base (key: QLORA_RL_API_KEY).
     """
 
     steps: int = 100
     seed: int = 0
     sync: str = "lora_adapter"
+    adapter: str = "lora"
     temperature: float = 1.0
     learning_rate: float = 1e-3
     rank: int = 16
     completions_per_step: int = 128
     adapter_dtype: str = "float32"
+    rollout: str = "colocate"
 
     def __post_init__(self) -> None:
         if self.sync not in SYNCS:
             raise ConfigConflictError(f"starting the demo: sync={self.sync!r} is not one of {SYNCS}.")
-        if self.sync == "weights":
-            raise NotYetSupportedError(
-                "starting the demo: --sync weights (dequantised full weights) is not there yet. There is --sync lora_adapter, "
-                "and --sync trl-merge to compare with."
+        if self.adapter not in ADAPTERS:
+            raise ConfigConflictError(f"starting the demo: adapter={self.adapter!r} is not one of {ADAPTERS}.")
+        if self.adapter != "lora" and self.sync != "weights":
+            raise ConfigConflictError(
+                f"starting the demo: adapter={self.adapter!r} with sync={self.sync!r}; only full weights carry it. Use --sync weights."
             )
         if self.steps < 1:
             raise ConfigConflictError(f"starting the demo: steps={self.steps} < 1.")
@@ -99,14 +105,16 @@ def run_demo(
     prepared = time.perf_counter()
 
     say(
-        "2/4  starting vLLM on the same 4-bit base"
-        if settings.sync == "lora_adapter"
-        else "2/4  starting TRL's own vLLM"
+        {
+            "lora_adapter": "2/4  starting vLLM on the same 4-bit base",
+            "weights": "2/4  starting vLLM on the same base, baked",
+            "trl-merge": "2/4  starting TRL's own vLLM",
+        }[settings.sync]
     )
     trainer = _make_trainer(settings, base, run)
     try:
         held_out = task.problems("held_out")
-        before = _answers(trainer, held_out)
+        before = _answers(trainer, held_out, settings)
         accuracy_before = _accuracy(before, held_out)
         say(f"     {accuracy_before:.0%} of {len(held_out)} sums that it will never train on are right")
 
@@ -135,7 +143,7 @@ def run_demo(
                 summary |= {"accuracy_before": accuracy_before, "eval_problems": len(held_out)}
                 if summary["status"] == "finished":
                     say("4/4  the same sums again")
-                    after = _answers(trainer, held_out)
+                    after = _answers(trainer, held_out, settings)
                     summary["accuracy_after"] = _accuracy(after, held_out)
                     run.write_json("samples.json", _samples(held_out, before, after))
                 if settings.sync == "trl-merge":  # TRL's trainer does not do it by itself
@@ -246,7 +254,6 @@ def _make_base(run: RunDirectory, say: Callable[[str], None], show_progress: boo
 def _make_trainer(settings: DemoSettings, base: Any, run: RunDirectory) -> Any:
     import torch
     from datasets import Dataset
-    from peft import LoraConfig
     from transformers import PrinterCallback
     from trl import GRPOConfig
 
@@ -270,16 +277,16 @@ def _make_trainer(settings: DemoSettings, base: Any, run: RunDirectory) -> Any:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        vllm_max_model_length=MAX_MODEL_LENGTH,
+        vllm_max_model_length=None if "://" in settings.rollout else MAX_MODEL_LENGTH,
         # At ten tokens the backward pass of fused attention costs a CPU more than half of the step.
         model_init_kwargs=None if on_gpu else {"attn_implementation": "eager"},
     )
     arguments: dict[str, Any] = {
         "reward_funcs": task.reward_exact_match,
         "train_dataset": Dataset.from_list(task.grpo_rows(settings.seed, 600)),
-        "peft_config": LoraConfig(r=settings.rank, lora_alpha=2 * settings.rank, target_modules="all-linear"),
+        "peft_config": _peft_config(settings),
     }
-    if settings.sync == "lora_adapter":
+    if settings.sync != "trl-merge":
         from qlora_rl.train.trainers import QLoRAGRPOTrainer
 
         # The directory is ours and fresh; the trainer completes it.
@@ -287,7 +294,9 @@ def _make_trainer(settings: DemoSettings, base: Any, run: RunDirectory) -> Any:
             model=base,
             args=config,
             adapter_dtype=settings.adapter_dtype,
+            sync=settings.sync,
             existing_run="continue",
+            rollout=settings.rollout,
             engine_options={"use_tqdm_on_load": False},
             **arguments,
         )
@@ -322,11 +331,29 @@ def _make_trainer(settings: DemoSettings, base: Any, run: RunDirectory) -> Any:
     return trainer
 
 
-def _answers(trainer: Any, asked: Sequence[task.Problem]) -> list[str]:
+def _peft_config(settings: DemoSettings) -> Any:
+    from peft import IA3Config, LoraConfig
+
+    if settings.adapter == "ia3":
+        return IA3Config(
+            target_modules=["k_proj", "v_proj", "up_proj", "down_proj"],
+            feedforward_modules=["down_proj"],
+            task_type="CAUSAL_LM",
+        )
+    return LoraConfig(
+        r=settings.rank, lora_alpha=2 * settings.rank, target_modules="all-linear", use_dora=settings.adapter == "dora"
+    )
+
+
+def _answers(trainer: Any, asked: Sequence[task.Problem], settings: DemoSettings) -> list[str]:
     """Greedy answers of the policy as the trainer holds it, whichever way it is synced."""
+    import torch
+
     from qlora_rl.demo.tiny_model import answer_greedily
 
-    return answer_greedily(trainer.model, trainer.processing_class, asked)
+    # IA3 multiplies 16-bit activations with float32 vectors: attention takes that under autocast only, as in training.
+    with torch.autocast(trainer.model.device.type, torch.bfloat16, enabled=settings.adapter == "ia3"):
+        return answer_greedily(trainer.model, trainer.processing_class, asked)
 
 
 def _accuracy(answers: Sequence[str], asked: Sequence[task.Problem]) -> float:

@@ -12,12 +12,13 @@ import importlib.metadata
 import importlib.util
 import os
 import random
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from qlora_rl.errors import EngineUnsupportedError, MissingDependencyError
+from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError, MissingDependencyError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -149,9 +150,7 @@ def unreached_modules(llm: LLM, adapter_id: int) -> list[str] | None:
     vLLM serves an adapter whose names match nothing as the bare base, with one DEBUG line (vllm#55193). Private path of
     the in-process engine; remove when `add_lora` reports it.
     """
-    executor = getattr(llm.llm_engine, "model_executor", None)
-    runner = getattr(getattr(executor, "driver_worker", None), "model_runner", None)
-    manager = getattr(getattr(runner, "lora_manager", None), "_adapter_manager", None)
+    manager = _adapter_manager(llm)
     if manager is None:
         return None
     adapter = manager.get_adapter(adapter_id)
@@ -159,6 +158,18 @@ def unreached_modules(llm: LLM, adapter_id: int) -> list[str] | None:
         return ["(all)"]
     lost = sorted(name for name in adapter.loras if name not in manager.modules)
     return lost or ([] if adapter.loras else ["(all)"])
+
+
+def holds_adapters(llm: LLM, ids: Sequence[int]) -> bool:
+    """All of these adapters lie in slots of the engine. Private path; remove when vLLM lends adapter buffers itself."""
+    manager = _adapter_manager(llm)
+    return manager is not None and set(ids) <= set(manager.lora_index_to_id)
+
+
+def _adapter_manager(llm: LLM) -> Any:
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    runner = getattr(getattr(executor, "driver_worker", None), "model_runner", None)
+    return getattr(getattr(runner, "lora_manager", None), "_adapter_manager", None)
 
 
 # Engines of this process that are not shut down. vLLM keeps its process groups in module globals that all of them share.
@@ -198,6 +209,166 @@ def shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     gc.unfreeze()
     if _alive == 0:
         destroy_model_parallel()
+
+
+def release_kv_cache(llm: LLM) -> bool:
+    """Give back the KV cache and keep the weights where they are; `LLM.wake_up` undoes it. False: this vLLM cannot.
+
+    Since 0.31. `sleep(level=1)` would move the weights to host memory, away from under whoever borrows them.
+    """
+    if not hasattr(llm, "release_kv_cache_memory"):
+        return False
+    llm.sleep(level=0)
+    llm.release_kv_cache_memory()
+    return True
+
+
+def _require_launchers() -> None:
+    # The server's parts have moved between releases; here they are 0.31's. Remove when older ones are dropped.
+    if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
+        raise MissingDependencyError(
+            f"starting a server: vLLM {vllm_version()} has its server in other modules than 0.31. Upgrade: pip install 'vllm>=0.31,<0.32'"
+        )
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a prompt that it does not take. 0.31 has a type of its own, which is no ValueError."""
+    try:
+        from vllm.exceptions import VLLMValidationError
+    except ImportError:
+        return (ValueError,)
+    return ValueError, VLLMValidationError
+
+
+class PolicyNames(dict[str, Any]):
+    """vLLM's table of adapters by model name, with one entry for the policy under the name that people ask for.
+
+    Each adapter has a LoRARequest of its own name, because vLLM takes two requests of one name for the same; and
+    `/v1/models` lists that name and the path.
+    """
+
+    def values(self) -> Any:
+        """What `/v1/models` lists."""
+        return [SimpleNamespace(lora_name=name, path="", base_model_name=None) for name in self]
+
+
+def server_arguments(arguments: dict[str, Any], host: str, port: int, more: Sequence[str]) -> Any:
+    """vLLM's namespace of server arguments: its defaults, what was asked for, and our own.
+
+    Args:
+        arguments: of the engine.
+        host: to listen on.
+        port: to listen on.
+        more: options of vLLM's own command line.
+
+    Raises:
+        ConfigConflictError: an option sets what is ours, or vLLM does not take it.
+    """
+    _require_launchers()
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigConflictError(f"reading vLLM's options: {message}. See vLLM's own documentation of its server.")
+
+    parser.error = refuse
+    plain, asked = parser.parse_args([]), parser.parse_args(list(more))
+    own = {**arguments, "host": host, "port": port, "api_server_count": 1, "served_model_name": ["base"]}
+    fixed = {
+        "api_key",
+        "uds",
+        "root_path",
+        "headless",
+        "middleware",
+        "config",
+        "model_tag",
+        "load_format",
+        "quantization",
+        "grpc",
+    }
+    changed = {name for name, value in vars(asked).items() if value != getattr(plain, name, None)}
+    taken = sorted(changed & (fixed | set(own)))
+    if taken:
+        raise ConfigConflictError(
+            f"reading vLLM's options: {', '.join(taken)} cannot be set after --, the server of qlora_rl sets it itself. Use the "
+            "options of `qlora-rl serve`, or leave it out.",
+            reasons=taken,
+        )
+    for name, value in own.items():
+        setattr(asked, name, value)
+    validate_parsed_serve_args(asked)
+    return asked
+
+
+async def run_openai_server(arguments: Any, prepare: Callable[[Any, Any], Awaitable[None]], sock: Any) -> None:
+    """vLLM's OpenAI server until a signal ends it; what its own `run_server` does, with room for routes and a gate.
+
+    Args:
+        arguments: of `server_arguments`.
+        prepare: is given the app and the engine before the first request.
+        sock: bound socket.
+    """
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.launcher import serve_http
+
+    async with build_async_engine_client(arguments) as engine:
+        tasks = await engine.get_supported_tasks()
+        app = build_app(arguments, tasks, engine.model_config)
+        await init_app_state(engine, app.state, arguments, tasks)
+        await prepare(app, engine)
+        stopping = await serve_http(
+            app,
+            sock=sock,
+            host=arguments.host,
+            port=arguments.port,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=60,
+            ws="none",
+            h11_max_incomplete_event_size=arguments.h11_max_incomplete_event_size,
+            h11_max_header_count=arguments.h11_max_header_count,
+        )
+    await stopping
+
+
+def reload_dense(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Write dense weights over a loaded model, layer by layer; names of vLLM's parameters that were written.
+
+    The layerwise reload of vLLM's own `reload_weights`, which leaves the layers in pieces when a stream breaks in the middle:
+    here they get their own tensors back (of which some are new by then), so that the next attempt starts clean. Remove when
+    `reload_weights` does it, and returns the names.
+
+    Raises:
+        EngineUnsupportedError: this vLLM has none.
+    """
+    try:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+    except ImportError as error:
+        raise EngineUnsupportedError(
+            f"loading weights: vLLM {vllm_version()} has no layerwise reload ({error}). Upgrade: pip install 'vllm>=0.28,<0.32'"
+        ) from error
+    model = runner.get_model()
+    try:
+        initialize_layerwise_reload(model)
+        with torch.no_grad():
+            loaded = set(model.load_weights(weights))
+        finalize_layerwise_reload(model, runner.model_config)
+    except BaseException:
+        for layer in model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(layer, info)
+                info.reset()
+        raise
+    finally:
+        runner.reset_lora_state()
+    return loaded
 
 
 def trim_memory() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from qlora_rl.base.fingerprint import digest_bytes, fingerprint_base
-from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.errors import EngineClosedError, NotYetSupportedError, PromptTooLongError, SyncError
+from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.errors import EngineBrokenError, EngineClosedError, NotYetSupportedError, PromptTooLongError, SyncError
 
 
 class FakeEngine:
@@ -40,7 +40,9 @@ class FakeEngine:
         self._version = 0
         self._hooks: list[Any] = []
         self._bare = False
-        self._held: dict[str, torch.Tensor] = {}
+        self._held: Mapping[str, torch.Tensor] = {}
+        self._slots: AdapterSlots | None = None
+        self._lost = ""
         self._is_closed = False
         self.naps = 0
         self._incarnation = 1
@@ -60,7 +62,7 @@ class FakeEngine:
         """What this engine can be asked for; it says that it can sleep so that the state machine can be tested."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         return EngineCapabilities(
-            "fake (torch)", True, False, self.max_lora_rank, self.max_model_length, dtype, can_sleep=True
+            "fake (torch)", True, False, self.max_lora_rank, self.max_model_length, dtype, True, takes_in_place=True
         )
 
     @torch.no_grad()
@@ -99,6 +101,8 @@ class FakeEngine:
         """One completion for each of B prompts (token ids); temperature, greedy, seeds and the length limit are honoured."""
         if self._is_closed:
             raise EngineClosedError("using the engine: it was closed. Make a new FakeEngine.")
+        if self._lost:
+            raise EngineBrokenError(f"generating: {self._lost}. Push the adapter again, or call drop_adapter().")
         spec = sampling or SamplingSpec(**fields)
         plain = SamplingSpec(spec.max_tokens, spec.temperature, seed=spec.seed)
         if spec != plain:
@@ -136,6 +140,22 @@ class FakeEngine:
 
     def load_adapter(self, directory: Path, version: int) -> None:
         """Serve a canonical PEFT directory as `version`; all of its modules must exist here."""
+
+        self._serve(self._read(directory, version), version)
+        self._slots = None
+
+    def lend_slots(self, directory: Path) -> AdapterSlots:
+        """Two copies of what lies in the directory."""
+        tensors = self._read(directory, self._version)
+        places = tuple({name: tensor.clone() for name, tensor in tensors.items()} for _ in range(2))
+        self._slots = slots = AdapterSlots(places, lambda: self._slots is slots)
+        return slots
+
+    def serve_slot(self, slots: AdapterSlots, index: int, version: int, recover: Callable[[], Path]) -> None:
+        """Multiply with one of them."""
+        self._serve(slots.places[index], version)
+
+    def _read(self, directory: Path, version: int) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
 
         rank = int(json.loads((Path(directory) / "adapter_config.json").read_text())["r"])
@@ -143,19 +163,23 @@ class FakeEngine:
             raise SyncError(f"loading adapter version={version}: rank={rank} > max_lora_rank={self.max_lora_rank}.")
         tensors = load_file(Path(directory) / "adapter_model.safetensors")
         modules = dict(self.model.named_modules())
-        pairs = {}
-        for name, a_RI in tensors.items():
-            if not name.endswith(".lora_A.weight"):
-                continue
-            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        for name in tensors:
+            module = _module_of(name)
             if module not in modules:
                 raise SyncError(f"loading adapter version={version}: no module {module} here.", module=module)
-            pairs[module] = (a_RI, tensors[name.replace("lora_A", "lora_B")])
+        return tensors
+
+    def _serve(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._held = tensors
+        self._held, self._lost = tensors, ""
+        modules = dict(self.model.named_modules())
         self._hooks = [
-            modules[name].register_forward_hook(self._added(a_RI, b_OR)) for name, (a_RI, b_OR) in pairs.items()
+            modules[_module_of(name)].register_forward_hook(
+                self._added(a_RI, tensors[name.replace("lora_A", "lora_B")])
+            )
+            for name, a_RI in tensors.items()
+            if name.endswith(".lora_A.weight")
         ]
         self._version = version
 
@@ -173,7 +197,11 @@ class FakeEngine:
         """Serve the bare base again, as version 0."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._held, self._version = [], {}, 0
+        self._hooks, self._held, self._version, self._slots, self._lost = [], {}, 0, None, ""
+
+    def withdraw_adapter(self, reason: str) -> None:
+        """Serve nothing until the next push."""
+        self._lost = reason
 
     def sleep(self) -> None:
         """Count a nap; there is nothing to give back."""
@@ -200,3 +228,8 @@ class FakeEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _module_of(name: str) -> str:
+    """The module that a canonical tensor belongs to."""
+    return name.removeprefix("base_model.model.").rsplit(".lora_", 1)[0]

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from qlora_rl.base.checkpoint import open_base
-from qlora_rl.base.fingerprint import linear_names
-from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
+from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
 from qlora_rl.engine import compat
+from qlora_rl.engine.adapters import Adapters
+from qlora_rl.engine.dense import DenseWeights
 from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
-from qlora_rl.engine.sampling import sampled_logprobs, sampling_params
+from qlora_rl.engine.options import start_options
+from qlora_rl.engine.sampling import check_lengths, sampled_logprobs, sampling_params
+from qlora_rl.engine.shared import Borrowers
+from qlora_rl.engine.worker import Lending
 from qlora_rl.errors import (
     ConfigConflictError,
     EngineBrokenError,
     EngineClosedError,
     EngineUnsupportedError,
-    NotYetSupportedError,
-    PromptTooLongError,
-    SyncError,
 )
 
 logger = logging.getLogger(__name__)
@@ -88,73 +86,37 @@ class LocalEngine:
         self.base = Path(base)
         self.max_lora_rank = rank_class(max_lora_rank) if max_lora_rank else 0
         self._enable_sleep = enable_sleep
-        self._version = 0
-        self._adapter: Any = None  # the LoRARequest that serves
-        self._requests = self._loads = self._incarnation = 0
-        self._is_broken = self._is_closed = self._is_asleep = self._is_lost = False
+        self._adapters, self._dense = Adapters(self.max_lora_rank), DenseWeights()
+        self._requests = self._incarnation = self._repairs = 0
+        self._is_broken = self._is_closed = self._is_asleep = False
         self._llm: Any = None
+        self.borrowers = Borrowers()
 
-        self._vllm_version = compat.vllm_version()
         self._owns_process_group = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        from transformers import AutoConfig
-
-        is_4bit = open_base(base, verify=False).spec.is_4bit
-        config = AutoConfig.from_pretrained(self.base, trust_remote_code=trust_remote_code)
-        if is_4bit:
-            compat.require_bitsandbytes_support()
-        self._is_cpu = compat.platform_is_cpu()
-        compat.require_head_size(config)
-        if tensor_parallel_size > 1 and not is_4bit:
-            raise NotYetSupportedError(
-                f"starting vLLM: tensor_parallel_size={tensor_parallel_size}: what several GPUs hold cannot be proven yet. Use "
-                "tensor_parallel_size=1."
-            )
-        if is_4bit and tensor_parallel_size > 1:
-            raise EngineUnsupportedError(
-                f"starting vLLM: tensor_parallel_size={tensor_parallel_size} with a 4-bit base: vLLM cannot shard what was "
-                "quantised beforehand. Use tensor_parallel_size=1, or a base with quant='none'."
-            )
-        if is_4bit and str(config.dtype).endswith("float32"):
-            raise EngineUnsupportedError(
-                "starting vLLM: the base is 4-bit with compute_dtype=float32, which vLLM's bitsandbytes kernels do not take. "
-                "Prepare it with compute_dtype='bfloat16'."
-            )
-        if max_model_length is None and "max_model_len" in vllm_options:
-            max_model_length = vllm_options.pop("max_model_len")
-        text = config.get_text_config()
-        self._max_model_length = max_model_length or int(text.max_position_embeddings)
-        if self._is_cpu and kv_cache_gib is None:
-            kv_cache_gib = _kv_cache_gib(text, self._max_model_length, max_num_seqs)
-        self._options: dict[str, Any] = {
-            "model": str(self.base),
-            # Said aloud: "auto" would serve a float32 base in 16 bits.
-            "dtype": str(config.dtype).removeprefix("torch."),
-            "enable_lora": bool(self.max_lora_rank),
-            "max_model_len": self._max_model_length,
-            "max_num_seqs": max_num_seqs,
-            "tensor_parallel_size": tensor_parallel_size,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "enforce_eager": self._is_cpu if enforce_eager is None else enforce_eager,
-            "enable_sleep_mode": enable_sleep and not self._is_cpu,
-            "enable_prefix_caching": enable_prefix_caching,
-            "model_impl": model_impl,
-            "trust_remote_code": trust_remote_code,
-            "seed": seed,
-            # The default, raw logprobs, leaves temperature out: importance ratios would be wrong at any but 1.
-            "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": True,
-            "worker_extension_cls": "qlora_rl.engine.worker.BaseExtension",
-        }
-        if self.max_lora_rank:
-            # Two in memory, one in the slot: the version that serves stays whole while the next one loads.
-            self._options |= {"max_lora_rank": self.max_lora_rank, "max_loras": 1, "max_cpu_loras": 2}
-            # Without this, vLLM wraps embeddings and head of some models too: buffers of vocabulary x rank that we never
-            # fill, and a crash of its CPU backend when prompt logprobs are asked for.
-            self._options["lora_target_modules"] = linear_names(self.base)
-        if kv_cache_gib is not None:
-            self._options["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-        self._options |= vllm_options
-        self._repair_scales = is_4bit and repair_scales
+        start = start_options(
+            base,
+            max_lora_rank=max_lora_rank,
+            max_model_length=max_model_length,
+            max_num_seqs=max_num_seqs,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_gib=kv_cache_gib,
+            enforce_eager=enforce_eager,
+            enable_sleep=enable_sleep,
+            enable_prefix_caching=enable_prefix_caching,
+            model_impl=model_impl,
+            trust_remote_code=trust_remote_code,
+            seed=seed,
+            **vllm_options,
+        )
+        self._options = start.arguments
+        self._vllm_version, self._is_cpu, self._max_model_length = (
+            start.vllm_version,
+            start.is_cpu,
+            start.max_model_length,
+        )
+        self._is_4bit = start.is_4bit
+        self._repair_scales = start.is_4bit and repair_scales
         self._build()
 
     # --- what people ask it -----------------------------------------------------------------------------------------
@@ -172,8 +134,8 @@ class LocalEngine:
 
     @property
     def version(self) -> int:
-        """The adapter version that serves now; 0 is the bare base."""
-        return self._version
+        """The version that serves now; 0 is the bare base."""
+        return self._adapters.version or self._dense.version
 
     @property
     def incarnation(self) -> int:
@@ -186,11 +148,12 @@ class LocalEngine:
         return EngineCapabilities(
             name=f"vllm {self._vllm_version} ({'cpu' if self._is_cpu else 'gpu'})",
             takes_adapters=bool(self.max_lora_rank),
-            takes_dense=False,
+            takes_dense=not self._is_4bit and self._options["tensor_parallel_size"] == 1,
             max_lora_rank=self.max_lora_rank,
             max_model_length=self._max_model_length,
             adapter_dtype=dtype,
             can_sleep=self._enable_sleep and not self._is_cpu,
+            takes_in_place=bool(self.max_lora_rank) and self._options["tensor_parallel_size"] == 1,
         )
 
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
@@ -205,7 +168,7 @@ class LocalEngine:
         """
         self.wake()
         ids = [list(s) for s in sequences]
-        self._check_lengths(ids)
+        check_lengths(ids, self._max_model_length)
         outputs = self._run(ids, SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0}), bare=bare)
         return [
             [entry[token].logprob for token, entry in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
@@ -214,10 +177,8 @@ class LocalEngine:
 
     def held_adapter(self, rank: int) -> dict[str, str]:
         """Digests of what the adapter slot holds; empty for the bare base."""
-        if self._adapter is None:
-            return {}
         self.wake()
-        return self.llm.collective_rpc("qlora_held_adapter", args=(self._adapter.lora_int_id, rank))[0]
+        return self._adapters.held(self._llm, rank)
 
     def describe_base(self) -> BaseFingerprint:
         """The base as vLLM holds it, read from its own weights."""
@@ -225,17 +186,21 @@ class LocalEngine:
         return BaseFingerprint.from_dict(self.llm.collective_rpc("qlora_describe_base")[0])
 
     def repair_base(self) -> dict[str, float]:
-        """Write the exact scales of the base directory into vLLM's weights, where its loader has rounded them.
-
-        vllm-bnb-plugin 0.0.3 reads the offset of double-quantised scales in bf16; see docs/fidelity.md.
+        """Write the exact scales of the base directory into vLLM's weights, where its loader has rounded them (docs/fidelity.md).
 
         Returns:
             The largest relative error of each repaired weight; empty when nothing differed.
         """
         self.wake()
-        repaired = self._repair()
         self._repair_scales = True  # a rebuilt engine gets them too
+        repaired = self._repair()
+        self._repairs += bool(repaired)
         return repaired
+
+    def lend_base(self) -> Lending:
+        """vLLM's own tensors, for `borrow_base`; whoever takes them is noted in `borrowers`."""
+        self.wake()
+        return self._llm.collective_rpc("qlora_lend_base")[0]
 
     def _repair(self) -> dict[str, float]:
         return self._llm.collective_rpc("qlora_repair_scales")[0]
@@ -262,16 +227,15 @@ class LocalEngine:
         sampling = sampling or SamplingSpec(**fields)
         self.wake()
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
-        self._check_lengths(ids)
+        check_lengths(ids, self._max_model_length)
         started = time.perf_counter()
         outputs = [output.outputs[0] for output in self._run(ids, sampling)]
-        rollout = Rollout(
+        return Rollout(
             completion_ids=[list(o.token_ids) for o in outputs],
             logprobs=[sampled_logprobs(o) for o in outputs],
-            version=self._version,
+            version=self.version,
             seconds=time.perf_counter() - started,
         )
-        return rollout
 
     def load_adapter(self, directory: Path, version: int) -> None:
         """Serve a PEFT directory as `version` from the next request on.
@@ -279,54 +243,79 @@ class LocalEngine:
         Raises:
             SyncError: vLLM refused it, or some of its modules match no layer; the old version goes on serving.
         """
-        if not self.max_lora_rank:
-            raise EngineUnsupportedError(
-                "loading an adapter: this engine was started without LoRA (max_lora_rank=0). Start it with the adapter's rank."
-            )
         self._ensure_usable()
-        from vllm.lora.request import LoRARequest
+        self._dense.refuse_adapters(self.max_lora_rank)
+        self._adapters.load(self._llm, directory, version)
 
-        # A number that vLLM has never seen: it would take one that it knows for the adapter that it has loaded already.
-        self._loads += 1
-        request = LoRARequest(f"policy-v{version}", self._loads, str(directory))
-        engine = self._llm.llm_engine
-        try:
-            engine.add_lora(request)
-            lost = compat.unreached_modules(self._llm, self._loads)
-        except BaseException as error:
-            self._forget(self._loads)
-            if not isinstance(error, Exception):
-                raise
-            raise SyncError(
-                f"loading adapter version={version} into vLLM: {error}. Version {self._version} goes on serving."
-            ) from error
-        if lost:
-            self._forget(self._loads)
-            raise SyncError(
-                f"loading adapter version={version} into vLLM: no layer of the engine multiplies with {', '.join(lost[:4])}"
-                f"{' …' if len(lost) > 4 else ''}; it would have been left out without a word. Version {self._version} goes "
-                "on serving. Leave these modules out of target_modules.",
-                reasons=lost,
-                module=lost[0],
-            )
-        self._adapter, self._version, self._is_lost = request, version, False
+    def lend_slots(self, directory: Path) -> AdapterSlots:
+        """Load a canonical PEFT directory into two slots and lend their buffers, until an adapter is loaded or dropped.
+
+        Raises:
+            SyncError: vLLM refused it, or some of its modules match no layer.
+        """
+        self._ensure_usable()
+        self._dense.refuse_adapters(self.max_lora_rank)
+        return self._adapters.lend(self._llm, directory)
+
+    def serve_slot(self, slots: AdapterSlots, index: int, version: int, recover: Callable[[], Path]) -> None:
+        """Serve what lies in a slot as `version` from the next request on; nothing is copied or read.
+
+        Raises:
+            SyncError: the slots are no longer the engine's; the old version goes on serving.
+        """
+        self._ensure_usable()
+        self._adapters.serve_slot(slots, index, version, recover)
+
+    def load_dense(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        """Serve these weights instead of the base's, as `version`, from the next request on; adapters are dropped.
+
+        Args:
+            weights: every weight of the model, by transformers' name; read once, one after the other.
+
+        Returns:
+            Bytes.
+
+        Raises:
+            EngineUnsupportedError: the engine holds a 4-bit base. EngineBusyError: a model borrows the base.
+            SyncError: not all arrived. Nothing is served until a push arrives whole; if none had, the old version serves on.
+        """
+        self._dense.refuse_4bit(self.base, self.capabilities())
+        self.borrowers.refuse("loading weights")
+        self.wake()
+        nbytes = self._dense.load(self._llm, weights, version)
+        self._adapters.drop(self._llm)  # vLLM has dropped them
+        return nbytes
+
+    def withdraw_adapter(self, reason: str) -> None:
+        """Serve nothing until the next push: what serves is not proven, and what was before is gone."""
+        self._adapters.withdraw(reason)
+
+    def withdraw_dense(self, reason: str) -> None:
+        """Serve nothing until the next `load_dense`: what lies there has turned out to be wrong."""
+        self._dense.withdraw(reason)
 
     def drop_adapter(self) -> None:
-        """Serve the bare base again, as version 0."""
+        """Serve the bare base again, as version 0; read anew from its directory where dense weights lie over it."""
         self._ensure_usable()
-        if self._adapter is not None:
-            self._forget(self._adapter.lora_int_id)
-        self._adapter, self._version, self._is_lost = None, 0, False
+        self._dense.drop(self._llm, self.base)
+        self._adapters.drop(self._llm)
 
     def sleep(self) -> None:
         """Give back the KV cache and move the weights to host memory (vLLM's level 1); a no-op on the CPU.
 
-        Level 2 is never used: it discards a bitsandbytes base that vLLM has no way to load again.
+        Weights that a model borrows stay where they are. Level 2 is never used: it discards a bitsandbytes base that vLLM
+        has no way to load again.
         """
         self._ensure_usable()
         if self._is_asleep or not self._options["enable_sleep_mode"]:
             return
-        self._llm.sleep(level=1)
+        self._adapters.before_sleep(self._llm)
+        if not self.borrowers.alive():
+            self._llm.sleep(level=1)
+        elif not compat.release_kv_cache(self._llm):
+            logger.warning("vLLM %s cannot keep lent weights and sleep: it stays awake", self._vllm_version)
+            self._options["enable_sleep_mode"] = self._enable_sleep = False
+            return
         self._is_asleep = True
 
     def wake(self) -> None:
@@ -336,10 +325,19 @@ class LocalEngine:
             self._llm.wake_up()
             self._is_asleep = False
             self._incarnation += 1
-            self._load_again()  # a wake has been seen to lose adapters (vllm#53888)
+            self._adapters.after_wake(self._llm)
 
-    def close(self) -> None:
-        """Stop vLLM and give its memory back; harmless when repeated."""
+    def close(self, *, force: bool = False) -> None:
+        """Stop vLLM and give its memory back; harmless when repeated.
+
+        Args:
+            force: also while a model borrows the base. The tensors are the model's then, and it goes on working.
+
+        Raises:
+            EngineBusyError: a living model borrows the base.
+        """
+        if not (force or self._is_closed):
+            self.borrowers.refuse("closing the engine")
         self._is_closed = True
         self._tear_down()
 
@@ -349,7 +347,7 @@ class LocalEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(force=error is not None)  # an error of the caller's must not be hidden by ours
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -366,6 +364,8 @@ class LocalEngine:
         try:
             if self._repair_scales:
                 self._repair()
+            if self.borrowers.alive():  # rebuilt: they must not go on with the old tensors
+                self.borrowers.point_to(self._llm.collective_rpc("qlora_lend_base")[0])
         except BaseException:
             self._tear_down()
             raise
@@ -383,50 +383,22 @@ class LocalEngine:
         if self._is_closed:
             raise EngineClosedError("using the engine: it was closed. Make a new LocalEngine.")
         if self._is_broken:
-            logger.warning("rebuilding the engine after a failure; version %d is loaded again", self._version)
+            logger.warning("rebuilding the engine after a failure; version %d is loaded again", self.version)
             self._tear_down()
             self._build()
-            self._load_again()
-
-    def _load_again(self) -> None:
-        """Load the adapter that serves anew; without its directory the engine must not go on as the bare base."""
-        if self._adapter is None:
-            return
-        directory = Path(self._adapter.lora_path)
-        self._adapter, self._is_lost = None, True
-        if directory.is_dir():
-            self.load_adapter(directory, self._version)
-
-    def _forget(self, adapter_id: int) -> None:
-        """Take an adapter that will not serve out of vLLM, if it got that far."""
-        with contextlib.suppress(Exception):
-            self._llm.llm_engine.remove_lora(adapter_id)
-
-    def _check_lengths(self, ids: list[list[int]]) -> None:
-        reasons = [
-            f"prompt {i} has {len(p)} tokens" if p else f"prompt {i} is empty"
-            for i, p in enumerate(ids)
-            if not 0 < len(p) < self._max_model_length
-        ]
-        if reasons:
-            shown = ", ".join(reasons[:5]) + (f" and {len(reasons) - 5} more" if len(reasons) > 5 else "")
-            raise PromptTooLongError(
-                f"generating: {shown}; max_model_length={self._max_model_length} must hold the prompt and at least one token. "
-                "Shorten the prompts, or raise max_model_length (GRPOConfig.vllm_max_model_length).",
-                reasons=reasons,
-            )
+            self._dense.rebuilt()
+            self._adapters.load_again(self._llm)
 
     def _run(self, ids: list[list[int]], sampling: SamplingSpec, *, bare: bool = False) -> list[Any]:
         """Drive the engine until all B requests are done; whatever happens, none of them stays behind."""
         engine = self._llm.llm_engine
-        if self._is_lost and not bare:
-            raise EngineBrokenError(
-                f"generating: adapter version={self._version} was lost when the engine was built anew. Push the adapter again, or "
-                "call drop_adapter() to go on with the bare base."
-            )
-        lora = None if bare else self._adapter
-        # The salt makes a KV block of one version invisible to every other, whatever their names and paths.
-        salt = "base" if lora is None else f"policy-{lora.lora_int_id}"
+        self._dense.refuse_lost(bare=bare)
+        if not bare:
+            self._adapters.refuse_lost()
+        served = None if bare else self._adapters.served
+        # The salt makes a KV block of one push invisible to every other, whatever their names and paths.
+        lora, salt = (None, self._dense.salt) if served is None else (served.request, served.salt)
+        salt = f"{salt}-{self._repairs}"  # nor does one outlive a repair of the base
         try:
             params = [sampling_params(sampling, i) for i in range(len(ids))]
         except Exception as error:  # vLLM has an error type of its own for them
@@ -475,13 +447,3 @@ class LocalEngine:
             logger.warning("aborting the requests failed; the engine is rebuilt at its next use", exc_info=True)
             return
         self._is_broken = False
-
-
-def _kv_cache_gib(config: Any, length: int, sequences: int) -> float:
-    """What `sequences` of full `length` need, in GiB (2-byte elements, blocks of 128 tokens), at most 4, at least 1/16."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = 4 if str(config.dtype).endswith("float32") else 2
-    per_token = 2 * config.num_hidden_layers * kv_heads * head * width
-    blocks = math.ceil(length / 128) + 1
-    return min(4.0, max(1 / 16, per_token * 128 * blocks * (sequences + 1) / 2**30))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from qlora_rl.contracts import SamplingSpec
+from qlora_rl.errors import PromptTooLongError
 
 
 def sampling_params(spec: SamplingSpec, index: int) -> Any:
@@ -50,3 +52,28 @@ def sampled_logprobs(output: Any) -> list[float | None]:
         logprob = entry[token].logprob
         values.append(None if math.isnan(logprob) else logprob)
     return values
+
+
+def check_lengths(ids: Sequence[Sequence[int]], max_model_length: int) -> None:
+    """Refuse prompts (token ids) that are empty or leave no room for a completion.
+
+    Raises:
+        PromptTooLongError: names every one of them.
+    """
+    reasons = [
+        f"prompt {i} has {len(p)} tokens" if len(p) else f"prompt {i} is empty"
+        for i, p in enumerate(ids)
+        if not 0 < len(p) < max_model_length
+    ]
+    if reasons:
+        shown = ", ".join(reasons[:5]) + (f" and {len(reasons) - 5} more" if len(reasons) > 5 else "")
+        raise PromptTooLongError(
+            f"generating: {shown}; max_model_length={max_model_length} must hold the prompt and at least one token. "
+            "Shorten the prompts, or raise max_model_length (GRPOConfig.vllm_max_model_length).",
+            reasons=reasons,
+        )
+
+
+def scored_logprobs(ids: Sequence[int], prompt_logprobs: Sequence[Any]) -> list[float]:
+    """Logprobs of every token but the first, out of vLLM's prompt logprobs."""
+    return [entry[token].logprob for token, entry in zip(ids[1:], prompt_logprobs[1:], strict=True)]

@@ -6,7 +6,12 @@ carry a prefix. Results are plain values that also travel between processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,35 @@ import torch
 from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, facts_of
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
+from qlora_rl.engine import compat
+
+
+@dataclass(frozen=True)
+class Lent:
+    """One weight of vLLM's as it lies there.
+
+    Attributes:
+        values: packed codes [bytes, 1], or the weight; a view of vLLM's own storage.
+        state: bitsandbytes' QuantState of a 4-bit weight.
+    """
+
+    values: torch.Tensor
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class Lending:
+    """What a worker has to lend.
+
+    Attributes:
+        process: in which the tensors lie.
+        weights: by transformers' name.
+        withheld: why a weight cannot be lent, by transformers' name.
+    """
+
+    process: int
+    weights: dict[str, Lent]
+    withheld: dict[str, str]
 
 
 class BaseExtension:
@@ -52,29 +86,102 @@ class BaseExtension:
             state.absmax.copy_(exact.reshape(state.absmax.shape))
         return repaired
 
+    def qlora_lend_base(self) -> Lending:
+        """The base as vLLM's own tensors, fused ones as views of their shards; nothing is copied."""
+        model = self.model_runner.get_model()
+        dtype = self.model_runner.model_config.dtype
+        modules = dict(model.named_modules())
+        weights = {name: Lent(codes, state) for name, codes, state in _quantised(model)}
+        withheld: dict[str, str] = {}
+        for name, parameter in model.named_parameters():
+            if getattr(parameter, "bnb_quant_state", None) is not None:
+                continue
+            owner, weight, why = modules[name.rpartition(".")[0]], parameter.data, None
+            if weight.numel() == 0:
+                why = "vLLM's CPU backend has packed it away for its own kernels"
+            elif weight.dtype != dtype:
+                why = f"vLLM holds it as {str(weight.dtype).removeprefix('torch.')}"
+            if why is not None:
+                withheld |= dict.fromkeys(_shard_names(model, name), why)
+                continue
+            weights |= {shard: Lent(part) for shard, part in _parts(model, name, weight, owner)}
+        return Lending(os.getpid(), weights, withheld)
+
+    def qlora_load_dense(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """Write all weights of the model, by transformers' names.
+
+        Returns:
+            Names for which no value came; then, as after an exception, what lies there is a mixture.
+        """
+        model, came = self.model_runner.get_model(), set()
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in weights:
+                came.add(name)
+                yield name, weight
+
+        written = compat.reload_dense(self.model_runner, noted())
+        tied = getattr(self.model_runner.model_config.hf_text_config, "tie_word_embeddings", False)
+        missing: set[str] = set()
+        for name, _ in model.named_parameters():
+            # vLLM calls a fused weight written when one of its shards was.
+            shards = set(_shard_names(model, name))
+            if name.replace(".base_layer.", ".") not in written:
+                missing |= shards
+            missing |= shards - came
+        return sorted(name for name in missing if not (tied and name.startswith("lm_head.")))
+
     def qlora_held_adapter(self, adapter_id: int, rank: int) -> dict[str, str]:
         """Digests of the A [rank, I] and B [O, rank] that the slot of an adapter holds now, by canonical name.
 
         Read from the buffers that the layers multiply with, not from the file. Parts that are all zero are left out.
         """
+        places = self.qlora_lend_adapter(adapter_id, rank)
+        return {name: digest_bytes(place) for name, place in places.items() if bool(place.any())}
+
+    def qlora_lend_adapter(self, adapter_id: int, rank: int) -> dict[str, torch.Tensor]:
+        """The buffers A [rank, I] and B [O, rank] of an adapter's slot, by canonical name; views, of all layers there are."""
         model = self.model_runner.get_model()
         manager = self.model_runner.lora_manager._adapter_manager
-        held: dict[str, str] = {}
+        places: dict[str, torch.Tensor] = {}
         if adapter_id not in manager.lora_index_to_id:
-            return held
+            return places
         slot = manager.lora_index_to_id.index(adapter_id)
         for path, layer in manager.modules.items():
             if not isinstance(layer.lora_a_stacked, tuple):
                 continue  # an embedding or a head, which we never fill
-            shards = _shard_names(model, f"{path}.weight")
-            for i, shard in enumerate(shards):
+            for i, shard in enumerate(_shard_names(model, f"{path}.weight")):
                 name = f"base_model.model.{shard.removesuffix('.weight')}"
-                a_RI = layer.lora_a_stacked[i][slot, 0, :rank]
-                b_OR = layer.lora_b_stacked[i][slot, 0, :, :rank]
-                for part, tensor in (("lora_A", a_RI), ("lora_B", b_OR)):
-                    if bool(tensor.any()):
-                        held[f"{name}.{part}.weight"] = digest_bytes(tensor)
-        return held
+                places[f"{name}.lora_A.weight"] = layer.lora_a_stacked[i][slot, 0, :rank]
+                places[f"{name}.lora_B.weight"] = layer.lora_b_stacked[i][slot, 0, :, :rank]
+        return places
+
+    def qlora_adapter_sizes(self) -> dict[str, list[int]]:
+        """[I, O] of every linear that can be adapted, by the base model's name."""
+        model = self.model_runner.get_model()
+        sizes: dict[str, list[int]] = {}
+        for path, layer in self.model_runner.lora_manager._adapter_manager.modules.items():
+            if not isinstance(layer.lora_a_stacked, tuple):
+                continue  # an embedding or a head, which we never fill
+            for i, shard in enumerate(_shard_names(model, f"{path}.weight")):
+                a, b = layer.lora_a_stacked[i], layer.lora_b_stacked[i]
+                sizes[shard.removesuffix(".weight")] = [a.shape[-1], b.shape[-2]]
+        return sizes
+
+    def qlora_end_with_server(self, server: int) -> None:
+        """Have this process, and vLLM's engine process above it, end when the server's process has ended, however it did.
+
+        A server that is killed tells nobody: vLLM's processes would stay, with the base in memory.
+        """
+        handle, parent = os.pidfd_open(server), os.getppid()
+
+        def watch() -> None:
+            select.select([handle], [], [])
+            if parent != server and os.getppid() == parent:  # it is still the engine's process
+                os.kill(parent, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=watch, name="qlora-rl-server-watch", daemon=True).start()
 
 
 def _leaves(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Leaf]]:
@@ -102,13 +209,17 @@ def _unquantised(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[s
         if getattr(parameter, "bnb_quant_state", None) is not None:
             continue
         owner = modules[name.rpartition(".")[0]]
-        weight = _as_loaded(parameter.data, owner, dtype)
-        shards = _shard_names(model, name)
-        if len(shards) > 1:
-            yield from zip(shards, weight.split(list(owner.output_sizes), dim=0), strict=True)
-            continue
-        rows = getattr(owner, "org_vocab_size", None)
-        yield shards[0], weight if rows is None else weight[:rows]
+        yield from _parts(model, name, _as_loaded(parameter.data, owner, dtype), owner)
+
+
+def _parts(model: torch.nn.Module, name: str, weight: torch.Tensor, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """An unquantised weight of vLLM's, in the parts that transformers knows; views."""
+    shards = _shard_names(model, name)
+    if len(shards) > 1:
+        yield from zip(shards, weight.split(list(owner.output_sizes), dim=0), strict=True)
+        return
+    rows = getattr(owner, "org_vocab_size", None)
+    yield shards[0], weight if rows is None else weight[:rows]
 
 
 def _as_loaded(weight: torch.Tensor, owner: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.base.fingerprint import Diff, compare, fingerprint_base
+from qlora_rl.base.fingerprint import Diff, compare, fingerprint_base, recorded_fingerprint
 from qlora_rl.contracts import BaseFingerprint, BaseHolder
 from qlora_rl.errors import BaseMismatchError
 
@@ -53,6 +53,8 @@ def prove_base(
 ) -> Admission:
     """Compare the trainer's base with the engine's; repair rounded scales and compare again.
 
+    A model that borrows the engine's tensors (`borrow_base`) is compared with the base directory's fingerprint too.
+
     Args:
         model: the trainer's (bare or PeftModel; only read), or its fingerprint.
         engine: whose weights are read, and whose scales are written where they were rounded.
@@ -65,17 +67,23 @@ def prove_base(
     ours = model if isinstance(model, BaseFingerprint) else fingerprint_base(model)
     theirs = engine.describe_base()
     diff = compare(ours, theirs)
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    loan = getattr(bare, "qlora_loan", None)
+    if loan is not None and not diff.entries:
+        # Both sides read one storage, so that they agree says little: the directory is what they must agree with.
+        diff = compare(recorded_fingerprint(bare.qlora_base), theirs)
     dense = {leaf.kind for leaf in theirs.leaves.values()}
     if not isinstance(model, BaseFingerprint) and len(dense) == 1 and {e.how for e in diff.entries} == {"type"}:
         # The engine may serve the baked form of this very base: then it holds the weights that our codes stand for.
         baked = fingerprint_base(model, baked=getattr(torch, dense.pop()))
         if compare(baked, theirs).state == "equal":
             return Admission(baked, theirs, {}, Diff())
-    repaired: Mapping[str, float] = {}
+    repaired: Mapping[str, float] = {} if loan is None else loan.repaired
     if repair and diff.state == "repairable":
         repaired = engine.repair_base()
         theirs = engine.describe_base()
         diff = compare(ours, theirs)
+    if repaired:
         logger.info("scales of %d weights were rounded by the engine's loader and are exact again", len(repaired))
     admission = Admission(ours, theirs, repaired, diff)
     if admission.is_proven:

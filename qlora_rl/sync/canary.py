@@ -9,14 +9,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from qlora_rl.base.fingerprint import digest_bytes
-from qlora_rl.contracts import AdapterBundle, RolloutEngine
+from qlora_rl.contracts import AdapterBundle, Leaf, RolloutEngine
 from qlora_rl.errors import CanaryError, ConfigConflictError
 
 # Mean scaled difference of logprobs (see `_difference`) above which no calibration may let a pair of engines pass. bf16 pairs measure 0.001 to 0.01.
@@ -104,16 +104,43 @@ class Canary:
             CanaryError: it does not; says which.
         """
         self._compare_held(bundle)
-        if not scored:
-            self._pushes += 1
-            if (self._pushes - 1) % self.every:
-                return None
+        return self._scored() if scored or self.is_due() else None
+
+    def check_weights(self, sent: Mapping[str, Leaf]) -> float:
+        """Prove that the engine holds these dense weights and computes with them.
+
+        Args:
+            sent: digests of every weight that was pushed.
+
+        Returns:
+            The mean scaled difference of logprobs.
+
+        Raises:
+            CanaryError: it does not; says which.
+        """
+        held = self.engine.describe_base().leaves
+        wrong = sorted(name for name in {*sent, *held} if sent.get(name) != held.get(name))
+        if wrong:
+            raise CanaryError(
+                f"checking the push: {len(wrong)} of {len(sent)} weights in the engine are not what was pushed, first {wrong[0]}. A "
+                "broken stream or another model would look like this; push again.",
+                reasons=wrong,
+                module=wrong[0].rpartition(".")[0],
+            )
+        return self._scored()
+
+    def is_due(self) -> bool:
+        """Counts a push; true at each n-th one, beginning with the first."""
+        self._pushes += 1
+        return (self._pushes - 1) % self.every == 0
+
+    def _scored(self) -> float:
         if self.sequences is None:
             self.calibrate()
         difference = self._difference()
         if not difference <= self.threshold:
             raise CanaryError(
-                f"checking the push: the engine holds the adapter, but its logprobs differ from the trainer's by "
+                f"checking the push: the engine holds what was pushed, but its logprobs differ from the trainer's by "
                 f"{difference:.3g} (scaled) on average > threshold={self.threshold:.3g}. It applies it in another way (or the base "
                 "was changed: `qlora-rl verify BASE --local`)."
             )

@@ -6,8 +6,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from qlora_rl.adapter.verdict import Verdict
+from qlora_rl.base.fingerprint import Diff
 from qlora_rl.contracts import EngineCapabilities
-from qlora_rl.errors import AdapterRefusedError, ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.errors import (
+    AdapterRefusedError,
+    BaseMismatchError,
+    ConfigConflictError,
+    collected,
+)
 
 Wish = Literal["auto", "lora_adapter", "weights"]
 WISHES: tuple[str, ...] = ("auto", "lora_adapter", "weights")
@@ -18,7 +24,7 @@ class SyncPlan:
     """The decision for a run (vocabulary of TRL #5188).
 
     Attributes:
-        strategy: "lora_adapter".
+        strategy: "lora_adapter" or "weights".
         transport: how the bytes travel.
         reasons: why, one sentence each.
     """
@@ -35,41 +41,40 @@ class SyncPlan:
         return asdict(self)
 
 
-def plan_sync(verdict: Verdict, capabilities: EngineCapabilities | None = None, wish: str = "auto") -> SyncPlan:
+def plan_sync(
+    verdict: Verdict,
+    capabilities: EngineCapabilities | None = None,
+    diff: Diff | None = None,
+    wish: str = "auto",
+    *,
+    allow_base_mismatch: bool = False,
+) -> SyncPlan:
     """Decide how the policy travels.
 
     Args:
         verdict: of the adapter.
         capabilities: of the engine; without them only the adapter decides.
+        diff: of the trainer's base and the engine's; without it nothing is said of the base.
         wish: "auto", "lora_adapter" or "weights".
+        allow_base_mismatch: plan although the bases differ.
 
     Raises:
+        BaseMismatchError: an adapter is nothing without its base, and the engine holds another one.
         AdapterRefusedError: the adapter cannot travel as wished; names every reason and the way out.
-        NotYetSupportedError: full weights are wished or needed; this version has no way for them.
-        ConfigConflictError: an unknown wish, or an engine without LoRA.
+        ConfigConflictError: an unknown wish, an engine without LoRA, or one that cannot take full weights where they are needed.
     """
     if wish not in WISHES:
         raise ConfigConflictError(f"planning the sync: sync={wish!r} is not one of {WISHES}. Use 'auto'.")
-    if wish == "weights":
-        raise NotYetSupportedError(
-            "planning the sync: sync='weights' (dequantised full weights) is not there yet. Use sync='lora_adapter', which is "
-            "exact for plain LoRA."
-        )
     if verdict.kind == "refuse":
         raise collected("planning the sync", verdict.reasons, AdapterRefusedError)
-    if verdict.kind == "full_weights":
-        if wish == "lora_adapter":
-            raise collected(
-                "planning the sync: sync='lora_adapter', but this adapter cannot travel alone; only sync='weights' could "
-                "carry it, which is not there yet",
-                verdict.reasons,
-                AdapterRefusedError,
-            )
+    if verdict.kind == "full_weights" and wish == "lora_adapter":
         raise collected(
-            "planning the sync: only full weights can carry this adapter, and sync='weights' is not there yet",
+            "planning the sync: sync='lora_adapter', but this adapter cannot travel alone; sync='weights' carries it",
             verdict.reasons,
-            NotYetSupportedError,
+            AdapterRefusedError,
         )
+    if wish == "weights" or verdict.kind == "full_weights":
+        return _dense(verdict, capabilities, diff, allow_base_mismatch)
     if capabilities is not None and not capabilities.takes_adapters:
         raise ConfigConflictError(
             f"planning the sync: {capabilities.name} was started without LoRA. Start it with max_lora_rank={verdict.rank}."
@@ -79,6 +84,49 @@ def plan_sync(verdict: Verdict, capabilities: EngineCapabilities | None = None, 
             f"planning the sync: rank={verdict.rank} > max_lora_rank={capabilities.max_lora_rank} of {capabilities.name}. "
             f"Start the engine with max_lora_rank={verdict.rank}."
         )
-    return SyncPlan(
-        "lora_adapter", "directory", (f"The adapter is plain LoRA of rank {verdict.rank}: it travels alone.",)
+    reasons = [f"The adapter is plain LoRA of rank {verdict.rank}: it travels alone."]
+    transport = "directory"
+    if capabilities is not None and capabilities.takes_in_place:
+        transport = "in_place"
+        reasons.append("The engine is in this process: the adapter is copied into its buffers.")
+    elif capabilities is not None and capabilities.takes_bytes:
+        transport = "http"
+        reasons.append("The engine is a server: the adapter travels in the body of a request.")
+    elif capabilities is not None:
+        reasons.append("It travels through a directory that both sides see.")
+    if diff is not None:
+        reasons.append(_of_the_base(diff, allow_base_mismatch))
+    return SyncPlan("lora_adapter", transport, tuple(reasons))
+
+
+def _dense(
+    verdict: Verdict, capabilities: EngineCapabilities | None, diff: Diff | None, is_mismatch_allowed: bool
+) -> SyncPlan:
+    reasons = list(verdict.reasons or ("sync='weights' was asked for; the adapter alone would be exact and smaller.",))
+    if capabilities is not None and not capabilities.takes_dense:
+        raise collected(
+            f"planning the sync: only full weights can carry this adapter, and {capabilities.name} cannot take them: a 4-bit base "
+            "would read them as packed codes. Serve the baked base, LocalEngine(bake_base(base), max_lora_rank=0), or pass "
+            "rollout='colocate', which does so by itself",
+            reasons,
+            ConfigConflictError,
+        )
+    reasons.append("Every weight is dequantised, adapted in float32 and streamed to an engine on the baked base.")
+    if diff is not None:
+        reasons.append(_of_the_base(diff, is_mismatch_allowed))
+    return SyncPlan("weights", "stream", tuple(reasons))
+
+
+def _of_the_base(diff: Diff, is_allowed: bool) -> str:
+    if diff.state == "equal":
+        return "Both sides hold the same base."
+    if diff.state == "repairable":
+        return f"The engine's scales are rounded at {len(diff.entries)} weights; repair_base writes them back."
+    if is_allowed:
+        return f"The engine holds another base ({len(diff.entries)} differences), which the caller allows."
+    raise BaseMismatchError(
+        f"planning the sync: the engine holds another base, on which this adapter means something else: {diff.entries[0]} "
+        f"({len(diff.entries)} differences in all). Start it on the trainer's own base directory.",
+        reasons=[str(entry) for entry in diff.entries],
+        module=diff.entries[0].name,
     )

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.export import export_adapter
-from qlora_rl.adapter.verdict import judge_adapter
+from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncReport, Transport
 from qlora_rl.sync.canary import Canary
 
@@ -33,8 +32,8 @@ class AdapterSync:
         self.model = model
         self.engine = engine
         self.transport = transport
+        self._adapter = LiveAdapter(model, getattr(torch, engine.capabilities().adapter_dtype))
         self._pushed: AdapterBundle | None = None
-        self._dtype = getattr(torch, engine.capabilities().adapter_dtype)
 
     def push(self) -> SyncReport:
         """Hand the current adapter to the engine as the version after the one it serves.
@@ -45,36 +44,51 @@ class AdapterSync:
             CanaryError: it arrived, but the engine does not multiply with it; the old version serves again (the bare base, if it was the first).
         """
         started = time.perf_counter()
-        bundle = export_adapter(self.model, dtype=self._dtype, verdict=judge_adapter(self.model))
-        exported = time.perf_counter()
+        self._adapter.look()
+        looked = time.perf_counter()
         version = self.engine.version + 1
-        delivery = self.transport.deliver(bundle, version, self.engine)
-        delivered = time.perf_counter()
-        difference = None
-        if self.canary is not None:
-            try:
-                difference = self.canary.check(bundle)
-            except BaseException:
-                # Whatever stopped the proof, an unproven version must not serve.
-                try:
-                    self.transport.revoke(self.engine)
-                except Exception:
-                    logger.exception("version %d could not be taken back", version)
-                raise
-        self._pushed = bundle
+        try:
+            delivery = self.transport.deliver(self._adapter, version, self.engine)
+            delivered = time.perf_counter()
+            self._adapter.judge()
+            self._pushed, difference = self._prove()
+        except BaseException:
+            # Whatever stopped it, an unproven version must not serve.
+            if self.engine.version == version:
+                self._take_back(version)
+            raise
+        proven = time.perf_counter()
+        self.transport.commit()
         return SyncReport(
             version=version,
             mode=self.mode,
             transport=delivery.transport,
             bytes=delivery.nbytes,
-            tensors=len(bundle.tensors),
-            export_seconds=exported - started,
+            tensors=2 * len(self._adapter.shape),
+            export_seconds=looked - started,
             deliver_seconds=delivery.deliver_seconds,
             load_seconds=delivery.load_seconds,
             seconds=delivered - started,
-            canary_seconds=time.perf_counter() - delivered,
+            canary_seconds=proven - delivered,
             canary_difference=difference,
         )
+
+    def _take_back(self, version: int) -> None:
+        try:
+            self.transport.revoke(self.engine)
+        except BaseException:
+            logger.exception(
+                "version %d could not be taken back; the engine serves nothing until the next push", version
+            )
+            self.engine.withdraw_adapter(
+                f"the proof of version={version} failed, and the one before it could not be loaded"
+            )
+
+    def _prove(self) -> tuple[AdapterBundle | None, float | None]:
+        if self.canary is None:
+            return None, None
+        bundle = self._adapter.bundle()
+        return bundle, self.canary.check(bundle)
 
     def verify(self) -> None:
         """Prove again that the engine serves the last version.

@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 from qlora_rl.adapter.store import AdapterStore
-from qlora_rl.contracts import AdapterBundle, Delivery, RolloutEngine
+from qlora_rl.contracts import AdapterSource, Delivery, RolloutEngine
+from qlora_rl.sync.in_place import InPlaceTransport
+from qlora_rl.sync.wire import HttpTransport
 
 
 class DirectoryTransport:
@@ -24,24 +26,30 @@ class DirectoryTransport:
         self.store = AdapterStore(root, keep)
         self._live: list[tuple[Path, int]] = []  # the version that serves, and the one before it
 
-    def deliver(self, bundle: AdapterBundle, version: int, engine: RolloutEngine) -> Delivery:
+    def deliver(self, adapter: AdapterSource, version: int, engine: RolloutEngine) -> Delivery:
         """Write the version, have the engine load it, then let go of the oldest.
 
         Raises:
             SyncError: writing or loading failed; what was written is gone and the old version serves.
         """
         started = time.perf_counter()
+        bundle = adapter.bundle()
         directory = self.store.publish(bundle, version)
         written = time.perf_counter()
+        before, self._live = self._live, [*self._live[-1:], (directory, version)]
         try:
             engine.load_adapter(directory, version)
         except BaseException:
-            self.store.withdraw(directory)
+            if engine.version != version:  # an interrupt may strike when it serves already: then it is revoked
+                self.store.withdraw(directory)
+                self._live = before
             raise
         loaded = time.perf_counter()
-        self._live = [*self._live[-1:], (directory, version)]
         self.store.retire()
         return Delivery(self.name, bundle.nbytes, written - started, loaded - written)
+
+    def commit(self) -> None:
+        """Nothing: it lies on disk already."""
 
     def revoke(self, engine: RolloutEngine) -> None:
         """Have the engine serve the version before the newest (the bare base before the first), and remove the newest."""
@@ -56,3 +64,12 @@ class DirectoryTransport:
     def close(self) -> None:
         """Remove all versions."""
         self.store.close()
+
+
+def transport_for(
+    name: str, root: str | os.PathLike[str] | None = None
+) -> DirectoryTransport | InPlaceTransport | HttpTransport:
+    """The transport that a plan names."""
+    if name == HttpTransport.name:
+        return HttpTransport()
+    return {"directory": DirectoryTransport, "in_place": InPlaceTransport}[name](root)

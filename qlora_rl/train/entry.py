@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.adapter.verdict import active_adapter, judge_adapter
+from qlora_rl.adapter.subject import active_adapter
+from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import AdapterRefusedError, ConfigConflictError, UnsupportedQuantError, collected
@@ -19,10 +21,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the trainer's model comes from.
+
+    Attributes:
+        base: the prepared base.
+        model: the object that was passed; `None` where there is only the base directory yet.
+        options: for `load_base`.
+    """
+
+    base: PreparedBase
+    model: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def load(self) -> Any:
+        """The model to train: bare, or the PeftModel that was passed."""
+        return load_base(self.base, **self.options) if self.model is None else self.model
+
+
 def resolve_model(
     model: Any, args: GRPOConfig, *, quantization_config: Any, peft_config: Any, processing_class: Any
-) -> tuple[Any, PreparedBase]:
-    """The model to train (bare, or the PeftModel that was passed) and its prepared base.
+) -> Source:
+    """Check what was passed, and find or make its prepared base; nothing is loaded for training yet.
 
     Args:
         model: hub name, checkpoint directory, prepared base, model object, or PeftModel.
@@ -74,10 +95,14 @@ def resolve_model(
             ) from error
     _refuse_lifted(bare)
     base = prepare_base(model, "none", compute_dtype=_dtype_name(bare), tokenizer=processing_class)
+    biases = [p for n, p in bare.named_parameters() if p.requires_grad and n.endswith("bias")]
     adopt(bare, base)
+    if is_peft and getattr(model.peft_config[active_adapter(model)], "bias", "none") != "none":
+        for bias in biases:  # of the base, and trained with the adapter
+            bias.requires_grad_(True)
     if is_peft:
         logger.info("training goes on with the adapter of the PeftModel")
-    return model, base
+    return Source(base, model)
 
 
 def _check_trainable(model: Any, args: GRPOConfig) -> None:
@@ -103,7 +128,7 @@ def _check_trainable(model: Any, args: GRPOConfig) -> None:
         )
 
 
-def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> tuple[Any, PreparedBase]:
+def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> Source:
     init = dict(args.model_init_kwargs or {})
     if quantization_config is not None and init.get("quantization_config") is not None:
         raise ConfigConflictError(
@@ -162,7 +187,7 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> tuple[A
                 "quantization_config out, or pass the original model."
             )
         logger.info("%s is held as %s in %s", path, base.spec.label, base)
-    return load_base(base, trust_remote_code=trust, **options), base
+    return Source(base, options={"trust_remote_code": trust, **options})
 
 
 def _device(device_map: Any, default: Any) -> Any:

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.adapter.store import write_origin
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 
 CONFIG, METRICS, SYNCS, SUMMARY, ADAPTER = "config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "adapter"
@@ -82,8 +83,13 @@ class RunDirectory:
         except OSError as error:
             raise _unwritable(self.path / name, error) from error
 
-    def save_adapter(self, model: Any) -> Path:
-        """Save the trained adapter in PEFT's format to `adapter/`; the one before it stays until this one is whole."""
+    def save_adapter(self, model: Any, base_digest: str | None = None) -> Path:
+        """Save the trained adapter in PEFT's format to `adapter/`; the one before it stays until this one is whole.
+
+        Args:
+            model: the PeftModel.
+            base_digest: of the base that it was trained on, noted beside it.
+        """
         target = self.path / ADAPTER
         try:
             staging = Path(tempfile.mkdtemp(prefix=".adapter-", dir=self.path))
@@ -93,6 +99,9 @@ class RunDirectory:
                 model.save_pretrained(staging, save_embedding_layers=False, selected_adapters=[name])
                 # PEFT nests every adapter that is not called "default".
                 saved = staging / name if (staging / name).is_dir() else staging
+                _settle(model, saved)
+                if base_digest:
+                    write_origin(saved, base_digest)
                 saved.chmod(0o755)
                 if target.exists():
                     os.rename(target, old)
@@ -178,9 +187,15 @@ def describe_versions() -> dict[str, str]:
 
 
 def _trained(model: Any) -> str:
-    from qlora_rl.adapter.verdict import active_adapter
+    from qlora_rl.adapter.subject import active_adapter
 
     return active_adapter(model)
+
+
+def _settle(model: Any, directory: Path) -> None:
+    from qlora_rl.adapter.export import settle_patterns
+
+    settle_patterns(model, directory)
 
 
 def _plain(value: Any) -> Any:

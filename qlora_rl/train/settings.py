@@ -39,6 +39,15 @@ _OWN_SAMPLING = {
 _CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
+# What the trainer starts, and stops at the end.
+STARTED = ("colocate", "server")
+
+
+def is_url(rollout: Any) -> bool:
+    """It names a server that runs already."""
+    return isinstance(rollout, str) and rollout.startswith(("http://", "https://"))
+
+
 def own_copy(args: GRPOConfig) -> GRPOConfig:
     """A copy whose parts are its own: TRL and transformers write into the config that they are given."""
     mine = copy.copy(args)
@@ -55,10 +64,14 @@ def check(args: GRPOConfig, rollout: str | RolloutEngine) -> None:
         NotYetSupportedError: `rollout` names something this version does not have.
         ConfigConflictError: with all reasons.
     """
-    if isinstance(rollout, str) and rollout != "colocate":
+    if isinstance(rollout, list | tuple):
         raise NotYetSupportedError(
-            f"choosing the engine: rollout={rollout!r} is not there yet (server mode). Use rollout='colocate', or pass an engine "
-            "object."
+            f"choosing the engine: rollout names {len(rollout)} engines; this version asks one. Pass one URL, or 'colocate'."
+        )
+    if isinstance(rollout, str) and rollout not in STARTED and not is_url(rollout):
+        raise ConfigConflictError(
+            f"choosing the engine: rollout={rollout!r} is none of 'colocate' (vLLM in this process), 'server' (one is started beside "
+            "it), a URL such as 'http://127.0.0.1:8000', or an engine object."
         )
     if not isinstance(rollout, str) and not isinstance(rollout, RolloutEngine):
         raise ConfigConflictError(
@@ -77,12 +90,14 @@ def check(args: GRPOConfig, rollout: str | RolloutEngine) -> None:
             f"vllm_mode={args.vllm_mode!r}: rollout= says where rollouts come from, leave vllm_mode at 'colocate'"
         )
     if changed:
-        reasons.append(f"{', '.join(changed)}: no server is asked, leave them out")
-    if not isinstance(rollout, str):
+        reasons.append(
+            f"{', '.join(changed)}: leave them out; rollout='http://host:port' asks a server of `qlora-rl serve`"
+        )
+    if rollout not in STARTED:
         for name in _BUILD_FIELDS:
             if _is_set(args, name):
                 reasons.append(
-                    f"{name}={getattr(args, name)!r} beside an engine object: set it where the engine is made"
+                    f"{name}={getattr(args, name)!r} beside an engine object or a URL: set it where the engine is made"
                 )
     taken = sorted(set(args.generation_kwargs or {}) & set(_OWN_SAMPLING))
     if taken:

@@ -6,28 +6,9 @@ import sys
 
 import pytest
 import torch
-from support import make_model, score
+from support import FULL_MATRIX, MATRIX, make_model, score
 
 from qlora_rl import BaseMismatchError, LocalEngine, compare, fingerprint_base, load_base, prepare_base, prove_base
-
-MATRIX = [
-    # architecture, tied, kv heads, quant, double, blocksize, skip
-    ("qwen2", True, 2, "nf4", True, 64, ()),
-    ("qwen3", False, 1, "nf4", True, 128, ("layers.1.mlp.down_proj",)),
-    ("llama-bias", False, 4, "fp4", False, 64, ()),
-    ("mistral", False, 2, "nf4", False, 64, ()),
-    ("gemma", True, 1, "fp4", True, 64, ()),
-    ("llama", True, 2, "none", False, 64, ()),
-]
-FULL = [
-    (architecture, tied, kv_heads, quant, double, blocksize, skip)
-    for architecture in ("qwen2", "qwen3", "llama", "llama-bias", "mistral", "gemma")
-    for tied in (True, False)
-    for kv_heads in (1, 4)
-    for quant, double, blocksize in (("nf4", True, 64), ("nf4", False, 128), ("fp4", True, 128), ("fp4", False, 64))
-    for skip in ((), ("layers.0.self_attn.o_proj",))
-    if architecture != "gemma" or tied
-]
 
 
 def check(tmp_path, architecture, tied, kv_heads, quant, double, blocksize, skip):
@@ -57,7 +38,7 @@ def test_both_sides_agree_on_what_the_base_is(tmp_path, case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", FULL, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", FULL_MATRIX, ids=lambda case: "-".join(map(str, case)))
 def test_both_sides_agree_on_the_whole_matrix(tmp_path, case):
     check(tmp_path, *case)
 

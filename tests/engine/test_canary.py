@@ -131,7 +131,7 @@ def test_an_adapter_that_is_held_but_applied_to_another_base_is_noticed(pair):
         p for n, p in vllm_model.named_parameters() if n.endswith("model.norm.weight") or n == "model.norm.weight"
     )
     norm.data.mul_(1.5)
-    with pytest.raises(CanaryError, match="the engine holds the adapter, but its logprobs differ"):
+    with pytest.raises(CanaryError, match="the engine holds what was pushed, but its logprobs differ"):
         strategy.push()
 
 

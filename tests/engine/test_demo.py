@@ -113,13 +113,29 @@ def test_trls_own_way_runs_the_same_job_and_is_measured(finished, demo_cache, tm
     assert ours.name in (out / "report.html").read_text()
 
 
-def test_full_weights_are_said_not_to_be_there_yet(demo_cache, tmp_path):
+@pytest.mark.parametrize("adapter", ["lora", "dora", "ia3"])
+def test_the_demo_by_full_weights_leaves_a_whole_run(demo_cache, tmp_path, adapter):
+    out = tmp_path / adapter
     done = subprocess.run(
-        command("demo", "--sync", "weights", "--out", tmp_path / "run"), env=demo_cache, capture_output=True, text=True
+        command("demo", "--steps", 4, "--sync", "weights", "--adapter", adapter, "--quiet", "--out", out),
+        env=demo_cache, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["mismatch_kl_max"] < 1e-3
+    config = json.loads((out / "config.json").read_text())
+    assert (config["sync"], config["base_held"]["copies"]) == ("weights", 2)
+    assert "baked" in config["base_held"]["reason"]
+    assert (out / "report.html").is_file()
+
+
+def test_an_adapter_that_cannot_travel_alone_is_refused_without_full_weights(demo_cache, tmp_path):
+    done = subprocess.run(
+        command("demo", "--adapter", "dora", "--out", tmp_path / "run"), env=demo_cache, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert "not there yet" in done.stderr
-    assert "--sync lora_adapter" in done.stderr
+    assert "Use --sync weights" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -13,6 +13,8 @@ from qlora_rl.adapter.store import default_root
 from qlora_rl.engine.compat import trim_memory
 from qlora_rl.sync.transports import DirectoryTransport
 
+OURS = ("rollout", "sync_dir", "existing_run", "engine_options", "share_base", "adapter_dtype", "api_key_file")
+
 
 def config(directory, **fields):
     from trl import GRPOConfig
@@ -53,7 +55,7 @@ def make(base, directory, **fields):
         "peft_config": LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
         **{k: fields.pop(k) for k in list(fields) if k in ("reward_funcs", "train_dataset", "peft_config", "model")},
     }
-    extra = {k: fields.pop(k) for k in list(fields) if k in ("rollout", "sync_dir", "existing_run", "engine_options")}
+    extra = {k: fields.pop(k) for k in list(fields) if k in OURS}
     return QLoRAGRPOTrainer(**{"model": base, **arguments}, args=config(directory, **fields), **extra)
 
 
@@ -119,6 +121,9 @@ def test_the_run_directory_is_complete_and_its_adapter_is_the_trained_one(base, 
 def test_training_on_a_16_bit_base_is_the_control_row(model_dir, tmp_path):
     with make(prepare_base(model_dir, "none"), tmp_path) as trainer:
         trainer.train()
+    held = json.loads((tmp_path / "config.json").read_text())["base_held"]
+    assert held["copies"] == 2
+    assert "packed it away" in held["reason"]
     assert all(m["mismatch_kl"] < 5e-4 for m in lines(tmp_path))
 
 

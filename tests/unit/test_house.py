@@ -15,7 +15,7 @@ PACKAGE = Path(qlora_rl.__file__).parent
 FLOORS = {
     "errors": 0, "contracts": 0, "fidelity": 0,
     "base": 1,
-    "adapter": 2,
+    "adapter": 2, "ledger": 2,
     "engine": 3, "sync": 3,
     "train": 4,
     "demo": 5, "report": 5, "cli": 5,

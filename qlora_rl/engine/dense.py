@@ -1,0 +1,121 @@
+"""Which weights serve, where an engine has been given dense ones: all of one version, or none until the next arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from qlora_rl.base.stored import StoredTensors
+from qlora_rl.contracts import EngineCapabilities
+from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, SyncError
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+class DenseWeights:
+    """Loads weights into the `vllm.LLM` that the engine hands in, and knows whether what lies there may serve."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.lost = ""
+        self._pushes = 0
+
+    @property
+    def salt(self) -> str:
+        """Part of the prefix-cache key of every request; no two sets of weights have the same."""
+        return f"base-{self._pushes}" if self._pushes else "base"
+
+    def load(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        """Write all weights, by transformers' names; returns their bytes. See `LocalEngine.load_dense`."""
+        counted = _Counted(weights)
+        self._pushes += 1  # whatever was cached of the old weights is never asked for again
+        before, self.version = self.version, version
+        self.lost = f"only a part of weights version={version} arrived"
+        try:
+            missing = llm.collective_rpc("qlora_load_dense", args=(counted,))[0]
+            if missing:
+                raise SyncError(f"no value came for {len(missing)} weights of the engine, first {missing[0]}")
+        except BaseException as error:
+            if not counted.started:  # the engine has not been touched
+                self.version, self.lost = before, ""
+            if not isinstance(error, Exception):
+                raise
+            after = (
+                f"Version {before} goes on serving."
+                if not self.lost
+                else "Nothing is served until a push arrives whole."
+            )
+            raise SyncError(
+                f"loading weights version={version} into vLLM: {error} (after {counted.count} tensors). {after} Push again.",
+                reasons=getattr(error, "reasons", ()),
+            ) from error
+        self.lost = ""
+        return counted.nbytes
+
+    def withdraw(self, reason: str) -> None:
+        """Serve nothing until the next push."""
+        self.lost = reason
+
+    def rebuilt(self) -> None:
+        """vLLM was built anew, on the base directory."""
+        self._pushes += 1
+        if self.version:
+            self.lost = f"weights version={self.version} were lost when the engine was built anew"
+
+    def drop(self, llm: LLM, base: Path) -> None:
+        """Serve the weights of the base directory again, as version 0."""
+        if self.version or self.lost:
+            self.load(llm, StoredTensors(base).items(), 0)
+
+    def refuse_lost(self, *, bare: bool) -> None:
+        """Raise where the weights that are asked for are not there."""
+        if self.lost:
+            raise EngineBrokenError(
+                f"generating: {self.lost}. Push again, or call drop_adapter() to go on with the weights of the base directory."
+            )
+        if bare and self.version:
+            raise EngineUnsupportedError(
+                f"scoring the bare base: weights version={self.version} lie over it. Call drop_adapter() first."
+            )
+
+    def refuse_adapters(self, max_rank: int) -> None:
+        """Raise where adapters cannot be served, or the base is no longer the one that they were made for."""
+        if not max_rank:
+            raise EngineUnsupportedError(
+                "loading an adapter: this engine was started without LoRA (max_lora_rank=0). Start it with the adapter's rank."
+            )
+        if self.version or self.lost:
+            raise EngineUnsupportedError(
+                f"loading an adapter: the engine serves dense weights version={self.version}, to which no adapter belongs. Call "
+                "drop_adapter() first, which loads the base again."
+            )
+
+    def refuse_4bit(self, base: Path, capabilities: EngineCapabilities) -> None:
+        """Raise where vLLM would take dense weights for packed codes without a word, or several GPUs hold parts of them."""
+        if not capabilities.takes_dense:
+            raise EngineUnsupportedError(
+                f"loading weights: {capabilities.name} serves {base} in 4 bits or on several GPUs, where dense weights cannot be "
+                "written. Serve the baked base: LocalEngine(bake_base(base), max_lora_rank=0)."
+            )
+
+
+class _Counted:
+    """An iterable that counts what goes through it; `started` once a tensor was handed over."""
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]):
+        self._weights = weights
+        self.count = self.nbytes = 0
+
+    @property
+    def started(self) -> bool:
+        return self.count > 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in self._weights:
+            self.count += 1
+            self.nbytes += weight.numel() * weight.element_size()
+            yield name, weight

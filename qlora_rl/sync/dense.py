@@ -1,0 +1,108 @@
+"""`DenseSync`: the whole policy travels as dense weights; for adapters that cannot travel alone. The trainer is only read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from qlora_rl.adapter.delta import iter_weights
+from qlora_rl.base.fingerprint import digest_plain
+from qlora_rl.contracts import DenseEngine, Leaf, SyncReport
+from qlora_rl.sync.canary import Canary
+
+
+class DenseSync:
+    """Every weight of the policy is made in float32, rounded once to the engine's dtype, and streamed over what it holds.
+
+    Args:
+        model: the live PeftModel.
+        engine: serves the baked base, or another one that is not 4-bit.
+        canary: proves pushes; without it a push is believed when a value came for every weight of the engine.
+    """
+
+    mode = "weights"
+
+    def __init__(self, model: Any, engine: DenseEngine, canary: Canary | None = None):
+        self.model = model
+        self.engine = engine
+        self.canary = canary
+        self._dtype = getattr(torch, engine.capabilities().adapter_dtype)
+        self._sent: dict[str, Leaf] = {}
+
+    def push(self) -> SyncReport:
+        """Hand the current policy to the engine as the next version.
+
+        Raises:
+            AdapterRefusedError: no weights give the live policy. SyncError: not all of them arrived. In both cases the old version
+                serves if nothing had been sent, and nothing is served otherwise; the push can be repeated.
+            CanaryError: they arrived, but the engine computes something else; nothing is served.
+        """
+        started = time.perf_counter()
+        version = self.engine.version + 1
+        is_scored = self.canary is not None and self.canary.is_due()
+        stream = _Stream(self.model, self._dtype, digests=is_scored)
+        nbytes = self.engine.load_dense(stream, version)
+        loaded = time.perf_counter()
+        self._sent = stream.digests
+        difference = self._check() if is_scored else None
+        return SyncReport(
+            version=version,
+            mode=self.mode,
+            transport="stream",
+            bytes=nbytes,
+            tensors=stream.count,
+            export_seconds=stream.seconds,
+            deliver_seconds=0.0,
+            load_seconds=loaded - started - stream.seconds - stream.digest_seconds,
+            seconds=loaded - started - stream.digest_seconds,
+            canary_seconds=time.perf_counter() - loaded + stream.digest_seconds,
+            canary_difference=difference,
+        )
+
+    def verify(self) -> None:
+        """Prove again that the engine serves the policy.
+
+        Raises:
+            CanaryError: it does not; nothing is served.
+        """
+        if self.canary is None:
+            return
+        if not self._sent:
+            self._sent = {name: digest_plain(weight) for name, weight in iter_weights(self.model, dtype=self._dtype)}
+        self._check()
+
+    def close(self) -> None:
+        """Nothing was left behind."""
+
+    def _check(self) -> float:
+        try:
+            return self.canary.check_weights(self._sent)
+        except BaseException as error:
+            self.engine.withdraw_dense(f"the proof of version={self.engine.version} failed ({type(error).__name__})")
+            raise
+
+
+class _Stream:
+    """`iter_weights`, with a stop-watch and digests of what went through."""
+
+    def __init__(self, model: Any, dtype: torch.dtype, *, digests: bool):
+        self._model, self._dtype, self._takes_digests = model, dtype, digests
+        self.seconds = self.digest_seconds = 0.0
+        self.count = 0
+        self.digests: dict[str, Leaf] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        started = time.perf_counter()
+        for name, weight in iter_weights(self._model, dtype=self._dtype):
+            made = time.perf_counter()
+            self.seconds += made - started
+            if self._takes_digests:
+                self.digests[name] = digest_plain(weight)
+                self.digest_seconds += time.perf_counter() - made
+            self.count += 1
+            yield name, weight
+            del weight  # or two modules would be held while the next one is made
+            started = time.perf_counter()

@@ -1,0 +1,250 @@
+"""Full weights on real vLLM: every kind that they carry is served as the trainer computes it, and a broken push never half.
+
+float32, two layers, random weights, head and embedding apart: an error shows a thousandfold above the noise of 1e-6.
+"""
+
+import random
+
+import pytest
+import torch
+from kinds import ADAPTER, FULL_WEIGHTS, lora
+from pair import SEQUENCES, Pair, trained
+from peft import get_peft_model
+from support import make_model, randomise
+
+from qlora_rl import (
+    AdapterRefusedError,
+    BaseMismatchError,
+    Canary,
+    CanaryError,
+    ConfigConflictError,
+    DenseSync,
+    EngineBrokenError,
+    EngineUnsupportedError,
+    LocalEngine,
+    SyncError,
+    bake_base,
+    judge_adapter,
+    load_base,
+    plan_sync,
+    prepare_base,
+    prove_base,
+)
+from qlora_rl.adapter.delta import iter_weights
+
+EXACT = 1e-5
+OPTIONS = {"max_lora_rank": 0, "max_model_length": 32, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    """An NF4 base whose head and embedding are apart."""
+    return prepare_base(make_model(tmp_path_factory.mktemp("untied") / "model", tied=False))
+
+
+@pytest.fixture(scope="module")
+def exact(untied, tmp_path_factory):
+    """Both sides on the baked float32 form of it."""
+    baked = bake_base(untied, "float32")
+    with LocalEngine(baked, **OPTIONS) as engine:
+        yield Pair(engine, baked, tmp_path_factory.mktemp("exact"))
+
+
+@pytest.mark.parametrize("name", [*FULL_WEIGHTS, "plain", "patterns"])
+def test_every_kind_that_full_weights_carry_is_served_exactly(exact, name):
+    kind = {**ADAPTER, **FULL_WEIGHTS}[name]
+    if kind.needs:
+        pytest.importorskip(kind.needs, reason=f"PEFT asks for {kind.needs} here")
+    model = trained(exact.base, kind)
+    report = DenseSync(model, exact.engine).push()
+    assert report.mode == "weights"
+    assert exact.apart(model) < EXACT
+
+
+def test_a_4_bit_trainer_is_served_within_twice_the_noise_of_the_bare_base(untied):
+    model = get_peft_model(load_base(untied), lora(use_dora=True))
+    with LocalEngine(bake_base(untied), **OPTIONS) as engine:
+        assert prove_base(model, engine).is_proven
+        pair = Pair(engine, untied, None)
+        with torch.no_grad(), model.disable_adapter():
+            noise = pair.apart(model)
+        randomise(model, 0.02)
+        canary = Canary(model, engine)
+        canary.calibrate()
+        report = DenseSync(model, engine, canary).push()
+        assert report.canary_difference is not None
+        print(f"bare {noise:.2e}, DoRA {pair.apart(model):.2e}")
+        assert pair.apart(model) < 2 * noise
+
+
+def test_a_push_is_proved_weight_by_weight_and_a_failed_proof_is_not_served(exact, monkeypatch):
+    exact.engine.drop_adapter()
+    model = trained(exact.base, FULL_WEIGHTS["dora"])
+    canary = Canary(model, exact.engine)
+    canary.calibrate()
+    strategy = DenseSync(model, exact.engine, canary)
+    assert strategy.push().canary_difference < canary.threshold
+    strategy.verify()
+    true = exact.engine.load_dense
+    monkeypatch.setattr(
+        exact.engine,
+        "load_dense",
+        lambda weights, version: true(((n, w * 1.01 if "o_proj" in n else w) for n, w in weights), version),
+    )
+    with pytest.raises(CanaryError, match=r"2 of 27 weights .*self_attn.o_proj"):
+        strategy.push()
+    with pytest.raises(EngineBrokenError, match="the proof of version"):
+        exact.engine.score(SEQUENCES)
+    monkeypatch.undo()
+    strategy.push()
+    assert exact.apart(model) < EXACT
+
+
+def breaking(weights, at, error):
+    """The first `at` tensors, then an exception."""
+    for i, pair in enumerate(weights):
+        if i == at:
+            raise error
+        yield pair
+
+
+@pytest.mark.parametrize("at", [0, 1, 10, 20])
+@pytest.mark.parametrize("error", [OSError("the line is dead"), KeyboardInterrupt()])
+def test_a_stream_that_breaks_is_never_served_half(exact, at, error):
+    old, new = trained(exact.base, ADAPTER["plain"], seed=1), trained(exact.base, FULL_WEIGHTS["dora"], seed=2)
+    DenseSync(old, exact.engine).push()
+    version = exact.engine.version
+    with pytest.raises(SyncError if isinstance(error, Exception) else KeyboardInterrupt):
+        exact.engine.load_dense(breaking(iter_weights(new), at, error), version + 1)
+    if at == 0:
+        assert exact.engine.version == version
+        assert exact.apart(old) < EXACT
+    else:
+        for use in (
+            lambda: exact.engine.generate([[40, 41]], max_tokens=2),
+            lambda: exact.engine.score(SEQUENCES),
+            lambda: exact.engine.score(SEQUENCES, bare=True),
+        ):
+            with pytest.raises(EngineBrokenError, match="only a part of weights"):
+                use()
+    DenseSync(new, exact.engine).push()
+    assert exact.apart(new) < EXACT
+
+
+def test_a_tensor_cut_at_a_random_place_is_never_served(exact):
+    model = trained(exact.base, FULL_WEIGHTS["dora"], seed=3)
+    choice = random.Random(0)
+    count = len(list(iter_weights(model)))
+    for _ in range(10):
+        at = choice.randrange(1, count)
+
+        def cut(at=at):
+            for i, (name, weight) in enumerate(iter_weights(model)):
+                yield name, weight.flatten()[: choice.randrange(weight.numel())] if i == at else weight
+
+        with pytest.raises(SyncError):
+            exact.engine.load_dense(cut(), exact.engine.version + 1)
+        with pytest.raises(EngineBrokenError):
+            exact.engine.score(SEQUENCES)
+    DenseSync(model, exact.engine).push()
+    assert exact.apart(model) < EXACT
+
+
+def test_a_stream_that_lacks_a_weight_or_has_one_too_many_is_never_served(exact):
+    model = trained(exact.base, FULL_WEIGHTS["dora"])
+    whole = dict(iter_weights(model))
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight", "lm_head.weight"):
+        with pytest.raises(SyncError, match=r"no value came for|shape"):
+            exact.engine.load_dense(((n, w) for n, w in whole.items() if n != name), 7)
+        with pytest.raises(EngineBrokenError):
+            exact.engine.score(SEQUENCES)
+    with pytest.raises(SyncError):
+        exact.engine.load_dense([*whole.items(), ("model.layers.9.mlp.up_proj.weight", torch.zeros(2, 2))], 7)
+    with pytest.raises(EngineBrokenError):
+        exact.engine.score(SEQUENCES)
+    exact.engine.drop_adapter()
+
+
+def test_the_base_can_be_had_back_and_a_rebuilt_engine_says_that_its_weights_are_gone(exact):
+    exact.engine.drop_adapter()
+    bare = exact.apart(exact.base)
+    model = trained(exact.base, FULL_WEIGHTS["dora"])
+    DenseSync(model, exact.engine).push()
+    with pytest.raises(EngineUnsupportedError, match="lie over it"):
+        exact.engine.score(SEQUENCES, bare=True)
+    exact.engine.drop_adapter()
+    assert exact.engine.version == 0
+    assert exact.apart(exact.base) == bare
+    DenseSync(model, exact.engine).push()
+    exact.engine._is_broken = True  # as after a failed step
+    with pytest.raises(EngineBrokenError, match="were lost when the engine was built anew"):
+        exact.engine.generate([[40, 41]], max_tokens=2)
+    DenseSync(model, exact.engine).push()
+    assert exact.apart(model) < EXACT
+
+
+def test_a_prefix_of_older_weights_is_never_used_again(exact):
+    prompt = [[40 + i % 20 for i in range(24)]]
+    for seed in range(3):
+        model = trained(exact.base, ADAPTER["plain"], seed=seed)
+        DenseSync(model, exact.engine).push()
+        drawn = [exact.engine.generate(prompt, temperature=0.0, max_tokens=4) for _ in range(2)]
+        assert drawn[0].logprobs == drawn[1].logprobs
+        ids = torch.tensor([prompt[0] + drawn[0].completion_ids[0]])
+        with torch.no_grad():
+            logprobs_TV = model(ids).logits[0].log_softmax(-1)
+        ours_T = logprobs_TV[len(prompt[0]) - 1 : -1].gather(1, ids[0, len(prompt[0]) :, None])[:, 0]
+        assert float((ours_T - torch.tensor(drawn[0].logprobs[0])).abs().max()) < EXACT
+
+
+def test_a_hundred_pushes_leave_the_trainer_as_it_was(exact, untied):
+    model = get_peft_model(load_base(untied), lora(use_dora=True))
+    randomise(model, 0.02)
+    before = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    strategy = DenseSync(model, exact.engine)
+    for _ in range(100):
+        strategy.push()
+    now = dict((*model.named_parameters(), *model.named_buffers()))
+    assert now.keys() == before.keys()
+    assert all(torch.equal(now[name], before[name]) for name in before)
+
+
+def test_an_engine_with_lora_drops_its_adapters_and_takes_none_until_the_base_is_back(untied, tmp_path):
+    baked = bake_base(untied, "float32")
+    with LocalEngine(baked, **{**OPTIONS, "max_lora_rank": 8}) as engine:
+        pair = Pair(engine, baked, tmp_path)
+        plain, dora = pair.adapted(lora()), trained(pair.base, FULL_WEIGHTS["dora"])
+        assert pair.difference(plain) < EXACT
+        DenseSync(dora, engine).push()
+        assert pair.apart(dora) < EXACT
+        with pytest.raises(EngineUnsupportedError, match="to which no adapter belongs"):
+            pair.difference(plain)
+        engine.drop_adapter()
+        assert pair.difference(plain) < EXACT
+
+
+def test_an_engine_on_a_4_bit_base_refuses_dense_weights(engine, adapted):
+    assert not engine.capabilities().takes_dense
+    with pytest.raises(EngineUnsupportedError, match="bake_base"):
+        engine.load_dense(iter_weights(adapted), 1)
+    assert engine.version == 0
+    with pytest.raises(ConfigConflictError, match="bake_base"):
+        plan_sync(judge_adapter(adapted), engine.capabilities(), wish="weights")
+
+
+def test_a_dense_engine_on_another_base_is_refused(exact, base):
+    exact.engine.drop_adapter()
+    with pytest.raises(BaseMismatchError):
+        prove_base(load_base(base), exact.engine)
+
+
+def test_nan_is_refused_before_anything_is_sent(exact):
+    model = trained(exact.base, FULL_WEIGHTS["dora"])
+    DenseSync(model, exact.engine).push()
+    version = exact.engine.version
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "lora_B" in n)[0, 0] = float("nan")
+    with pytest.raises((AdapterRefusedError, SyncError), match="NaN"):
+        DenseSync(model, exact.engine).push()
+    assert exact.engine.version == version
+    exact.engine.score(SEQUENCES)
