@@ -325,6 +325,24 @@ class ByteEngine(RolloutEngine, Protocol):
         ...
 
 
+@runtime_checkable
+class ReplicatedEngine(Protocol):
+    """Several engines that stand for one another: each of them is proven."""
+
+    def score_each(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[list[float]]]:
+        """`RolloutEngine.score` of every one."""
+        ...
+
+
+@runtime_checkable
+class GaugedEngine(Protocol):
+    """An engine that shows its figures to others."""
+
+    def note_canary(self, difference: float) -> None:
+        """What the newest scored proof has found; is lost where nobody listens."""
+        ...
+
+
 class DenseEngine(RolloutEngine, Protocol):
     """An engine that can be given all of its weights."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,9 +17,9 @@ from typing import Any
 
 import httpx
 
-from qlora_rl import errors
 from qlora_rl.adapter.store import CONFIG, WEIGHTS, pack_adapter
 from qlora_rl.contracts import AdapterBundle, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.engine.answers import KEY_VARIABLE, AwayError, refusal, stranger
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.errors import (
     AccessDeniedError,
@@ -26,7 +27,6 @@ from qlora_rl.errors import (
     ConfigConflictError,
     EngineBrokenError,
     EngineClosedError,
-    EngineUnsupportedError,
     QloraRLError,
     SyncError,
 )
@@ -35,12 +35,10 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "/qlora/v1"
 START, SESSION, VERSION = "x-qlora-start", "x-qlora-session", "x-qlora-version"
-KEY_VARIABLE = "QLORA_RL_API_KEY"
 RESTARTED = 412
+UNPROVEN = "unproven"  # no server's start
 # Faults of a connection, after which nobody knows whether the server has done what was asked: all requests can be repeated.
 _FAULTS = (httpx.TransportError,)
-# What a proxy in front of a server answers while the server is away.
-_AWAY = (502, 503, 504)
 
 
 class ServerEngine:
@@ -53,6 +51,8 @@ class ServerEngine:
 
     When the server was started anew, its base is proven again (it must be the one that was there before) and the newest
     adapter is pushed again, before anything else is asked; `incarnation` grows.
+
+    Several URLs ("http://a,http://b", or a list) make a `Fleet`.
 
     Args:
         url: such as "http://127.0.0.1:8000".
@@ -69,6 +69,15 @@ class ServerEngine:
         EngineBrokenError: nobody answers within `wait_s`.
         EngineUnsupportedError: what answers is no server of ours.
     """
+
+    def __new__(cls, url: str | Sequence[str], *_: Any, **options: Any) -> Any:
+        """Several URLs make a `Fleet`, which is no `ServerEngine` and has its methods."""
+        if cls is ServerEngine:
+            from qlora_rl.engine.fleet import Fleet, split_urls
+
+            if len(urls := split_urls(url)) != 1 or not isinstance(url, str):
+                return Fleet(urls, **options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -99,6 +108,7 @@ class ServerEngine:
         self._incarnation = 1
         self._version = 0
         self._pushed: tuple[bytes, int] | None = None
+        self._serves: tuple[int, str] | None = None  # version and digest that this engine has asked for
         self._withdrawn = ""
         self._base = ""
         self._is_recovering = False
@@ -117,6 +127,29 @@ class ServerEngine:
     def incarnation(self) -> int:
         """Grows when the server was started anew."""
         return self._incarnation
+
+    @property
+    def base(self) -> str:
+        """Digest of the base that was there at first, and must be after every restart."""
+        return self._base
+
+    @property
+    def start(self) -> str:
+        """Name of the start of the server: no two have the same."""
+        return self._start
+
+    @property
+    def pushed(self) -> tuple[bytes, int] | None:
+        """What a restarted server gets: the bytes of an adapter, and its version."""
+        return self._pushed
+
+    def is_there(self, timeout_s: float) -> bool:
+        """Its vLLM computes something within `timeout_s` seconds; asked once, nothing is proven."""
+        try:
+            body = {"sequences": [[0, 0]], "bare": True}
+            return self._client.post(f"{PREFIX}/score", json=body, timeout=timeout_s).status_code == 200
+        except _FAULTS:
+            return False
 
     def capabilities(self) -> EngineCapabilities:
         """What the server can be asked for."""
@@ -140,9 +173,20 @@ class ServerEngine:
         return self._ask("POST", "/repair")
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec | None = None, **fields: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingSpec | None = None,
+        *,
+        places: Sequence[int] | None = None,
+        **fields: Any,
     ) -> Rollout:
         """One completion for each of B prompts (token ids), all by one version.
+
+        Args:
+            prompts: token ids.
+            sampling: how to draw.
+            places: number of each prompt in the whole of which these are a part; decides its seed. By default 0 to B - 1.
+            fields: of `SamplingSpec`, instead of `sampling`.
 
         Raises:
             PromptTooLongError: names every prompt that leaves no room for a completion; nothing was generated.
@@ -152,11 +196,13 @@ class ServerEngine:
         if sampling is not None and fields:
             raise TypeError("generate: give either sampling= or its fields by name, not both.")
         self._refuse_withdrawn()
-        ids = _as_ids(prompts)
+        ids = as_ids(prompts)
         check_lengths(ids, self._about["max_model_length"])
         started = time.perf_counter()
-        spec = dataclasses.asdict(sampling or SamplingSpec(**fields))
-        found = self._ask("POST", "/generate", lambda: {"prompts": ids, "sampling": spec, "version": self._version})
+        asked = {"prompts": ids, "sampling": dataclasses.asdict(sampling or SamplingSpec(**fields))}
+        if places is not None:
+            asked["places"] = list(places)
+        found = self._ask("POST", "/generate", lambda: asked | self._expected())
         seconds = time.perf_counter() - started
         return Rollout(found["completion_ids"], found["logprobs"], found["version"], seconds)
 
@@ -164,14 +210,19 @@ class ServerEngine:
         """Natural logs of the probabilities of every token but the first; with `bare` under the base alone."""
         if not bare:
             self._refuse_withdrawn()
-        ids = _as_ids(sequences)
+        ids = as_ids(sequences)
         check_lengths(ids, self._about["max_model_length"])
-        body = lambda: {"sequences": ids, "bare": bare, "version": self._version}  # noqa: E731
-        return self._ask("POST", "/score", body)["logprobs"]
+        return self._ask("POST", "/score", lambda: {"sequences": ids, "bare": bare} | self._expected())["logprobs"]
 
     def held_adapter(self, rank: int) -> Mapping[str, str]:
         """Digests of what the server multiplies with; empty for the bare base."""
         return self._ask("GET", f"/held?rank={rank}")["held"]
+
+    def note_canary(self, difference: float) -> None:
+        """Show in the server's metrics what the newest scored proof has found."""
+        with contextlib.suppress(*_FAULTS, ValueError):  # NaN is no JSON
+            body = {"difference": difference}
+            self._client.post(f"{PREFIX}/canary", json=body, headers={START: self._start}, timeout=5.0)
 
     def claim(self, *, force: bool = False) -> None:
         """Become the one trainer that pushes to this server; a push does it too.
@@ -198,28 +249,30 @@ class ServerEngine:
                 "--max-body-mib or --max-lora-rank."
             )
         digest = hashlib.sha256(blob).hexdigest()
-        found = self._ask("PUT", f"/adapter?version={version}&digest={digest}", blob)
+        found = self._change("PUT", f"/adapter?version={version}&digest={digest}", blob)
         if found["digest"] != digest or self._version != version:
             raise SyncError(
                 f"pushing adapter version={version}: the server answers with version={self._version}. Push again."
             )
-        self._pushed, self._withdrawn = (blob, version), ""
+        self._pushed, self._serves, self._withdrawn = (blob, version), (version, digest), ""
 
     def load_adapter(self, directory: Path, version: int) -> None:
         """Serve a PEFT directory: by its name where it lies in the shared directory, else by its bytes."""
         directory = Path(directory)
-        blob = pack_adapter(_read_directory(directory))
+        bundle, digest = _read_directory(directory)
+        blob = pack_adapter(bundle)
         if self.shared_dir is None or not directory.resolve().is_relative_to(self.shared_dir):
             self.load_packed(blob, version)
             return
         path = str(directory.resolve().relative_to(self.shared_dir))
-        self._ask("POST", "/adapter", lambda: {"path": path, "version": version})
-        self._pushed, self._withdrawn = (blob, version), ""
+        self._change("POST", "/adapter", lambda: {"path": path, "version": version, "digest": digest})
+        self._pushed, self._serves, self._withdrawn = (blob, version), (version, digest), ""
 
     def drop_adapter(self) -> None:
         """Serve the bare base again, as version 0."""
         self._pushed, self._withdrawn = None, ""
-        self._ask("DELETE", "/adapter")
+        self._change("DELETE", "/adapter")
+        self._serves = (0, "")
 
     def withdraw_adapter(self, reason: str) -> None:
         """Ask for nothing more until the next push: what the server serves was not proven."""
@@ -259,6 +312,20 @@ class ServerEngine:
                 f"generating: {self._withdrawn}. Push the adapter again, or call drop_adapter() to go on with the bare base."
             )
 
+    def _expected(self) -> dict[str, Any]:
+        """What must serve; who has pushed nothing follows the server."""
+        version, digest = self._serves or (self._version, None)
+        return {"version": version, "digest": digest}
+
+    def _change(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """Ask for another version. Without an answer nobody knows which one serves: then the next request begins as after a restart."""
+        try:
+            return self._ask(method, path, body)
+        except BaseException as error:
+            if not isinstance(error, QloraRLError) or isinstance(error, EngineBrokenError):
+                self._start = UNPROVEN
+            raise
+
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Ask until there is an answer; a refusal is raised at once. `body`: bytes, or a function that gives JSON."""
         if self._is_closed:
@@ -269,7 +336,7 @@ class ServerEngine:
                 return self._ask_once(method, path, body)
             except _RestartedError as found:
                 self._recover(found)
-            except _AwayError as fault:
+            except AwayError as fault:
                 if time.monotonic() + pause > end:
                     raise EngineBrokenError(
                         f"asking the server at {self.url}: {fault}. It stayed away for wait_s={self.wait_s:.0f} s. Start it again on the "
@@ -289,18 +356,18 @@ class ServerEngine:
                 method, PREFIX + path, content=content, headers={START: self._start} if self._start else {}
             )
         except _FAULTS as error:
-            raise _AwayError(str(error) or type(error).__name__) from error
+            raise AwayError(str(error) or type(error).__name__) from error
         start = answer.headers.get(START, "")
         if answer.status_code == RESTARTED:
             raise _RestartedError(start)
         if answer.status_code != 200:
-            raise _refusal(answer, self.url)
+            raise refusal(answer, self.url)
         try:
             found = answer.json()
         except ValueError as error:
-            raise _stranger(self.url) from error
+            raise stranger(self.url) from error
         if not start or not isinstance(found, dict):
-            raise _stranger(self.url)
+            raise stranger(self.url)
         self._start = self._start or start
         self._version = int(answer.headers[VERSION])
         return found
@@ -329,7 +396,8 @@ class ServerEngine:
 
     def _recover(self, found: _RestartedError) -> None:
         """The server was started anew: the same base? Then the newest adapter again."""
-        logger.warning("the server at %s was started anew: its base is proven and the adapter pushed again", self.url)
+        why = "is in doubt" if self._start == UNPROVEN else "was started anew"
+        logger.warning("the server at %s %s: its base is proven and the adapter pushed again", self.url, why)
         if self._is_recovering:
             raise EngineBrokenError(
                 f"asking the server at {self.url}: it was started anew twice in a row. Look into its log."
@@ -347,15 +415,13 @@ class ServerEngine:
             self._incarnation += 1
             if self._pushed is not None:
                 self.load_packed(*self._pushed)
+            elif self._serves == (0, "") and self._version != 0:  # a push without an answer did arrive
+                self.drop_adapter()
         except BaseException:
-            self._start = "unproven"  # the next request finds the restart again
+            self._start = UNPROVEN  # the next request finds the restart again
             raise
         finally:
             self._is_recovering = False
-
-
-class _AwayError(Exception):
-    """Nobody answers, or a proxy says so."""
 
 
 class _RestartedError(Exception):
@@ -364,37 +430,6 @@ class _RestartedError(Exception):
     def __init__(self, start: str):
         super().__init__(start)
         self.start = start
-
-
-def _refusal(answer: httpx.Response, url: str) -> Exception:
-    """The error that a status stands for."""
-    status = answer.status_code
-    try:
-        error = answer.json()["error"]
-        kind, message = getattr(errors, str(error.get("kind")), None), str(error["message"])
-        reasons = [str(reason) for reason in error.get("reasons", ())]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        kind, message, reasons = None, answer.text.strip()[:200], []
-    if isinstance(kind, type) and issubclass(kind, QloraRLError):
-        if kind is AccessDeniedError and status == 401:
-            message = (
-                f"asking the server at {url}: the key is missing or wrong. Pass api_key_file= (or set {KEY_VARIABLE})."
-            )
-        return kind(message, reasons=reasons)
-    if status in _AWAY:
-        return _AwayError(f"status={status} ({message})")
-    if status in (401, 403):
-        return AccessDeniedError(f"asking the server at {url}: status={status} ({message}). Is the key right?")
-    if status == 404:
-        return _stranger(url)
-    return EngineBrokenError(f"asking the server at {url}: status={status} ({message}). Its log says more.")
-
-
-def _stranger(url: str) -> EngineUnsupportedError:
-    return EngineUnsupportedError(
-        f"asking the server at {url}: what answers is no server of qlora_rl. Start it with `qlora-rl serve BASE`, and give its own "
-        "URL, without a path."
-    )
 
 
 def _find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
@@ -413,7 +448,12 @@ def _find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
     return key
 
 
-def _as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+def as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Token ids as plain integers.
+
+    Raises:
+        ConfigConflictError: a prompt is text.
+    """
     if any(isinstance(row, str) for row in rows):
         raise ConfigConflictError(
             "generating: a prompt is a string; a server takes token ids. Encode it with the base's tokenizer."
@@ -421,11 +461,13 @@ def _as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[int(token) for token in row] for row in rows]
 
 
-def _read_directory(directory: Path) -> AdapterBundle:
+def _read_directory(directory: Path) -> tuple[AdapterBundle, str]:
+    """The adapter, and the digest of its two files."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     try:
-        return AdapterBundle(load_file(directory / WEIGHTS), json.loads((directory / CONFIG).read_text()))
+        weights, config = (directory / WEIGHTS).read_bytes(), (directory / CONFIG).read_bytes()
+        return AdapterBundle(load(weights), json.loads(config)), hashlib.sha256(weights + config).hexdigest()
     except (OSError, ValueError, SafetensorError) as error:
         raise SyncError(f"reading the adapter in {directory}: {error}. Write it again.") from error

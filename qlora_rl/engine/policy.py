@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import os
 import stat
 import time
@@ -82,6 +83,7 @@ class ServedPolicy:
         self.held: Held | None = None
         self.pushes = 0
         self.seconds = self.nbytes = 0.0
+        self.canary = math.nan  # what the trainer's has found last
         self._kept: list[Held] = []
         self._lock = asyncio.Lock()
 
@@ -112,14 +114,21 @@ class ServedPolicy:
             )
         return await self._take(await asyncio.to_thread(unpack_adapter, blob), version, digest)
 
-    async def load(self, path: str, version: int, max_bytes: int) -> bool:
+    async def load(self, path: str, version: int, max_bytes: int, wanted: str | None = None) -> bool:
         """Serve a PEFT directory that lies under the adapter directory; its files are read once and copied.
+
+        `wanted` is the digest of what the client has written there.
 
         Raises:
             AccessDeniedError: the path leads out of the adapter directory.
             SyncError: as with `push`.
         """
         bundle, digest = await asyncio.to_thread(read_allowed, self.store.root.parent, path, max_bytes)
+        if wanted is not None and digest != wanted:
+            raise SyncError(
+                f"taking adapter version={version}: its files have digest={digest[:16]} != digest={wanted[:16]} of what was written. The "
+                f"directory shows something else here; push again. Version {self.version} goes on serving."
+            )
         return await self._take(bundle, version, digest)
 
     async def _take(self, bundle: AdapterBundle, version: int, digest: str) -> bool:
@@ -182,14 +191,16 @@ class ServedPolicy:
             await self.engine.add_lora(self.held.request)
             return (await self.engine.collective_rpc("qlora_held_adapter", args=(self.held.number, rank)))[0]
 
-    async def generate(self, prompts: list[list[int]], sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """One completion for each of B prompts, all by the version that serves now."""
+    async def generate(
+        self, prompts: list[list[int]], sampling: Mapping[str, Any], places: list[int] | None = None
+    ) -> dict[str, Any]:
+        """One completion for each of B prompts, all by the version that serves now; `places` decide the seeds."""
         try:
             spec = SamplingSpec(**sampling)
         except TypeError as error:
             raise ConfigConflictError(f"generating: {error}. Send the fields of SamplingSpec.") from error
         started = time.perf_counter()
-        version, outputs = await self._run(prompts, spec)
+        version, outputs = await self._run(prompts, spec, places)
         drawn = [output.outputs[0] for output in outputs]
         return {
             "completion_ids": [list(o.token_ids) for o in drawn],
@@ -205,11 +216,13 @@ class ServedPolicy:
         scored = [scored_logprobs(ids, o.prompt_logprobs) for ids, o in zip(sequences, outputs, strict=True)]
         return {"logprobs": scored, "version": version}
 
-    async def _run(self, ids: list[list[int]], spec: SamplingSpec, *, bare: bool = False) -> tuple[int, list[Any]]:
+    async def _run(
+        self, ids: list[list[int]], spec: SamplingSpec, places: list[int] | None = None, *, bare: bool = False
+    ) -> tuple[int, list[Any]]:
         check_lengths(ids, self.max_length)
         held = None if bare else self.held
         try:
-            params = [sampling_params(spec, i) for i in range(len(ids))]
+            params = [sampling_params(spec, place) for place in (range(len(ids)) if places is None else places)]
         except Exception as error:  # vLLM has an error type of its own for them
             raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
         lora, salt = (None, "base") if held is None else (held.request, held.salt)

@@ -99,6 +99,7 @@ class Api:
             ("/generate", "POST", self.generate),
             ("/score", "POST", self.score),
             ("/probe", "POST", self.probe),
+            ("/canary", "POST", self.canary),
             ("/lease", "POST", self.claim),
             ("/lease", "DELETE", self.release),
         ):
@@ -131,7 +132,7 @@ class Api:
         """An adapter that lies in the adapter directory."""
         self.lease.claim(_session(request))
         asked = await _json(request, path=str, version=int)
-        new = await self.policy.load(asked["path"], asked["version"], self.max_body_bytes)
+        new = await self.policy.load(asked["path"], asked["version"], self.max_body_bytes, asked.get("digest"))
         return {"new": new, "digest": self.policy.digest}
 
     async def drop(self, request: Request) -> dict[str, Any]:
@@ -144,7 +145,12 @@ class Api:
         """One completion for each prompt, all by one version."""
         asked = await _json(request, prompts=list, sampling=dict)
         self._expect(asked)
-        return await _unless_gone(request, self.policy.generate(_ids(asked["prompts"]), asked["sampling"]))
+        prompts, places = _ids(asked["prompts"]), asked.get("places")
+        if places is not None and len(_ids([places])[0]) != len(prompts):
+            raise ConfigConflictError(
+                f"generating: {len(places)} places for {len(prompts)} prompts. Send one for each."
+            )
+        return await _unless_gone(request, self.policy.generate(prompts, asked["sampling"], places))
 
     async def score(self, request: Request) -> dict[str, Any] | None:
         """Logprobs of every token but the first."""
@@ -158,6 +164,12 @@ class Api:
         asked = await _json(request, path=str)
         return {"digest": read_probe(self.policy.store.root.parent, asked["path"])}
 
+    async def canary(self, request: Request) -> dict[str, Any]:
+        """What the trainer's canary has found, for the metrics."""
+        self.lease.claim(_session(request))
+        self.policy.canary = (await _json(request, difference=float))["difference"]
+        return {}
+
     async def claim(self, request: Request) -> dict[str, Any]:
         """Become the one trainer that pushes."""
         self.lease.claim(_session(request), force=request.query_params.get("force") == "1")
@@ -169,11 +181,12 @@ class Api:
         return {}
 
     def _expect(self, asked: dict[str, Any]) -> None:
-        wanted = asked.get("version")
-        if wanted is not None and wanted != self.policy.version:
+        wanted, digest = asked.get("version"), asked.get("digest")
+        is_other = digest is not None and digest != self.policy.digest
+        if is_other or (wanted is not None and wanted != self.policy.version):
             raise ServerTakenError(
-                f"generating: version={wanted} is asked for, and version={self.policy.version} serves: somebody else has pushed. "
-                "One server serves one trainer; start another server."
+                f"generating: version={wanted} is asked for, and {'another ' * is_other}version={self.policy.version} serves: somebody "
+                "else has pushed. One server serves one trainer; start another server."
             )
 
     def _answering(self, handler: Callable[[Request], Awaitable[dict[str, Any] | None]]) -> Callable[..., Any]:

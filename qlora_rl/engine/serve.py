@@ -26,6 +26,7 @@ from qlora_rl.adapter.store import AdapterStore, default_root
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.engine import compat
 from qlora_rl.engine.gate import Gate, Visits
+from qlora_rl.engine.interrupt import interrupts_for_sure, no_child_left
 from qlora_rl.engine.options import StartOptions, start_options
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError
 
@@ -65,6 +66,7 @@ def serve(
     Raises:
         ConfigConflictError: arguments that would leave the server open, or contradict each other.
         EngineUnsupportedError, MissingDependencyError, BaseIncompleteError: as with `LocalEngine`.
+        KeyboardInterrupt: it was interrupted before it answered.
     """
     if os.environ.pop(_WITH_PARENT, None):
         _end_with_parent()
@@ -79,14 +81,18 @@ def serve(
     for name in ("VLLM_API_KEY", "VLLM_LORA_RESOLVER_CACHE_DIR"):
         os.environ.pop(name, None)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    start = start_options(base, **{"disable_log_stats": False, **options})
-    if not start.max_lora_rank:
-        raise ConfigConflictError(
-            "starting the server: max_lora_rank=0: without LoRA no policy can be pushed. Use at least 1."
-        )
+    own = Path(tempfile.mkdtemp(prefix="qlora-rl-server-", dir=default_root()))  # mode 700
     with contextlib.ExitStack() as stack:
-        own = Path(tempfile.mkdtemp(prefix="qlora-rl-server-", dir=default_root()))  # mode 700
         stack.callback(shutil.rmtree, own, ignore_errors=True)
+        server: _Server | None = None
+        is_starting = lambda: server is None or not server.is_ready  # noqa: E731
+        stack.enter_context(interrupts_for_sure(is_starting, lambda: shutil.rmtree(own, ignore_errors=True)))
+        stack.enter_context(no_child_left())
+        start = start_options(base, **{"disable_log_stats": False, **options})
+        if not start.max_lora_rank:
+            raise ConfigConflictError(
+                "starting the server: max_lora_rank=0: without LoRA no policy can be pushed. Use at least 1."
+            )
         key_path, key = read_or_make_key(key_path or own / "api-key")
         allowed = (
             check_adapter_dir(Path(adapter_dir)) if adapter_dir is not None else check_adapter_dir(own / "adapters")
@@ -98,9 +104,11 @@ def serve(
         url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         arguments = compat.server_arguments(start.arguments, host, sock.getsockname()[1], vllm_options)
         server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file)
-        signal.signal(signal.SIGTERM, _interrupt)  # until vLLM's own handlers are there
-        with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+        try:
             asyncio.run(compat.run_openai_server(arguments, server.prepare, sock))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            if not server.is_ready:
+                raise KeyboardInterrupt from None
 
 
 class _Server:
@@ -119,6 +127,7 @@ class _Server:
     ):
         self.base, self.start, self.store, self.key, self.key_path, self.url = base, start, store, key, key_path, url
         self.max_body_mib, self.ready_file = max_body_mib, ready_file
+        self.is_ready = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def prepare(self, app: Any, engine: Any) -> None:
@@ -166,6 +175,7 @@ class _Server:
                 continue
             writer.close()
             break
+        self.is_ready = True
         sequences = self.start.arguments["max_num_seqs"]
         print(
             f"qlora-rl: serving {self.base} at {self.url}; base {about['base'][:16]} ({about['repaired']} weights got their exact scales "
@@ -189,6 +199,11 @@ def _measure(policy: Any) -> None:
         ("pushes", "Adapters taken or dropped since the start", lambda: policy.pushes),
         ("push_seconds", "Seconds that the newest push took inside the server", lambda: policy.seconds),
         ("push_bytes", "Bytes of the newest adapter", lambda: policy.nbytes),
+        (
+            "canary_difference",
+            "Logprobs of trainer and server, their difference at the newest proof",
+            lambda: policy.canary,
+        ),
     ):
         with contextlib.suppress(ValueError):  # a second server in one process
             Gauge(f"qlora_rl_policy_{name}", text, registry=REGISTRY).set_function(read)
@@ -242,10 +257,6 @@ def _bind(host: str, port: int) -> socket.socket:
             f"starting the server: {host}:{port}: {error.strerror}. Use another --port."
         ) from error
     return sock
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _end_with_parent() -> None:
@@ -347,7 +358,7 @@ def start_server(
             "`qlora-rl serve`."
         )
     except BaseException:
-        running.stop(5.0)
+        running.stop()
         raise
 
 

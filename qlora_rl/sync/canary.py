@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from qlora_rl.base.fingerprint import digest_bytes
-from qlora_rl.contracts import AdapterBundle, Leaf, RolloutEngine
+from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngine, RolloutEngine
 from qlora_rl.errors import CanaryError, ConfigConflictError
 
 # Mean scaled difference of logprobs (see `_difference`) above which no calibration may let a pair of engines pass. bf16 pairs measure 0.001 to 0.01.
@@ -138,6 +138,8 @@ class Canary:
         if self.sequences is None:
             self.calibrate()
         difference = self._difference()
+        if isinstance(self.engine, GaugedEngine):
+            self.engine.note_canary(difference)
         if not difference <= self.threshold:
             raise CanaryError(
                 f"checking the push: the engine holds what was pushed, but its logprobs differ from the trainer's by "
@@ -160,14 +162,17 @@ class Canary:
             )
 
     def _difference(self, *, bare: bool = False) -> float:
-        """Mean over tokens of |ours - theirs| / max(1, |ours|).
+        """Mean over tokens of |ours - theirs| / max(1, |ours|); of several replicas the worst.
 
         A policy that has learned gives some tokens of the fixed sequences very small probabilities, and 16-bit logits are
         rounded in proportion to their size: without the scale, honest runs would raise alarms.
         """
-        ours, theirs = self._score(self.sequences), self.engine.score(self.sequences, bare=bare)
-        pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
-        return statistics.fmean(abs(a - b) / max(1.0, abs(a)) for a, b in pairs)
+        ours = self._score(self.sequences)
+        if isinstance(self.engine, ReplicatedEngine):
+            each = self.engine.score_each(self.sequences, bare=bare)
+        else:
+            each = [self.engine.score(self.sequences, bare=bare)]
+        return max(_distance(ours, theirs) for theirs in each)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """The trainer's logprobs of every token but the first, without dropout."""
@@ -217,3 +222,8 @@ class Canary:
             for row, rows_TV in zip(drawn, self._logits([[*row, 0] for row in drawn]), strict=True):
                 row.append(int(torch.multinomial(rows_TV[-1].softmax(-1).cpu(), 1, generator=generator)))
         return drawn
+
+
+def _distance(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
+    pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+    return statistics.fmean(abs(a - b) / max(1.0, abs(a)) for a, b in pairs)

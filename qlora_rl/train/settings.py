@@ -48,6 +48,13 @@ def is_url(rollout: Any) -> bool:
     return isinstance(rollout, str) and rollout.startswith(("http://", "https://"))
 
 
+def as_one(rollout: Any) -> Any:
+    """Several URLs as one text, "http://a,http://b"; anything else as it is."""
+    if isinstance(rollout, list | tuple) and rollout and all(is_url(each) for each in rollout):
+        return ",".join(rollout)
+    return rollout
+
+
 def own_copy(args: GRPOConfig) -> GRPOConfig:
     """A copy whose parts are its own: TRL and transformers write into the config that they are given."""
     mine = copy.copy(args)
@@ -65,13 +72,14 @@ def check(args: GRPOConfig, rollout: str | RolloutEngine) -> None:
         ConfigConflictError: with all reasons.
     """
     if isinstance(rollout, list | tuple):
-        raise NotYetSupportedError(
-            f"choosing the engine: rollout names {len(rollout)} engines; this version asks one. Pass one URL, or 'colocate'."
+        raise ConfigConflictError(
+            f"choosing the engine: rollout={list(rollout)!r}: several engines are several URLs of `qlora-rl serve`. Pass "
+            "['http://a:8000', 'http://b:8000'], or 'colocate'."
         )
     if isinstance(rollout, str) and rollout not in STARTED and not is_url(rollout):
         raise ConfigConflictError(
             f"choosing the engine: rollout={rollout!r} is none of 'colocate' (vLLM in this process), 'server' (one is started beside "
-            "it), a URL such as 'http://127.0.0.1:8000', or an engine object."
+            "it), a URL such as 'http://127.0.0.1:8000' (or several, in a list), or an engine object."
         )
     if not isinstance(rollout, str) and not isinstance(rollout, RolloutEngine):
         raise ConfigConflictError(

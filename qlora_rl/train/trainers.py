@@ -57,8 +57,8 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
     Args:
         model: prepared base, hub name, checkpoint directory, model object (4-bit ones are written down with their own
             bytes), or PeftModel (its adapter is trained on).
-        rollout: "colocate" (vLLM in this process), the URL of a server (`qlora-rl serve`), "server" (one is started beside the
-            trainer and stopped with it), or an engine object, which is not closed with the trainer.
+        rollout: "colocate" (vLLM in this process), the URL of a server (`qlora-rl serve`), several URLs in a list (replicas),
+            "server" (one is started beside the trainer and stopped with it), or an engine object, which is not closed with it.
         api_key_file: holds the key of that server; or set QLORA_RL_API_KEY.
         sync: "lora_adapter"; "weights" (dense weights, to an engine on the baked base, for any adapter that is a change of weights);
             "auto": the first where the adapter can travel alone, otherwise the second.
@@ -102,7 +102,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
         *,
-        rollout: str | RolloutEngine = "colocate",
+        rollout: str | list[str] | RolloutEngine = "colocate",
         sync: str = "auto",
         adapter_dtype: str = "float32",
         engine_options: dict[str, Any] | None = None,
@@ -123,6 +123,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
         if canary_every < 0:
             raise ConfigConflictError(f"reading the arguments: canary_every={canary_every} < 0. Use 0 for none.")
         args = settings.own_copy(args) if args is not None else GRPOConfig("qlora-grpo")
+        rollout = settings.as_one(rollout)
         settings.check(args, rollout)
         settings.check_datasets(train_dataset, eval_dataset)
         if rollout in settings.STARTED:
@@ -397,7 +398,7 @@ def _start(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEng
 def connect(
     url: str, api_key_file: str | os.PathLike[str] | None, sync_dir: str | os.PathLike[str] | None
 ) -> RolloutEngine:
-    """The server as an engine; from here on no other trainer may push to it."""
+    """The server, or several, as an engine; from here on no other trainer may push to it."""
     from qlora_rl.engine.client import ServerEngine
 
     engine = ServerEngine(url, api_key_file=api_key_file, shared_dir=sync_dir)

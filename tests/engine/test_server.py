@@ -238,6 +238,18 @@ def test_metrics_tell_the_version(server, remote, bundle):
     assert "vllm:" in text
 
 
+def test_metrics_tell_what_the_canary_has_found(server, remote, adapted):
+    canary = Canary(adapted, remote)
+    canary.calibrate()
+    report = AdapterSync(adapted, remote, HttpTransport(), canary).push()
+    (line,) = (
+        line
+        for line in ask(server, "GET", "/metrics", server.key).text.splitlines()
+        if line.startswith("qlora_rl_policy_canary_difference ")
+    )
+    assert float(line.split()[1]) == pytest.approx(report.canary_difference)
+
+
 def test_a_shared_directory_is_tried_out_and_its_versions_are_named_not_sent(server, adapted, tmp_path, caplog):
     root = json.loads(ask(server, "GET", "/qlora/v1/state", server.key).text)["adapter_dir"]
     with ServerEngine(server.url, api_key=server.key, shared_dir=root) as near:

@@ -162,7 +162,12 @@ def test_several_processes_are_refused(config, engine):
 
 @pytest.mark.parametrize(
     ("rollout", "error"),
-    [("elsewhere", ConfigConflictError), (["http://a", "http://b"], NotYetSupportedError), (42, ConfigConflictError)],
+    [
+        ("elsewhere", ConfigConflictError),
+        (["http://a", "colocate"], ConfigConflictError),
+        ([], ConfigConflictError),
+        (42, ConfigConflictError),
+    ],
 )
 def test_another_rollout_is_refused(rollout, error, make_trainer):
     with pytest.raises(error, match="'colocate'"):

@@ -134,6 +134,35 @@ def test_after_a_restart_the_base_is_proven_and_the_adapter_pushed_before_anythi
     assert (rollout.version, engine.version, engine.incarnation) == (4, 4, 2)
 
 
+@pytest.mark.parametrize("before", [b"old", None])
+def test_a_push_without_an_answer_is_undone_before_anything_is_drawn(engine, server, before):
+    engine._base = server.about["base"] = BaseFingerprint({}).digest
+    if before:
+        engine.load_packed(before, 1)
+    else:
+        engine.drop_adapter()
+    engine.wait_s = 0.0
+    server.answers = [None]
+    with pytest.raises(errors.EngineBrokenError):
+        engine.load_packed(b"new", 2)
+    server.version = 2  # it has arrived after all
+    server.asked.clear()
+    engine.generate([[1, 2]], max_tokens=1)
+    restored = ("PUT" if before else "DELETE", "/adapter")
+    assert server.asked == [
+        ("POST", "/generate"), ("GET", "/state"), ("GET", "/base"), restored, ("POST", "/generate"),
+    ]  # fmt: skip
+
+
+def test_a_refused_push_leaves_no_doubt(engine, server):
+    server.answers = [httpx.Response(422, json=refusal("SyncError"))]
+    with pytest.raises(errors.SyncError):
+        engine.load_packed(b"new", 2)
+    server.asked.clear()
+    engine.generate([[1, 2]], max_tokens=1)
+    assert server.asked == [("POST", "/generate")]
+
+
 def test_a_restart_on_another_base_is_refused_each_time(engine, server):
     server.start = "two"
     for _ in range(2):

@@ -1,0 +1,48 @@
+"""What an answer of a server that is none stands for: one error for each status."""
+
+from __future__ import annotations
+
+import httpx
+
+from qlora_rl import errors
+from qlora_rl.errors import AccessDeniedError, EngineBrokenError, EngineUnsupportedError, QloraRLError
+
+KEY_VARIABLE = "QLORA_RL_API_KEY"
+# What a proxy in front of a server answers while the server is away.
+_AWAY = (502, 503, 504)
+
+
+class AwayError(Exception):
+    """Nobody answers, or a proxy says so."""
+
+
+def refusal(answer: httpx.Response, url: str) -> Exception:
+    """The error that a status stands for."""
+    status = answer.status_code
+    try:
+        error = answer.json()["error"]
+        kind, message = getattr(errors, str(error.get("kind")), None), str(error["message"])
+        reasons = [str(reason) for reason in error.get("reasons", ())]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        kind, message, reasons = None, answer.text.strip()[:200], []
+    if isinstance(kind, type) and issubclass(kind, QloraRLError):
+        if kind is AccessDeniedError and status == 401:
+            message = (
+                f"asking the server at {url}: the key is missing or wrong. Pass api_key_file= (or set {KEY_VARIABLE})."
+            )
+        return kind(message, reasons=reasons)
+    if status in _AWAY:
+        return AwayError(f"status={status} ({message})")
+    if status in (401, 403):
+        return AccessDeniedError(f"asking the server at {url}: status={status} ({message}). Is the key right?")
+    if status == 404:
+        return stranger(url)
+    return EngineBrokenError(f"asking the server at {url}: status={status} ({message}). Its log says more.")
+
+
+def stranger(url: str) -> EngineUnsupportedError:
+    """Somebody else is at this URL."""
+    return EngineUnsupportedError(
+        f"asking the server at {url}: what answers is no server of qlora_rl. Start it with `qlora-rl serve BASE`, and give its own "
+        "URL, without a path."
+    )

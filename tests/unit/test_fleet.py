@@ -1,0 +1,318 @@
+"""`Fleet` over replicas that answer, break, come back and lie; real servers are in tests/engine/test_fleet.py."""
+
+import json
+import threading
+import time
+
+import httpx
+import pytest
+import torch
+
+from qlora_rl import errors
+from qlora_rl.adapter.store import pack_adapter
+from qlora_rl.contracts import AdapterBundle, BaseFingerprint, ReplicatedEngine, RolloutEngine
+from qlora_rl.engine import fleet as module
+from qlora_rl.engine.client import PREFIX, START, VERSION, ServerEngine
+from qlora_rl.engine.fleet import Fleet
+
+KEY = "a-key-of-some-length"
+BASE = BaseFingerprint({}).digest
+PROMPTS = [[40 + i, 41] for i in range(7)]
+
+
+def blob(value=1.0):
+    name = "base_model.model.model.q_proj.lora_{}.weight"
+    tensors = {name.format("A"): torch.full((2, 4), value), name.format("B"): torch.ones(6, 2)}
+    return pack_adapter(AdapterBundle(tensors, {"r": 2, "lora_alpha": 2}))
+
+
+class Replica:
+    """A server as the client sees it; what it draws depends on seed, place and adapter alone."""
+
+    def __init__(self, name):
+        self.name, self.starts, self.asked, self.base, self.dtype = name, 0, [], BASE, "bfloat16"
+        self.refuses, self.breaks_at, self.lies, self.is_away = "", "", False, False
+        self.lock = threading.Lock()
+        self.start_again()
+
+    def start_again(self):
+        self.starts += 1
+        self.start, self.version, self.digest, self.is_away, self.breaks_at = (
+            f"{self.name}-{self.starts}",
+            0,
+            "",
+            False,
+            "",
+        )
+
+    def __call__(self, request):
+        with self.lock:
+            return self.answer(request)
+
+    def answer(self, request):
+        path = request.url.path.removeprefix(PREFIX)
+        if self.is_away or path == self.breaks_at:
+            self.is_away = True
+            raise httpx.ConnectError("nobody there", request=request)
+        if path == "/score" and START not in request.headers:
+            return httpx.Response(200)
+        self.asked.append((request.method, path))
+        if request.headers.get(START, self.start) != self.start:
+            return httpx.Response(412, headers=self.marks())
+        if path == self.refuses:
+            body = {"error": {"kind": "SyncError", "message": "no.", "reasons": ["one", "two"]}}
+            return httpx.Response(422, json=body, headers=self.marks())
+        return httpx.Response(200, json=self.content(request, path), headers=self.marks())
+
+    def content(self, request, path):
+        if request.method == "PUT":
+            self.version, self.digest = int(request.url.params["version"]), request.url.params["digest"]
+            return {"digest": self.digest}
+        if request.method == "DELETE" and path == "/adapter":
+            self.version, self.digest = 0, ""
+        asked = json.loads(request.content) if request.content and request.method == "POST" else {}
+        if path == "/generate":
+            assert (asked["version"], asked["digest"] or "") == (self.version, self.digest)
+            drawn = [f"{asked['sampling']['seed']}{p}{self.digest}" for p in asked["places"]]
+            return {"completion_ids": [list(d.encode()) for d in drawn], "logprobs": [[-1.0] for _ in drawn],
+                    "version": self.version}  # fmt: skip
+        if path == "/score":
+            return {"logprobs": [[-1.0 - self.lies] for _ in asked["sequences"]]}
+        if path == "/held":
+            return {"held": {"A": "lie" if self.lies else self.digest}}
+        if path == "/base":
+            return {"leaves": {}, "facts": {} if self.base == BASE else {"dtype": "another"}}
+        return {"name": self.name, "base": self.base, "max_lora_rank": 8, "max_model_length": 64, "max_body_bytes": 10**6,
+                "adapter_dtype": self.dtype, "adapter_dir": "/nowhere"}  # fmt: skip
+
+    def marks(self):
+        return {START: self.start, VERSION: str(self.version)}
+
+
+@pytest.fixture
+def replicas():
+    return {name: Replica(name) for name in "abc"}
+
+
+@pytest.fixture
+def connect(replicas, monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(module, "_LOOK_SELDOM_S", 0.0)
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    made = []
+
+    def connect(names="abc", wait_s=0.2):
+        transport = httpx.MockTransport(lambda request: replicas[request.url.host](request))
+        made.append(ServerEngine([f"http://{n}" for n in names], api_key=KEY, wait_s=wait_s, transport=transport))
+        return made[-1]
+
+    yield connect
+    for each in made:
+        each.close()
+
+
+def names(fleet):
+    return [each.url.removeprefix("http://") for each in fleet.live]
+
+
+def drawn(fleet, prompts=PROMPTS, seed=5):
+    return fleet.generate(prompts, seed=seed).completion_ids
+
+
+def test_several_urls_make_a_fleet_that_is_an_engine(connect):
+    fleet = connect()
+    assert isinstance(fleet, Fleet)
+    assert isinstance(fleet, RolloutEngine)
+    assert isinstance(fleet, ReplicatedEngine)
+    assert fleet.capabilities().takes_bytes
+    assert not fleet.capabilities().takes_dense
+
+
+def test_what_is_drawn_does_not_depend_on_the_number_of_replicas(connect, replicas):
+    one, three = drawn(connect("a")), drawn(connect("abc"))
+    assert one == three
+    assert len({tuple(row) for row in one}) == len(PROMPTS)
+    assert all(("POST", "/generate") in each.asked for each in replicas.values())
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
+def test_every_prompt_is_drawn_once_whatever_their_number(connect, count):
+    assert drawn(connect(), PROMPTS[:count]) == drawn(connect("b"), PROMPTS[:count])
+
+
+def test_a_version_is_live_when_all_hold_it(connect, replicas):
+    fleet = connect()
+    fleet.load_packed(blob(), 3)
+    assert [each.version for each in replicas.values()] == [3, 3, 3]
+    assert fleet.version == 3
+    fleet.drop_adapter()
+    assert [each.version for each in replicas.values()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("before", [None, 1])
+def test_a_push_that_one_refuses_is_taken_back_from_all(connect, replicas, before):
+    fleet = connect()
+    if before:
+        fleet.load_packed(blob(), before)
+    expected, held = drawn(fleet), [each.digest for each in replicas.values()]
+    replicas["b"].refuses = "/adapter"
+    with pytest.raises(errors.SyncError, match=r"no\..*Said by http://b") as caught:
+        fleet.load_packed(blob(2.0), 2)
+    assert caught.value.reasons == ("one", "two")
+    replicas["b"].refuses = ""
+    assert fleet.version == (before or 0)
+    assert [each.digest for each in replicas.values()] == held
+    assert drawn(fleet) == expected
+    fleet.load_packed(blob(2.0), 2)
+    assert fleet.version == 2
+
+
+def test_a_replica_that_dies_in_a_push_is_dropped_and_the_others_serve_the_version(connect, replicas, caplog):
+    fleet = connect()
+    replicas["b"].breaks_at = "/adapter"
+    fleet.load_packed(blob(), 1)
+    assert (fleet.version, names(fleet)) == (1, ["a", "c"])
+    assert "http://b is dropped, 2 replicas are left" in caplog.text
+
+
+def test_a_replica_that_dies_in_a_rollout_is_dropped_and_its_share_drawn_by_the_others(connect, replicas):
+    fleet = connect()
+    fleet.load_packed(blob(), 1)
+    expected = drawn(fleet)
+    replicas["a"].breaks_at = "/generate"
+    assert drawn(fleet) == expected
+    assert names(fleet) == ["b", "c"]
+
+
+def test_one_that_was_started_again_is_taken_back_proven_and_pushed_to(connect, replicas, caplog):
+    fleet = connect()
+    fleet.load_packed(blob(), 1)
+    expected, incarnation = drawn(fleet), fleet.incarnation
+    replicas["b"].is_away = True
+    fleet.wake()
+    assert names(fleet) == ["a", "c"]
+    fleet.load_packed(blob(2.0), 2)
+    fleet.load_packed(blob(), 1)
+    replicas["b"].start_again()
+    replicas["b"].asked.clear()
+    fleet.wake()
+    assert names(fleet) == ["a", "b", "c"]
+    assert ("GET", "/base") in replicas["b"].asked
+    assert (replicas["b"].version, replicas["b"].digest) == (1, replicas["a"].digest)
+    assert fleet.incarnation > incarnation
+    assert drawn(fleet) == expected
+    assert "is back" in caplog.text
+
+
+def test_one_that_was_only_out_of_reach_gets_the_version_that_it_has_missed(connect, replicas):
+    fleet = connect()
+    fleet.load_packed(blob(), 1)
+    replicas["c"].is_away = True
+    fleet.load_packed(blob(2.0), 2)
+    replicas["c"].is_away = False
+    fleet.wake()
+    assert (replicas["c"].version, replicas["c"].digest) == (2, replicas["a"].digest)
+    fleet.drop_adapter()
+    replicas["c"].is_away = True
+    fleet.load_packed(blob(), 3)
+    fleet.drop_adapter()
+    replicas["c"].is_away = False
+    fleet.wake()
+    assert (names(fleet), replicas["c"].version) == (["a", "b", "c"], 0)
+
+
+@pytest.mark.parametrize("how", ["base", "lie"])
+def test_one_that_comes_back_as_another_is_left_out_and_the_others_go_on(connect, replicas, how, caplog):
+    fleet = connect()
+    fleet.load_packed(blob(), 1)
+    expected = drawn(fleet)
+    replicas["b"].start_again()
+    replicas["b"].is_away = True
+    fleet.wake()
+    replicas["b"].is_away = False
+    replicas["b"].base, replicas["b"].lies = ("other" if how == "base" else BASE), how == "lie"
+    fleet.wake()
+    assert drawn(fleet) == expected
+    assert names(fleet) == ["a", "c"]
+    assert "http://b is not taken back" in caplog.text
+
+
+def test_when_all_are_away_one_that_comes_back_in_time_draws_everything(connect, replicas):
+    fleet = connect(wait_s=60.0)
+    fleet.load_packed(blob(), 1)
+    expected = drawn(fleet)
+    for each in replicas.values():
+        each.is_away = True
+    timer = threading.Timer(0.3, replicas["c"].start_again)
+    timer.start()
+    assert drawn(fleet) == expected
+    assert names(fleet) == ["c"]
+    timer.join()
+
+
+def test_when_all_stay_away_the_error_names_each_and_what_to_do(connect, replicas):
+    fleet = connect()
+    for each in replicas.values():
+        each.is_away = True
+    with pytest.raises(errors.EngineBrokenError, match=r"all stayed away.*Start one of them again") as caught:
+        drawn(fleet)
+    assert [url in reason for url, reason in zip(("//a", "//b", "//c"), caught.value.reasons, strict=True)] == [
+        True
+    ] * 3
+
+
+def test_replicas_that_answer_and_fail_each_time_do_not_keep_it_busy_for_ever(connect, replicas):
+    fleet = connect(wait_s=0.5)
+    broken = httpx.Response(500, text="boom")
+    for each in replicas.values():
+        answer = each.answer
+        each.answer = lambda r, answer=answer: broken if r.url.path.endswith("/generate") else answer(r)
+    started = time.monotonic()
+    with pytest.raises(errors.EngineBrokenError):
+        drawn(fleet)
+    assert time.monotonic() - started < 30
+
+
+def test_another_base_is_refused_and_named(connect, replicas):
+    replicas["b"].base = "other"
+    with pytest.raises(errors.BaseMismatchError, match=r"http://b holds base=other != base=.* of http://a"):
+        connect()
+
+
+def test_replicas_that_cannot_stand_for_one_another_are_refused(connect, replicas):
+    replicas["b"].dtype = "float32"
+    with pytest.raises(errors.ConfigConflictError, match="http://b serves adapters in float32"):
+        connect()
+    replicas["b"].dtype, replicas["b"].start = "bfloat16", replicas["a"].start
+    with pytest.raises(errors.ConfigConflictError, match="are one server"):
+        connect()
+    with pytest.raises(errors.ConfigConflictError, match="named twice"):
+        connect("aab")
+
+
+def test_replicas_that_hold_different_adapters_do_not_pass(connect, replicas):
+    fleet = connect()
+    fleet.load_packed(blob(), 1)
+    assert fleet.held_adapter(2) == {"A": replicas["a"].digest}
+    replicas["c"].lies = True
+    with pytest.raises(errors.CanaryError, match="http://c"):
+        fleet.held_adapter(2)
+    assert fleet.score_each([[1, 2]]) == [[[-1.0]], [[-1.0]], [[-2.0]]]
+
+
+def test_what_was_withdrawn_is_not_drawn_with(connect):
+    fleet = connect()
+    fleet.load_packed(blob(), 1)
+    fleet.withdraw_adapter("not proven")
+    with pytest.raises(errors.EngineBrokenError, match=r"not proven.*Push the adapter again"):
+        drawn(fleet)
+    fleet.load_packed(blob(), 2)
+    assert drawn(fleet)
+
+
+def test_a_closed_fleet_says_so_and_gives_all_servers_free(connect, replicas):
+    fleet = connect()
+    fleet.close()
+    assert all(("DELETE", "/lease") in each.asked for each in replicas.values())
+    with pytest.raises(errors.EngineClosedError):
+        drawn(fleet)
