@@ -276,8 +276,30 @@ def sync() -> str:
     return "\n".join(lines)
 
 
+def server() -> str:
+    """One push to a server, by both transports."""
+    result = _load("server.json")["sync_report"]
+
+    def row(what: str, key: str) -> str:
+        shown = [f"{1e3 * result[way][key]['median']:.0f} ms" for way in ("http", "directory")]
+        return f"| {what} | {' | '.join(shown)} |"
+
+    return "\n".join(
+        [
+            "| median | in the body of a request | through a directory |",
+            "|---|---|---|",
+            row("**push** (`seconds`)", "seconds"),
+            row("… folding and copying, packing or writing (`deliver_seconds`)", "deliver_seconds"),
+            row("… sending, checking, loading (`load_seconds`)", "load_seconds"),
+            row("proof: held (`canary_seconds`)", "canary_seconds_held"),
+            row("proof: held and scored", "canary_seconds_scored"),
+        ]
+    )
+
+
 TABLES = {
     "sync": sync,
+    "server": server,
     "adapters": adapters,
     "demo": demo,
     "dense": dense,

@@ -86,6 +86,7 @@ class ServedPolicy:
         self.canary = math.nan  # what the trainer's has found last
         self._kept: list[Held] = []
         self._lock = asyncio.Lock()
+        self.order = asyncio.Lock()  # a change that was given up must not overtake the one that repeals it
 
     @property
     def version(self) -> int:

@@ -126,19 +126,23 @@ class Api:
         """The body is an adapter (`pack_adapter`); its version and digest are in the query."""
         self.lease.claim(_session(request))
         version, digest = _number(request, "version"), request.query_params.get("digest", "")
-        return {"new": await self.policy.push(await request.body(), version, digest), "digest": self.policy.digest}
+        blob = await request.body()
+        async with self.policy.order:
+            return {"new": await self.policy.push(blob, version, digest), "digest": self.policy.digest}
 
     async def load(self, request: Request) -> dict[str, Any]:
         """An adapter that lies in the adapter directory."""
         self.lease.claim(_session(request))
         asked = await _json(request, path=str, version=int)
-        new = await self.policy.load(asked["path"], asked["version"], self.max_body_bytes, asked.get("digest"))
-        return {"new": new, "digest": self.policy.digest}
+        async with self.policy.order:
+            new = await self.policy.load(asked["path"], asked["version"], self.max_body_bytes, asked.get("digest"))
+            return {"new": new, "digest": self.policy.digest}
 
     async def drop(self, request: Request) -> dict[str, Any]:
         """Serve the bare base."""
         self.lease.claim(_session(request))
-        await self.policy.drop()
+        async with self.policy.order:
+            await self.policy.drop()
         return {}
 
     async def generate(self, request: Request) -> dict[str, Any] | None:
