@@ -185,14 +185,14 @@ def test_a_replica_that_dies_in_a_rollout_is_dropped_and_its_share_drawn_by_the_
 
 
 def test_one_that_was_started_again_is_taken_back_proven_and_pushed_to(connect, replicas, caplog):
-    fleet = connect()
-    fleet.load_packed(blob(), 1)
+    fleet, first = connect(), blob()  # packing it again gives other bytes: metadata has no order
+    fleet.load_packed(first, 1)
     expected, incarnation = drawn(fleet), fleet.incarnation
     replicas["b"].is_away = True
     fleet.wake()
     assert names(fleet) == ["a", "c"]
     fleet.load_packed(blob(2.0), 2)
-    fleet.load_packed(blob(), 1)
+    fleet.load_packed(first, 1)
     replicas["b"].start_again()
     replicas["b"].asked.clear()
     fleet.wake()
