@@ -1,6 +1,5 @@
 """A real server process: what it lets in, what it serves, what it refuses, and how it is found again."""
 
-import contextlib
 import copy
 import gc
 import hashlib
