@@ -47,13 +47,14 @@ class Pair:
         self.engine.load_adapter(directory, self.version)
         return self.apart(model)
 
-    def apart(self, model):
-        """The same with what serves now."""
+    def apart(self, model, *, scaled=False):
+        """The same with what serves now; `scaled` divides by |logprob| where that is above one nat, as float32 rounds."""
         theirs = self.engine.score(SEQUENCES)
         with torch.no_grad():
             logprobs_BTV = model(torch.tensor(SEQUENCES)).logits.float().log_softmax(-1)
         ours_BT = logprobs_BTV[:, :-1].gather(2, torch.tensor(SEQUENCES)[:, 1:, None])[..., 0]
-        return float((ours_BT - torch.tensor(theirs)).abs().max())
+        size_BT = ours_BT.abs().clamp(min=1.0) if scaled else 1.0
+        return float(((ours_BT - torch.tensor(theirs)).abs() / size_BT).max())
 
 
 def trained(base, kind, seed=0, scale=0.02):

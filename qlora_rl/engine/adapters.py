@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from qlora_rl.errors import EngineBrokenError, SyncError
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,17 @@ class Adapters:
             _forget(llm, self.served.request.lora_int_id)
         self.served, self.version, self.is_lost, self._slots = None, 0, False, None
 
+    def keep(self) -> None:
+        """Have what serves in a directory: what lies in a slot goes with vLLM's tensors, and may be read until then."""
+        if self.served is None or self.is_lost:
+            return
+        try:
+            directory = self.served.recover()
+        except Exception as error:
+            logger.warning("adapter version %d could not be kept for recovery: %s", self.version, error)
+            return
+        self.served = replace(self.served, recover=lambda: directory)
+
     def load_again(self, llm: LLM) -> None:
         """Load what serves anew; without its directory the engine must not go on as the bare base."""
         if self.served is None:
@@ -111,7 +125,8 @@ class Adapters:
             self.load(llm, directory, self.version)
 
     def before_sleep(self, llm: LLM) -> None:
-        """Note what serves."""
+        """Note what serves, and have it in a directory."""
+        self.keep()
         self._before_sleep = self.held(llm, self.max_rank)
 
     def after_wake(self, llm: LLM) -> None:

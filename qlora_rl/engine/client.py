@@ -270,9 +270,9 @@ class ServerEngine:
 
     def drop_adapter(self) -> None:
         """Serve the bare base again, as version 0."""
-        self._pushed, self._withdrawn = None, ""
+        self._pushed = None  # should the server have been started anew, it has none already
         self._change("DELETE", "/adapter")
-        self._serves = (0, "")
+        self._serves, self._withdrawn = (0, ""), ""
 
     def withdraw_adapter(self, reason: str) -> None:
         """Ask for nothing more until the next push: what the server serves was not proven."""

@@ -5,6 +5,7 @@ Pure ASGI, no framework: it decides on the path, one header and the number of by
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -18,6 +19,7 @@ Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
 OPEN_PATH = "/health"
+_LINGER_SECONDS = 5.0
 
 
 class Gate:
@@ -58,7 +60,7 @@ class Gate:
             return
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self.max_body_bytes:
-            await self._refuse_body(send)
+            await self._refuse_body(receive, send)
             return
         body = _Body(receive, send, self.max_body_bytes)
         with self.visits.visit():
@@ -68,13 +70,17 @@ class Gate:
                 pass
             finally:
                 if body.is_too_large and not body.has_answered:
-                    await self._refuse_body(send)
+                    await self._refuse_body(receive, send, is_whole=body.is_whole)
 
-    async def _refuse_body(self, send: Send) -> None:
+    async def _refuse_body(self, receive: Receive, send: Send, *, is_whole: bool = False) -> None:
         limit = f"max_body_bytes={self.max_body_bytes}"
-        await _refuse(
-            send, 413, "SyncError", f"asking the server: the body is larger than {limit}. Send less at a time."
-        )
+        message = f"asking the server: the body is larger than {limit}. Send less at a time."
+        await _refuse(send, 413, "SyncError", message, is_last=False)
+        # To hang up on a client that still writes resets the connection, and may take the answer with it.
+        if not is_whole:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_discard(receive, 2 * self.max_body_bytes), _LINGER_SECONDS)
+        await send({"type": "http.response.body", "body": b""})
 
     def _knows(self, scope: Scope) -> bool:
         found = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -121,13 +127,14 @@ class _Body:
     """Counts what comes in; when it is too much, what the app would answer is swallowed."""
 
     def __init__(self, receive: Receive, send: Send, limit: int):
-        self.is_too_large = self.has_answered = False
+        self.is_too_large = self.has_answered = self.is_whole = False
         self._receive, self._send, self._left = receive, send, limit
 
     async def receive(self) -> Any:
         message = await self._receive()
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
+            self.is_whole = not message.get("more_body")
             if self._left < 0:
                 self.is_too_large = True
                 raise _TooLargeError
@@ -140,8 +147,22 @@ class _Body:
         await self._send(message)
 
 
+async def _discard(receive: Receive, limit: int) -> None:
+    """Read what still comes, to its end, but not much more than `limit` bytes."""
+    while limit > 0:
+        message = await receive()
+        if message["type"] != "http.request" or not message.get("more_body"):
+            return
+        limit -= len(message.get("body", b""))
+
+
 async def _refuse(
-    send: Send, status: int, kind: str, message: str, headers: list[tuple[bytes, bytes]] | None = None
+    send: Send,
+    status: int,
+    kind: str,
+    message: str,
+    headers: list[tuple[bytes, bytes]] | None = None,
+    is_last: bool = True,
 ) -> None:
     body = json.dumps({"error": {"kind": kind, "type": kind, "message": message, "code": status}}).encode()
     head = [
@@ -150,4 +171,4 @@ async def _refuse(
         (b"connection", b"close"),
     ]
     await send({"type": "http.response.start", "status": status, "headers": head + (headers or [])})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": not is_last})

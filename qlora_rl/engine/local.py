@@ -384,6 +384,8 @@ class LocalEngine:
             raise EngineClosedError("using the engine: it was closed. Make a new LocalEngine.")
         if self._is_broken:
             logger.warning("rebuilding the engine after a failure; version %d is loaded again", self.version)
+            if self._llm is not None:
+                self._adapters.keep()
             self._tear_down()
             self._build()
             self._dense.rebuilt()

@@ -97,8 +97,11 @@ def test_a_push_that_fails_its_proof_leaves_the_version_before_bit_for_bit(pushe
     assert engine.score(LONG) != scores
 
 
-def test_a_broken_engine_comes_back_with_the_version_that_served(pushed):
+@pytest.mark.parametrize("is_written", [True, False], ids=["written behind", "only in its slot"])
+def test_a_broken_engine_comes_back_with_the_version_that_served(pushed, monkeypatch, is_written):
     model, engine, strategy = pushed
+    if not is_written:  # the writer has not got to it yet
+        monkeypatch.setattr(strategy.transport, "commit", lambda: None)
     for seed in range(3):
         randomise(model, seed=seed)
         strategy.push()

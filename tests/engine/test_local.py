@@ -192,7 +192,15 @@ def _interrupt_in(seconds):
     return timer
 
 
-def test_an_interrupted_generate_leaves_a_usable_engine(engine, prompts):
+@pytest.fixture
+def interruptible():
+    """Python's own handler: a shell in the background hands on SIGINT as ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_generate_leaves_a_usable_engine(engine, prompts, interruptible):
     spec = SamplingSpec(max_tokens=8, temperature=0.0)
     expected = engine.generate(prompts, spec)
     many = [list(p) for p in prompts for _ in range(8)]

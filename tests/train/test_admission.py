@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from qlora_rl import BaseMismatchError, FakeEngine, load_base, prepare_base
+from qlora_rl import BaseMismatchError, CanaryError, FakeEngine, load_base, prepare_base
 from qlora_rl.report import write_report
 
 
@@ -78,6 +78,35 @@ def test_the_canary_runs_as_often_as_it_is_told(make_trainer, config, tmp_path, 
     pushes = [json.loads(line) for line in (tmp_path / "run" / "sync.jsonl").read_text().splitlines()]
     assert [p["canary_difference"] is not None for p in pushes] == scored
     assert all(p["canary_difference"] < trainer.bridge.strategy.canary.threshold for p in pushes if every == 1)
+
+
+def test_what_the_policy_writes_now_decides_where_the_fixed_sequences_have_become_unlikely(
+    make_trainer, monkeypatch, caplog
+):
+    """Rounding is large at tokens that a policy has come to never write; an engine that is wrong is so at others too."""
+    trainer = make_trainer()
+    strategy, engine = trainer.bridge.strategy, trainer.engine
+    real, fixed, moved = engine.score, strategy.canary.sequences, []
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.3)
+
+    def score(sequences, **options):
+        found = real(sequences, **options)
+        if sequences == fixed or moved:
+            return [[a - 1.0 for a in row] for row in found]
+        return found
+
+    monkeypatch.setattr(engine, "score", score)
+    report = strategy.push()
+    assert report.canary_difference < 1e-3
+    assert "have become unlikely" in caplog.text
+    moved.append(True)
+    strategy.canary.every = 1
+    with pytest.raises(CanaryError, match="on what the policy writes now"):
+        strategy.push()
+    assert engine.version == report.version
 
 
 def test_overwriting_begins_only_when_nothing_can_be_refused_any_more(make_trainer, config, tmp_path):

@@ -77,6 +77,16 @@ def test_the_kv_cache_gets_what_the_step_leaves_and_no_more_than_is_drawn_at_onc
     assert other.memory.ledger.cache_sequences == 2
 
 
+def test_a_limit_beside_an_engine_that_was_passed_in_counts_the_trainer_alone(make_trainer):
+    trainer = make_trainer(gpu_memory=2.0)
+    ledger = trainer.memory.ledger
+    assert ledger.fits
+    assert not any("engine" in line.name or "cache" in line.name for line in ledger.lines)
+    assert trainer.memory.engine_options() == {}  # its cache is not ours to size
+    with pytest.raises(MemoryBudgetError, match="base, trainer"):
+        make_trainer(gpu_memory=ledger.held_bytes / GIB / 2)
+
+
 @pytest.mark.parametrize(
     ("fields", "options"),
     [

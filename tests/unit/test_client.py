@@ -163,6 +163,27 @@ def test_a_refused_push_leaves_no_doubt(engine, server):
     assert server.asked == [("POST", "/generate")]
 
 
+def test_what_was_withdrawn_is_not_asked_until_the_next_push(engine, server):
+    engine._base = server.about["base"] = BaseFingerprint({}).digest
+    engine.load_packed(b"bytes", 4)
+    engine.withdraw_adapter("version 4 was not proven")
+    server.asked.clear()
+    for ask in (engine.generate, engine.score):
+        with pytest.raises(errors.EngineBrokenError, match=r"version 4 was not proven\. Push the adapter again"):
+            ask([[1, 2]])
+    server.answers = [httpx.Response(500, text="boom")]
+    with pytest.raises(errors.EngineBrokenError):
+        engine.drop_adapter()  # it may serve what was withdrawn still
+    with pytest.raises(errors.EngineBrokenError, match="not proven"):
+        engine.generate([[1, 2]])
+    assert server.asked == [("DELETE", "/adapter")]
+    engine.drop_adapter()
+    engine.generate([[1, 2]], max_tokens=1)
+    engine.withdraw_adapter("it was lost")
+    engine.load_packed(b"bytes", 5)
+    engine.generate([[1, 2]], max_tokens=1)
+
+
 def test_a_restart_on_another_base_is_refused_each_time(engine, server):
     server.start = "two"
     for _ in range(2):

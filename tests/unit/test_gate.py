@@ -1,9 +1,11 @@
 """`Gate`, called as a server calls it."""
 
 import asyncio
+import unittest.mock
 
 import pytest
 
+import qlora_rl.engine.gate
 from qlora_rl.engine.gate import Gate, Visits
 
 KEY = "a-key-of-some-length"
@@ -114,6 +116,35 @@ def test_an_app_that_swallows_the_error_of_a_long_body_still_answers_413():
 
     sent = call(Gate(patient, KEY, 10), headers=bearer(f"Bearer {KEY}"), body=[b"x" * 11])
     assert [m["status"] for m in sent if m["type"] == "http.response.start"] == [413]
+
+
+def test_a_client_that_still_writes_can_read_the_refusal():
+    """Hanging up on it would reset the connection; but it is neither listened to for ever nor for any number of bytes."""
+    gate, read = Gate(app, KEY, 100), []
+
+    async def refused(receive):
+        sent = []
+
+        async def send(message):
+            sent.append((message, len(read)))
+
+        scope = {"type": "http", "path": "/x", "headers": [*bearer(f"Bearer {KEY}"), (b"content-length", b"1000")]}
+        await gate(scope, receive, send)
+        return sent
+
+    async def endless():
+        read.append(1)
+        return {"type": "http.request", "body": b"x" * 50, "more_body": True}
+
+    (start, before), (answer, _), (end, after) = asyncio.run(refused(endless))
+    assert (start["status"], before, answer["more_body"], end.get("more_body", False)) == (413, 0, True, False)
+    assert after == 4
+
+    async def silent():
+        await asyncio.sleep(3600)
+
+    with unittest.mock.patch.object(qlora_rl.engine.gate, "_LINGER_SECONDS", 0.01):
+        assert asyncio.run(refused(silent))[-1][0] == {"type": "http.response.body", "body": b""}
 
 
 def test_health_is_bounded_too():

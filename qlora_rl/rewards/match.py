@@ -1,0 +1,102 @@
+"""Rewards that compare text: exactly, by its final number, by its form, by its length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.rewards.numbers import final_number
+
+
+def exact_match(completions: Sequence[Any], *, column: str = "answer", **columns: Any) -> list[float]:
+    """1 where the completion is the reference, white space at both ends aside; else 0.
+
+    Args:
+        completions: B of them, text or messages.
+        column: of the dataset, which holds the references.
+        columns: what TRL passes: the dataset's columns and more, B values each.
+    """
+    wanted = references(columns, column, len(completions))
+    return [float(text_of(c).strip() == str(w).strip()) for c, w in zip(completions, wanted, strict=True)]
+
+
+def numeric_match(
+    completions: Sequence[Any], *, column: str = "answer", tolerance: float = 0.0, **columns: Any
+) -> list[float | None]:
+    r"""1 where the final number of the completion is that of the reference; else 0.
+
+    The final number is what stands in the last `\boxed{}`, or behind the last `####`, or behind the last "answer is", or else the last
+    number of the text. `1,200`, `$1200.00`, `\frac{2400}{2}` and `1.2e3` are one number. A percent sign is a unit: 50% is 50. The
+    references may be numbers or worked solutions (GSM8K's). Formulas need a computer algebra system: `trl.rewards.accuracy_reward`.
+
+    Args:
+        completions: B of them, text or messages.
+        column: of the dataset, which holds the references.
+        tolerance: largest difference that still counts, absolute.
+        columns: what TRL passes: the dataset's columns and more, B values each.
+
+    Returns:
+        B rewards; `None` (TRL leaves the completion out) where the reference holds no number.
+    """
+    wanted = [final_number(str(each)) for each in references(columns, column, len(completions))]
+    return [
+        None if number is None else float(_is_near(final_number(text_of(each)), number, tolerance))
+        for each, number in zip(completions, wanted, strict=True)
+    ]
+
+
+def format_match(completions: Sequence[Any], *, pattern: str, **_: Any) -> list[float]:
+    """1 where the whole completion matches a regular expression (a dot matches newlines too); else 0.
+
+    Args:
+        completions: B of them, text or messages.
+        pattern: as `re` reads it. `partial(format_match, pattern="<think>.+</think>.+")`.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    return [float(compiled.fullmatch(text_of(each).strip()) is not None) for each in completions]
+
+
+def length_match(completion_ids: Sequence[Sequence[int]], *, at_most: int, at_least: int = 1, **_: Any) -> list[float]:
+    """1 where the completion has between `at_least` and `at_most` tokens; else 0.
+
+    For a penalty that grows with the length: `trl.rewards.get_soft_overlong_punishment`.
+
+    Args:
+        completion_ids: token ids, B lists.
+        at_most: tokens.
+        at_least: tokens.
+    """
+    return [float(at_least <= len(ids) <= at_most) for ids in completion_ids]
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion: itself, or the content of its last message."""
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1].get("content") if completion else ""
+    if isinstance(content, list):  # parts: text, and what is no text
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
+
+
+def references(columns: dict[str, Any], column: str, count: int) -> Sequence[Any]:
+    """The B references of a batch.
+
+    Raises:
+        ConfigConflictError: the dataset has no such column.
+    """
+    found = columns.get(column)
+    if found is None or isinstance(found, Callable) or len(found) != count:
+        names = sorted(name for name, value in columns.items() if isinstance(value, list) and len(value) == count)
+        raise ConfigConflictError(
+            f"scoring completions: the dataset has no column {column!r} with the references, but {names}. Name it: "
+            "functools.partial(reward, column='...')."
+        )
+    return found
+
+
+def _is_near(found: Fraction | None, wanted: Fraction, tolerance: float) -> bool:
+    return found is not None and abs(found - wanted) <= Fraction(tolerance)
