@@ -9,10 +9,11 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 import httpx
 
@@ -20,6 +21,7 @@ from qlora_rl import errors
 from qlora_rl.adapter.store import CONFIG, WEIGHTS, pack_adapter
 from qlora_rl.contracts import AdapterBundle, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.engine.sampling import check_lengths
+from qlora_rl.engine.upload import upload
 from qlora_rl.errors import (
     AccessDeniedError,
     BaseMismatchError,
@@ -30,6 +32,9 @@ from qlora_rl.errors import (
     QloraRLError,
     SyncError,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -99,12 +104,17 @@ class ServerEngine:
         self._incarnation = 1
         self._version = 0
         self._pushed: tuple[bytes, int] | None = None
+        self._dense = 0  # the version of the full weights that were pushed last
         self._withdrawn = ""
         self._base = ""
         self._is_recovering = False
         self._about = self._ask("GET", "/state")
         self._base = self._about["base"]
         self.shared_dir = self._tried(Path(shared_dir).resolve()) if shared_dir is not None else None
+        # Full weights go through the server's own directory where this machine has it, whether it was named or not.
+        near = Path(self._about["adapter_dir"])
+        is_here = self._about.get("takes_dense", False) and os.access(near, os.W_OK)
+        self._near = self.shared_dir or (self._tried(near.resolve(), quietly=True) if is_here else None)
 
     # --- what people ask it -----------------------------------------------------------------------------------------
 
@@ -123,12 +133,13 @@ class ServerEngine:
         return EngineCapabilities(
             name=self._about["name"],
             takes_adapters=self._about["max_lora_rank"] > 0,
-            takes_dense=False,
+            takes_dense=self._about.get("takes_dense", False),
             max_lora_rank=self._about["max_lora_rank"],
             max_model_length=self._about["max_model_length"],
             adapter_dtype=self._about["adapter_dtype"],
             can_sleep=False,
             takes_bytes=self.shared_dir is None,
+            dense_way="directory" if self.shared_dir or self._near else "http",
         )
 
     def describe_base(self) -> BaseFingerprint:
@@ -156,7 +167,7 @@ class ServerEngine:
         check_lengths(ids, self._about["max_model_length"])
         started = time.perf_counter()
         spec = dataclasses.asdict(sampling or SamplingSpec(**fields))
-        found = self._ask("POST", "/generate", lambda: {"prompts": ids, "sampling": spec, "version": self._version})
+        found = self._ask("POST", "/generate", lambda: self._asked(prompts=ids, sampling=spec))
         seconds = time.perf_counter() - started
         return Rollout(found["completion_ids"], found["logprobs"], found["version"], seconds)
 
@@ -166,8 +177,8 @@ class ServerEngine:
             self._refuse_withdrawn()
         ids = _as_ids(sequences)
         check_lengths(ids, self._about["max_model_length"])
-        body = lambda: {"sequences": ids, "bare": bare, "version": self._version}  # noqa: E731
-        return self._ask("POST", "/score", body)["logprobs"]
+        body = {"sequences": ids, "bare": bare}
+        return self._ask("POST", "/score", lambda: body if bare else self._asked(**body))["logprobs"]
 
     def held_adapter(self, rank: int) -> Mapping[str, str]:
         """Digests of what the server multiplies with; empty for the bare base."""
@@ -216,9 +227,43 @@ class ServerEngine:
         self._ask("POST", "/adapter", lambda: {"path": path, "version": version})
         self._pushed, self._withdrawn = (blob, version), ""
 
+    @property
+    def holds_dense(self) -> bool:
+        """The full weights that were pushed last still lie in the server and may serve."""
+        return bool(self._dense) and not self._withdrawn
+
+    def load_dense(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        """Serve these weights instead of the base's, as `version`, from the next request on.
+
+        Args:
+            weights: every weight of the model, by transformers' name; read once, one after the other.
+
+        Returns:
+            Bytes.
+
+        Raises:
+            EngineUnsupportedError: the server holds a 4-bit base, or serves adapters. ServerTakenError: another trainer pushes to it.
+            SyncError: not all arrived; the old version goes on serving. Or vLLM broke off while it loaded them: nothing is served.
+        """
+        nbytes = upload(self._ask, weights, version, max_body_bytes=self._about["max_body_bytes"], directory=self._near)
+        if self._version != version:
+            raise SyncError(
+                f"pushing weights version={version}: the server answers with version={self._version}. Push again."
+            )
+        self._pushed, self._dense, self._withdrawn = None, version, ""
+        return nbytes
+
+    def withdraw_dense(self, reason: str) -> None:
+        """Have the server serve nothing until the next `load_dense`."""
+        self._withdrawn = reason
+        try:
+            self._ask("DELETE", f"/weights?{urlencode({'reason': reason})}")
+        except QloraRLError as error:  # what has led here matters more
+            logger.warning("the server at %s could not be told to stop serving: %s", self.url, error)
+
     def drop_adapter(self) -> None:
-        """Serve the bare base again, as version 0."""
-        self._pushed, self._withdrawn = None, ""
+        """Serve the bare base again, as version 0; read anew from its directory where full weights lie over it."""
+        self._pushed, self._dense, self._withdrawn = None, 0, ""
         self._ask("DELETE", "/adapter")
 
     def withdraw_adapter(self, reason: str) -> None:
@@ -253,10 +298,14 @@ class ServerEngine:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _asked(self, **body: Any) -> dict[str, Any]:
+        self._refuse_withdrawn()  # it may have been lost between two attempts
+        return {**body, "version": self._version}
+
     def _refuse_withdrawn(self) -> None:
         if self._withdrawn:
             raise EngineBrokenError(
-                f"generating: {self._withdrawn}. Push the adapter again, or call drop_adapter() to go on with the bare base."
+                f"generating: {self._withdrawn}. Push again, or call drop_adapter() to go on with the bare base."
             )
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
@@ -305,7 +354,7 @@ class ServerEngine:
         self._version = int(answer.headers[VERSION])
         return found
 
-    def _tried(self, directory: Path) -> Path | None:
+    def _tried(self, directory: Path, *, quietly: bool = False) -> Path | None:
         """The directory, if the server sees there what we write."""
         content = uuid.uuid4().hex.encode()
         probe = directory / f".qlora-rl-probe-{uuid.uuid4().hex}"
@@ -319,7 +368,8 @@ class ServerEngine:
             probe.unlink(missing_ok=True)
         if seen == hashlib.sha256(content).hexdigest():
             return directory
-        logger.warning(
+        logger.log(
+            logging.DEBUG if quietly else logging.WARNING,
             "%s is not the adapter directory of the server at %s (%s): adapters travel in requests",
             directory,
             self.url,
@@ -347,6 +397,8 @@ class ServerEngine:
             self._incarnation += 1
             if self._pushed is not None:
                 self.load_packed(*self._pushed)
+            elif self._dense:
+                self._withdrawn = f"weights version={self._dense} were lost when the server was started anew"
         except BaseException:
             self._start = "unproven"  # the next request finds the restart again
             raise

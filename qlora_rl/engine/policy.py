@@ -22,6 +22,7 @@ from qlora_rl.contracts import AdapterBundle, SamplingSpec
 from qlora_rl.engine import compat
 from qlora_rl.engine.gate import Visits
 from qlora_rl.engine.sampling import check_lengths, sampled_logprobs, sampling_params, scored_logprobs
+from qlora_rl.engine.weights import ServedWeights
 from qlora_rl.errors import AccessDeniedError, ConfigConflictError, SyncError, collected
 
 # Names are used again: vLLM keeps a label of each in its metrics. A name must not be held by two adapters at once.
@@ -65,6 +66,7 @@ class ServedPolicy:
         max_rank: largest R.
         max_length: prompt plus completion, in tokens.
         visits: which requests are inside.
+        weights: that lie in the engine.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class ServedPolicy:
         max_rank: int,
         max_length: int,
         visits: Visits,
+        weights: ServedWeights | None = None,
     ):
+        self.weights = weights or ServedWeights(engine, store.root.parent, {})
         self.engine, self.names, self.store, self.visits = engine, names, store, visits
         self.sizes, self.max_rank, self.max_length = sizes, max_rank, max_length
         self.held: Held | None = None
@@ -88,7 +92,7 @@ class ServedPolicy:
     @property
     def version(self) -> int:
         """That serves; 0 is the bare base."""
-        return self.held.version if self.held else 0
+        return self.held.version if self.held else self.weights.version
 
     @property
     def digest(self) -> str:
@@ -166,6 +170,7 @@ class ServedPolicy:
             if held is not None:
                 self.pushes += 1
                 self.visits.current = self.pushes
+        await self.weights.drop()
 
     def _retire(self) -> None:
         """Remove what no request inside may name, but for the version before the newest."""
@@ -207,12 +212,15 @@ class ServedPolicy:
 
     async def _run(self, ids: list[list[int]], spec: SamplingSpec, *, bare: bool = False) -> tuple[int, list[Any]]:
         check_lengths(ids, self.max_length)
-        held = None if bare else self.held
+        async with self.weights.reading(bare=bare):
+            return await self._draw(ids, spec, None if bare else self.held)
+
+    async def _draw(self, ids: list[list[int]], spec: SamplingSpec, held: Held | None) -> tuple[int, list[Any]]:
         try:
             params = [sampling_params(spec, i) for i in range(len(ids))]
         except Exception as error:  # vLLM has an error type of its own for them
             raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
-        lora, salt = (None, "base") if held is None else (held.request, held.salt)
+        lora, salt = (None, self.weights.salt) if held is None else (held.request, held.salt)
         call = uuid.uuid4().hex
 
         async def one(index: int) -> Any:
@@ -231,7 +239,7 @@ class ServedPolicy:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return (held.version if held else 0), list(outputs)
+        return (held.version if held else self.weights.version), list(outputs)
 
 
 def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank: int) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.base.fingerprint import digest_plain
 from qlora_rl.contracts import DenseEngine, Leaf, SyncReport
+from qlora_rl.errors import SyncError
 from qlora_rl.sync.canary import Canary
 
 
@@ -30,6 +31,7 @@ class DenseSync:
         self.engine = engine
         self.canary = canary
         self._dtype = getattr(torch, engine.capabilities().adapter_dtype)
+        self._way = engine.capabilities().dense_way
         self._sent: dict[str, Leaf] = {}
 
     def push(self) -> SyncReport:
@@ -37,21 +39,26 @@ class DenseSync:
 
         Raises:
             AdapterRefusedError: no weights give the live policy. SyncError: not all of them arrived. In both cases the old version
-                serves if nothing had been sent, and nothing is served otherwise; the push can be repeated.
+                serves if the engine is a server (which loads what has arrived whole) or nothing had been sent; otherwise nothing is
+                served. The push can be repeated.
             CanaryError: they arrived, but the engine computes something else; nothing is served.
         """
-        started = time.perf_counter()
-        version = self.engine.version + 1
+        started, incarnation = time.perf_counter(), self.engine.incarnation
         is_scored = self.canary is not None and self.canary.is_due()
-        stream = _Stream(self.model, self._dtype, digests=is_scored)
-        nbytes = self.engine.load_dense(stream, version)
+        try:
+            stream, version, nbytes = self._load(digests=is_scored)
+        except SyncError:
+            if self.engine.incarnation == incarnation:
+                raise
+            # A server was started anew in the middle: there is somebody to send it to, from the beginning.
+            stream, version, nbytes = self._load(digests=is_scored)
         loaded = time.perf_counter()
         self._sent = stream.digests
         difference = self._check() if is_scored else None
         return SyncReport(
             version=version,
             mode=self.mode,
-            transport="stream",
+            transport=self._way,
             bytes=nbytes,
             tensors=stream.count,
             export_seconds=stream.seconds,
@@ -63,11 +70,14 @@ class DenseSync:
         )
 
     def verify(self) -> None:
-        """Prove again that the engine serves the policy.
+        """Prove again that the engine serves the policy; an engine that has lost it is given it anew.
 
         Raises:
             CanaryError: it does not; nothing is served.
         """
+        if not self.engine.holds_dense:
+            self.push()
+            return
         if self.canary is None:
             return
         if not self._sent:
@@ -76,6 +86,10 @@ class DenseSync:
 
     def close(self) -> None:
         """Nothing was left behind."""
+
+    def _load(self, *, digests: bool) -> tuple[_Stream, int, int]:
+        stream, version = _Stream(self.model, self._dtype, digests=digests), self.engine.version + 1
+        return stream, version, self.engine.load_dense(stream, version)
 
     def _check(self) -> float:
         try:

@@ -17,7 +17,7 @@ from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.errors import ConfigConflictError
 from qlora_rl.sync.admission import prove_base
 from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.dense import DenseSync
@@ -175,7 +175,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
                 connected or rollout,
                 share_base,
                 peft_config,
-                check=lambda verdict: _of_the_plan(plan_sync(verdict, wish=sync), rollout),
+                check=lambda verdict: _of_the_plan(plan_sync(verdict, wish=sync)),
                 start=lambda rank: start(self.base, rank, options),
             )
         except BaseException:
@@ -221,10 +221,13 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
 
             verdict = judge_adapter(self.model)
             # Refuses before an engine is started that is not there yet.
-            is_dense = bool(_of_the_plan(plan_sync(verdict, wish=sync), rollout))
+            is_dense = bool(_of_the_plan(plan_sync(verdict, wish=sync)))
             _check_optimizer(optimizers[0], self.model)
             if engine is None:
-                engine = _start_dense(self.base, options) if is_dense else start(self.base, verdict.rank, options)
+                if is_dense:
+                    engine = start(_dense_base(self.base), 0, {**options, "max_lora_rank": 0})
+                else:
+                    engine = start(self.base, verdict.rank, options)
             self.engine: RolloutEngine = engine
             plan_sync(verdict, engine.capabilities(), wish=sync)  # before the bases are read
             self.admission = prove_base(self.model, engine, allow_base_mismatch=allow_base_mismatch)
@@ -417,25 +420,14 @@ def _start_server(base: PreparedBase, rank: int, options: dict[str, Any]) -> Rol
     return ServerBeside(base, **{"max_lora_rank": rank, **known})
 
 
-def _start_dense(base: PreparedBase, options: dict[str, Any]) -> RolloutEngine:
-    """An engine that can be given all weights: on the baked base, or on a base that is not 4-bit."""
-    return _start(bake_base(base) if base.spec.is_4bit else base, 0, options)
+def _dense_base(base: PreparedBase) -> PreparedBase:
+    """What an engine holds that can be given all weights: the baked base, or one that is not 4-bit."""
+    return bake_base(base) if base.spec.is_4bit else base
 
 
-def _of_the_plan(plan: SyncPlan, rollout: str | RolloutEngine) -> str:
-    """Why the base cannot be shared, as far as the plan tells.
-
-    Raises:
-        NotYetSupportedError: full weights, to a server.
-    """
-    if plan.strategy != "weights":
-        return ""
-    if isinstance(rollout, str) and rollout != "colocate":
-        raise NotYetSupportedError(
-            f"choosing the engine: rollout={rollout!r}, and this adapter needs full weights, which go to an engine in this process "
-            "only. Use rollout='colocate', or plain LoRA."
-        )
-    return DENSE
+def _of_the_plan(plan: SyncPlan) -> str:
+    """Why the base cannot be shared, as far as the plan tells."""
+    return DENSE if plan.strategy == "weights" else ""
 
 
 def _release(strategy: Any, close_engine: Callable[[], None] | None) -> None:
