@@ -158,6 +158,9 @@ def dense() -> str:
             f"| making the weights / the push | {seconds['making_the_weights']['median'] / seconds['push']['median']:.2f} | |",
             f"| extra memory of making the weights, in largest modules | {peak['making_lora']:.2f} | {peak['making_dora']:.2f} |",
             f"| extra memory of a push, vLLM's part included | {peak['push']:.2f} | |",
+            f"| one push to a server through tmpfs / TRL's | {ratio['server_directory_to_trl_merge']:.2f} | |",
+            f"| one push to a server in requests / TRL's | {ratio['server_http_to_trl_merge']:.2f} | |",
+            f"| extra memory of either in the trainer's process | {peak['server_directory']:.2f}, {peak['server_http']:.2f} | |",
         ]
     )
 

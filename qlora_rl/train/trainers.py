@@ -26,7 +26,7 @@ from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import transport_for
 from qlora_rl.train import settings
 from qlora_rl.train.bridge import EngineBridge
-from qlora_rl.train.budget import MemoryBudget
+from qlora_rl.train.budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.entry import resolve_model
 from qlora_rl.train.logprobs import use_small_tiles
 from qlora_rl.train.measure import MeasuredSteps
@@ -141,7 +141,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             adapter_dtype=adapter_dtype,
             shared=expects_one_copy(model, rollout, share_base),
             has_engine=rollout == "colocate",
-            baked=sync == "weights",
+            baked=expects_full_weights(model, peft_config, sync, trust_remote_code=args.trust_remote_code),
         )
 
         source = resolve_model(
