@@ -63,10 +63,15 @@ def _weights(module: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
         return
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            yield _join(path, name), parameter, lambda _, parameter=parameter: dequantised_weight(parameter)
+            yield _join(path, name), parameter, lambda dtype, parameter=parameter: _own(parameter, dtype)
     for name, child in module._modules.items():
         if child is not None:
             yield from _weights(child, _join(path, name))
+
+
+def _own(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a parameter stands for; itself where it has that dtype already."""
+    return parameter.detach() if parameter.dtype == dtype else dequantised_weight(parameter)
 
 
 def _wrapped(layer: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -234,6 +239,9 @@ def _probe(layer: Any, base: Any, path: str) -> tuple[torch.Tensor, torch.Tensor
     if bias is not None:
         plain.bias = torch.nn.Parameter(bias.detach().float().clone(), requires_grad=False)
     stand_in = copy.deepcopy(layer, {id(base): plain}).float().eval()
+    for part in stand_in.modules():
+        if isinstance(vars(part).get("dtype"), torch.dtype):  # AdaMSS notes that of the base, and casts to it
+            part.dtype = torch.float32
     with torch.autocast(device.type, enabled=False):
         if is_embedding:
             rows = [stand_in(ids[None])[0] for ids in torch.arange(weight.shape[0], device=device).split(_BLOCK)]

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,25 @@ def upload(
     way = _Way(ask, push, min(PIECE_BYTES, max_body_bytes), directory / begun["directory"] if directory else None)
     count = nbytes = 0
     try:
-        waiting: list[tuple[str, torch.Tensor]] = []
-        size = 0
-        for name, weight in weights:
-            waiting.append((name, weight.detach().cpu().contiguous()))
-            del weight
-            count, size = count + 1, size + _nbytes(waiting[-1][1])
-            if size >= PART_BYTES:
+        # While a part is on its way the next one is made: two exist at once, no more.
+        with ThreadPoolExecutor(1, "qlora-rl-upload") as sender:
+            sent: Future[None] | None = None
+            waiting: list[tuple[str, torch.Tensor]] = []
+            size = 0
+            for name, weight in weights:
+                waiting.append((name, weight.detach().cpu().contiguous()))
+                del weight
+                count, size = count + 1, size + _nbytes(waiting[-1][1])
+                if size >= PART_BYTES:
+                    if sent is not None:
+                        sent.result()
+                    sent = sender.submit(way.send, waiting)
+                    waiting, nbytes, size = [], nbytes + size, 0
+            if sent is not None:
+                sent.result()
+            if waiting:
                 way.send(waiting)
-                waiting, nbytes, size = [], nbytes + size, 0
-        if waiting:
-            way.send(waiting)
-        nbytes += size
+            nbytes += size
     except BaseException as error:
         with contextlib.suppress(QloraRLError):
             ask("DELETE", f"/weights?push={push}")
@@ -105,13 +113,21 @@ class _Way:
             raise SyncError(f"writing {file}: {error.strerror}") from error
 
     def _put(self, parts: list[memoryview], digest: Any) -> None:
-        offset = 0
+        offset, piece = 0, bytearray()
         for part in parts:
             digest.update(part)
-            for start in range(0, len(part), self._piece_bytes):
-                piece = bytes(part[start : start + self._piece_bytes])
-                self._ask("PUT", f"/weights?push={self._push}&part={self._index}&offset={offset}", piece)
-                offset += len(piece)
+            while part:
+                room = self._piece_bytes - len(piece)
+                piece += part[:room]
+                part = part[room:]
+                if len(piece) == self._piece_bytes:
+                    offset, piece = self._put_piece(offset, piece), bytearray()
+        if piece:
+            self._put_piece(offset, piece)
+
+    def _put_piece(self, offset: int, piece: bytearray) -> int:
+        self._ask("PUT", f"/weights?push={self._push}&part={self._index}&offset={offset}", bytes(piece))
+        return offset + len(piece)
 
 
 def _nbytes(weight: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ import torch
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.base.fingerprint import digest_plain
 from qlora_rl.contracts import DenseEngine, Leaf, SyncReport
-from qlora_rl.errors import SyncError
+from qlora_rl.errors import AdapterRefusedError, SyncError
 from qlora_rl.sync.canary import Canary
 
 
@@ -43,6 +43,7 @@ class DenseSync:
                 served. The push can be repeated.
             CanaryError: they arrived, but the engine computes something else; nothing is served.
         """
+        self._refuse_broken()
         started, incarnation = time.perf_counter(), self.engine.incarnation
         is_scored = self.canary is not None and self.canary.is_due()
         try:
@@ -86,6 +87,17 @@ class DenseSync:
 
     def close(self) -> None:
         """Nothing was left behind."""
+
+    def _refuse_broken(self) -> None:
+        """A model that is trained itself is looked at here; an adapter's values are the verdict's business."""
+        if hasattr(self.model, "peft_config"):
+            return
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and not bool(torch.isfinite(torch.stack(parameter.detach().aminmax())).all()):
+                raise AdapterRefusedError(
+                    f"pushing weights: {name} holds NaN or infinity. Lower the learning rate, or clip gradients.",
+                    module=name.rpartition(".")[0],
+                )
 
     def _load(self, *, digests: bool) -> tuple[_Stream, int, int]:
         stream, version = _Stream(self.model, self._dtype, digests=digests), self.engine.version + 1

@@ -13,7 +13,6 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from qlora_rl.adapter.subject import active_adapter
-from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine
@@ -33,6 +32,7 @@ from qlora_rl.train.measure import MeasuredSteps
 from qlora_rl.train.pairing import SHARE, closer, expects_one_copy, make_pair
 from qlora_rl.train.rewards import as_list, guard
 from qlora_rl.train.run import CONFIG, FINGERPRINTS, SUMMARY, SYNCS, RunDirectory, describe_machine, describe_versions
+from qlora_rl.train.whole import bare_model, check_whole, is_bare, judge_policy, trains_whole, unfreeze
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             trainer and stopped with it), or an engine object, which is not closed with the trainer.
         api_key_file: holds the key of that server; or set QLORA_RL_API_KEY.
         sync: "lora_adapter"; "weights" (dense weights, to an engine on the baked base, for any adapter that is a change of weights);
-            "auto": the first where the adapter can travel alone, otherwise the second.
+            "auto": the first where the adapter can travel alone, otherwise the second. "weights" without any adapter trains all
+            weights of a base that is not 4-bit; the model is left in model/ of the run directory.
         adapter_dtype: of the trained LoRA weights. "float32" (default): small updates are not rounded away; under bf16
             autocast they are multiplied in bf16 as the engine does. "bfloat16" is what TRL does to 4-bit models.
         engine_options: further arguments of LocalEngine; they win over the `vllm_*` fields of `args`.
@@ -130,6 +131,12 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
 
             vllm_version()  # before minutes of loading
         self.run = RunDirectory(args.output_dir, existing_run) if args.process_index == 0 else None
+        is_whole = trains_whole(model, peft_config, sync)
+        if is_whole and not isinstance(gpu_memory, str):
+            raise ConfigConflictError(
+                f"reading the arguments: gpu_memory={gpu_memory} with peft_config=None: the memory of training all weights is not planned. "
+                "Leave gpu_memory out."
+            )
         self.memory = MemoryBudget(
             gpu_memory,
             model,
@@ -150,8 +157,11 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
             processing_class=processing_class,
+            is_whole=is_whole,
         )
         self.base = source.base
+        if is_whole:
+            check_whole(self.base, share_base)
         if processing_class is None:
             from transformers import AutoTokenizer
 
@@ -173,7 +183,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             pair = make_pair(
                 source,
                 connected or rollout,
-                share_base,
+                False if is_whole else share_base,
                 peft_config,
                 check=lambda verdict: _of_the_plan(plan_sync(verdict, wish=sync)),
                 start=lambda rank: start(self.base, rank, options),
@@ -184,7 +194,11 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             raise
         engine, strategy = pair.engine, None
         try:
+            # What TRL rounds in a 4-bit model, which a model that is trained itself is not.
             before = {name: p.detach().clone() for name, p in pair.model.named_parameters() if p.requires_grad}
+            if is_whole:
+                before = {}
+                unfreeze(pair.model)
             sampling = settings.sampling_spec(args)
             wishes = {name: getattr(args, name) for name in ("use_vllm", "generation_kwargs", "model_init_kwargs")}
             reward_funcs = as_list(reward_funcs)
@@ -213,13 +227,13 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
                 setattr(args, name, value)
             set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
             if not args.cast_lm_head_to_fp32:
-                use_small_tiles(self.model.get_base_model(), self.temperature)
+                use_small_tiles(bare_model(self.model), self.temperature)
             # Only now: an environment's own reward is among them, and TRL has named them all.
             self.reward_funcs = [
                 guard(reward, name) for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
             ]
 
-            verdict = judge_adapter(self.model)
+            verdict = judge_policy(self.model)
             # Refuses before an engine is started that is not there yet.
             is_dense = bool(_of_the_plan(plan_sync(verdict, wish=sync)))
             _check_optimizer(optimizers[0], self.model)
@@ -311,7 +325,11 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             self._rollout_facts()  # a push whose rollout or reward failed is still written down
             summary = {"status": status, "steps": self.state.global_step}
             self.run.write_json(SUMMARY, summary | ({"error": f"{type(error).__name__}: {error}"} if error else {}))
-            self.run.save_adapter(self.accelerator.unwrap_model(self.model), self.base.parent or self.base.digest)
+            trained = self.accelerator.unwrap_model(self.model)
+            if is_bare(trained):
+                self.run.save_model(trained, self.base.path)
+            else:
+                self.run.save_adapter(trained, self.base.parent or self.base.digest)
         except OSError:
             # A full disk must not hide what ended the run.
             if status == "finished":
@@ -319,7 +337,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             logger.exception("the run directory could not be completed")
 
     def _describe(self, adapter_dtype: str, base_held: dict[str, Any]) -> dict[str, Any]:
-        adapter = self.model.peft_config[active_adapter(self.model)].to_dict()
+        adapter = {} if is_bare(self.model) else self.model.peft_config[active_adapter(self.model)].to_dict()
         return {
             "command": "QLoRAGRPOTrainer",
             "model": self.base.path.name,
