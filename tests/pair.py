@@ -73,17 +73,17 @@ class Noisy:
             model = trained(self.baked, kind)
         return model
 
-    def share(self, model, *, autocast=True):
+    def share(self, model):
         """Mean and largest |trainer - vLLM| over all logprobs with what serves now, of those of the bare base."""
-        found = self._differences(model, autocast=autocast)
+        found = self._differences(model)
         return float(found.mean() / self.bare.mean()), float(found.max() / self.bare.max())
 
-    def _logits(self, model, autocast=True):
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    def _logits(self, model):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             return model(self.sequences).logits.float()
 
-    def _differences(self, model, autocast=True):
-        logprobs_BTV = self._logits(model, autocast).log_softmax(-1)
+    def _differences(self, model):
+        logprobs_BTV = self._logits(model).log_softmax(-1)
         ours_BT = logprobs_BTV[:, :-1].gather(2, self.sequences[:, 1:, None])[..., 0]
         return (ours_BT - torch.tensor(self.engine.score(self.sequences.tolist()))).abs()
 

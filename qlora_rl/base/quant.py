@@ -189,7 +189,7 @@ def dequantised_rows(parameter: torch.Tensor) -> Iterator[tuple[int, torch.Tenso
     state = getattr(parameter, "quant_state", None)
     shape = parameter.shape if state is None else state.shape
     unit = 1 if state is None else 2 * state.blocksize // math.gcd(shape[1], 2 * state.blocksize)
-    count = -(-(2**17 // shape[1] + 1) // unit) * unit  # whole blocks of scales
+    count = -(-(2**18 // shape[1] + 1) // unit) * unit  # whole blocks of scales
     if state is None:
         yield from (
             (i, parameter.detach()[i : i + count].to(torch.float32, copy=True)) for i in range(0, shape[0], count)
