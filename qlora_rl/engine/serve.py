@@ -87,8 +87,8 @@ def serve(
             "or serve the baked base (bake_base)."
         )
     with contextlib.ExitStack() as stack:
-        sweep(default_root(), "qlora-rl-server-*")
-        own = Path(tempfile.mkdtemp(prefix="qlora-rl-server-", dir=default_root()))  # mode 700
+        sweep(default_root(), "qlora-rl-serving-*")  # all of this name are locked while they live
+        own = Path(tempfile.mkdtemp(prefix="qlora-rl-serving-", dir=default_root()))  # mode 700
         stack.callback(os.close, hold(own))
         stack.callback(shutil.rmtree, own, ignore_errors=True)
         key_path, key = read_or_make_key(key_path or own / "api-key")

@@ -22,7 +22,7 @@ from qlora_rl.errors import ConfigConflictError, SyncError
 _HEADER_BYTES, _PART_HEADER_BYTES = 1024, 4096
 _BLOCK = 2**20
 # Names of all directories that are made here.
-STAGES = "weights-*"
+STAGES = "qlora-rl-weights-*"
 
 
 class Stage:
@@ -52,7 +52,10 @@ class Stage:
                 f"{root}. Free some, or start the server with an --adapter-dir that has room for the whole model."
             )
         sweep(root, STAGES)
-        self.incoming, self._taken = root / f"weights-{self.token}", root / f"weights-{secrets.token_hex(16)}"
+        self.incoming, self._taken = (
+            root / f"qlora-rl-weights-{self.token}",
+            root / f"qlora-rl-weights-{secrets.token_hex(16)}",
+        )
         self._locks: list[int] = []
         for directory in (self.incoming, self._taken):
             directory.mkdir(mode=0o700)

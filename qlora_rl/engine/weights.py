@@ -102,15 +102,20 @@ class ServedWeights:
         """
         if push and push == self._committed:
             return False
-        async with self.own(session, push) as stage:
-            stage.require_all()
-            started = time.perf_counter()
-            files = [str(file) for file in stage.parts]
-            await self._write_over(stage.version, "qlora_load_parts", (files,))
-            self._committed, self._stage = push, None
-            self.seconds, self.nbytes = time.perf_counter() - started, float(stage.nbytes)
-            await asyncio.to_thread(stage.discard)
-            return True
+        try:
+            async with self.own(session, push) as stage:
+                stage.require_all()
+                started = time.perf_counter()
+                files = [str(file) for file in stage.parts]
+                await self._write_over(stage.version, "qlora_load_parts", (files,))
+                self._committed, self._stage = push, None
+                self.seconds, self.nbytes = time.perf_counter() - started, float(stage.nbytes)
+                await asyncio.to_thread(stage.discard)
+                return True
+        except SyncError:
+            if push == self._committed:  # it came again while the first call was at work
+                return False
+            raise
 
     async def drop(self) -> None:
         """Serve the weights of the base directory again, as version 0."""

@@ -33,6 +33,7 @@ class DenseSync:
         self._dtype = getattr(torch, engine.capabilities().adapter_dtype)
         self._way = engine.capabilities().dense_way
         self._sent: dict[str, Leaf] = {}
+        self._version = 0
 
     def push(self) -> SyncReport:
         """Hand the current policy to the engine as the next version.
@@ -100,8 +101,11 @@ class DenseSync:
                 )
 
     def _load(self, *, digests: bool) -> tuple[_Stream, int, int]:
-        stream, version = _Stream(self.model, self._dtype, digests=digests), self.engine.version + 1
-        return stream, version, self.engine.load_dense(stream, version)
+        stream = _Stream(self.model, self._dtype, digests=digests)
+        version = max(self._version, self.engine.version) + 1  # one that was lost does not come again
+        nbytes = self.engine.load_dense(stream, version)
+        self._version = version
+        return stream, version, nbytes
 
     def _check(self) -> float:
         try:
