@@ -6,7 +6,8 @@ A random Qwen2 shape (0.1 B by default), NF4 with double quantisation, LoRA of r
 baked base. Of TRL 1.16's way only the trainer's side is timed (merge each module into its 4-bit weight, walk them, unmerge); ours
 is the whole push, vLLM's part included. Drift: of all dequantised weights together, |now - before| / |before|, after as many
 pushes. Memory: live bytes of every tensor that torch makes during a push and that was not there before, at their peak, seen
-through a dispatch mode; what vLLM's CPU kernels pack away inside is not seen. Three minutes.
+through a dispatch mode; what vLLM's CPU kernels pack away inside is not seen, nor the memory of a server. A server on this host is
+given the weights through tmpfs and in requests, five times each. Four minutes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from qlora_rl import DenseSync, LocalEngine, bake_base, iter_weights, load_base, prepare_base
 from qlora_rl.base.quant import dequantised_weight
 from qlora_rl.demo.job import quieten
+from qlora_rl.engine.beside import ServerBeside
 from qlora_rl.train.run import describe_machine, describe_versions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,6 +112,15 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
             with LiveBytes() as tracked:
                 walk()
             memory[name] = tracked.peak
+    for way in ("directory", "http"):
+        with ServerBeside(work / "baked", **options) as engine:
+            engine._near = engine._near if way == "directory" else None
+            strategy = DenseSync(model, engine)
+            strategy.push()
+            times[f"server_{way}"] = [strategy.push().seconds for _ in range(5)]
+            with LiveBytes() as tracked:
+                strategy.push()
+            memory[f"server_{way}"] = tracked.peak
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     delta = sum(
         float((m.scaling["default"] * m.lora_B["default"].weight @ m.lora_A["default"].weight).square().sum())
@@ -127,6 +138,8 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
         "ratio": {
             "push_to_trl_merge": medians["push"] / medians["trl_merge"],
             "dora_push_to_trl_merge": medians["dora_push"] / medians["trl_merge"],
+            "server_directory_to_trl_merge": medians["server_directory"] / medians["trl_merge"],
+            "server_http_to_trl_merge": medians["server_http"] / medians["trl_merge"],
         },
         "drift": {"ours": drift(linears(model), start), "trl": drift(linears(merged), start)},
         "largest_module_bytes": {"bfloat16": 2 * largest, "float32": 4 * largest},

@@ -127,8 +127,8 @@ VERDICTS = {
 def adapters() -> str:
     """Every kind of adapter, what is said of it, and how exactly it is served."""
     lines = [
-        "| adapter | verdict | alone, float32 base | NF4 base, of plain LoRA's | the directory that PEFT writes | full weights |",
-        "|---|---|---|---|---|---|",
+        "| adapter | verdict | alone, float32 base | NF4 base, of plain LoRA's | the directory that PEFT writes | full weights | in 16 bits |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in _load("adapters.json")["kinds"].values():
         cells = [
@@ -140,6 +140,7 @@ def adapters() -> str:
             if row["pefts_own"] is None
             else _power(row["pefts_own"]),
             _power(row["weights"]) if "weights" in row else "",
+            "{:.2f}, {:.2f}".format(*row["weights_16_bit_of_bare"]) if "weights_16_bit_of_bare" in row else "",
         ]
         lines.append(f"| {row['title']} | {VERDICTS[row['verdict']]} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -158,6 +159,9 @@ def dense() -> str:
             f"| making the weights / the push | {seconds['making_the_weights']['median'] / seconds['push']['median']:.2f} | |",
             f"| extra memory of making the weights, in largest modules | {peak['making_lora']:.2f} | {peak['making_dora']:.2f} |",
             f"| extra memory of a push, vLLM's part included | {peak['push']:.2f} | |",
+            f"| one push to a server through tmpfs / TRL's | {ratio['server_directory_to_trl_merge']:.2f} | |",
+            f"| one push to a server in requests / TRL's | {ratio['server_http_to_trl_merge']:.2f} | |",
+            f"| extra memory of either in the trainer's process | {peak['server_directory']:.2f}, {peak['server_http']:.2f} | |",
         ]
     )
 

@@ -164,6 +164,7 @@ class EngineCapabilities:
         can_sleep: it can give back memory between rollouts.
         takes_in_place: it lends the buffers that its layers multiply with (`InPlaceEngine`).
         takes_bytes: it takes an adapter as bytes (`ByteEngine`).
+        dense_way: how full weights reach it: "stream" (in this process), "directory" or "http".
     """
 
     name: str
@@ -175,6 +176,7 @@ class EngineCapabilities:
     can_sleep: bool
     takes_in_place: bool = False
     takes_bytes: bool = False
+    dense_way: str = "stream"
 
 
 @dataclass(frozen=True)
@@ -348,6 +350,11 @@ class DenseEngine(RolloutEngine, Protocol):
 
     def load_dense(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
         """Serve these weights as `version` from the next request on: all of them, or nothing; returns bytes."""
+        ...
+
+    @property
+    def holds_dense(self) -> bool:
+        """The weights that it was given last still lie in it and may serve."""
         ...
 
     def withdraw_dense(self, reason: str) -> None:

@@ -57,6 +57,38 @@ class Pair:
         return float(((ours_BT - torch.tensor(theirs)).abs() / size_BT).max())
 
 
+class Noisy:
+    """A 4-bit trainer beside a 16-bit engine on the baked base: what they differ by is rounding, which is asked for in shares."""
+
+    def __init__(self, engine, base, baked):
+        self.engine, self.base, self.baked = engine, load_base(base), load_base(baked)
+        self.sequences = torch.randint(3, 60, (16, 24), generator=torch.Generator().manual_seed(0))
+        self.bare = self._differences(self.base)
+
+    def start(self, kind):
+        """A model of a kind on the 4-bit base, or on the baked one where PEFT cannot start or run it on 4 bits."""
+        try:
+            model = trained(self.base, kind)
+            self._logits(model)
+        except Exception:
+            model = trained(self.baked, kind)
+        return model
+
+    def share(self, model):
+        """Mean and largest |trainer - vLLM| over all logprobs with what serves now, of those of the bare base."""
+        found = self._differences(model)
+        return float(found.mean() / self.bare.mean()), float(found.max() / self.bare.max())
+
+    def _logits(self, model):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return model(self.sequences).logits.float()
+
+    def _differences(self, model):
+        logprobs_BTV = self._logits(model).log_softmax(-1)
+        ours_BT = logprobs_BTV[:, :-1].gather(2, self.sequences[:, 1:, None])[..., 0]
+        return (ours_BT - torch.tensor(self.engine.score(self.sequences.tolist()))).abs()
+
+
 def trained(base, kind, seed=0, scale=0.02):
     """A PeftModel of a kind (tests/kinds.py) on a copy of `base`, with random values in all that is trained."""
     torch.manual_seed(seed)

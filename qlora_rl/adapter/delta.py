@@ -25,7 +25,6 @@ _BLOCK = 1024
 _AFFINE = 1e-3
 
 
-@torch.no_grad()
 def iter_weights(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight of the policy, by the name that the bare base gives it.
 
@@ -46,14 +45,19 @@ def iter_weights(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tu
         if verdict.kind == "refuse":
             raise collected("making full weights", verdict.reasons, AdapterRefusedError)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    left_out = _tied_head(base)
+    with torch.no_grad():
+        left_out = _tied_head(base)
     seen: set[int] = set()
     for name, source, weight in _weights(base, ""):
         if name == left_out or id(source) in seen:
             continue
         if source is not None:
             seen.add(id(source))
-        yield own_name(name), weight(dtype).to(dtype)
+        # Not a decorator around the generator: torch's would hold each weight while the next one is made.
+        with torch.no_grad():
+            made = weight(dtype).to(dtype)
+        yield own_name(name), made
+        del made
 
 
 def _weights(module: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -63,10 +67,15 @@ def _weights(module: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
         return
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            yield _join(path, name), parameter, lambda _, parameter=parameter: dequantised_weight(parameter)
+            yield _join(path, name), parameter, lambda dtype, parameter=parameter: _own(parameter, dtype)
     for name, child in module._modules.items():
         if child is not None:
             yield from _weights(child, _join(path, name))
+
+
+def _own(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a parameter stands for; itself where it has that dtype already."""
+    return parameter.detach() if parameter.dtype == dtype else dequantised_weight(parameter)
 
 
 def _wrapped(layer: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -233,7 +242,7 @@ def _probe(layer: Any, base: Any, path: str) -> tuple[torch.Tensor, torch.Tensor
     plain.weight = parameter
     if bias is not None:
         plain.bias = torch.nn.Parameter(bias.detach().float().clone(), requires_grad=False)
-    stand_in = copy.deepcopy(layer, {id(base): plain}).float().eval()
+    stand_in = _of_float32(copy.deepcopy(layer, {id(base): plain}).float().eval())
     with torch.autocast(device.type, enabled=False):
         if is_embedding:
             rows = [stand_in(ids[None])[0] for ids in torch.arange(weight.shape[0], device=device).split(_BLOCK)]
@@ -260,6 +269,20 @@ def _probe(layer: Any, base: Any, path: str) -> tuple[torch.Tensor, torch.Tensor
             module=path,
         )
     return weight_OI.T.contiguous() if is_transposed else weight_OI, None if bias is None else zero_O
+
+
+def _of_float32(layer: Any) -> Any:
+    """Have a copy of a wrapped layer forget what it has noted of a base that was 4-bit, or of another dtype."""
+    if getattr(layer, "quantization_backend", None) is not None:
+        layer.quantization_backend = None
+    if type(layer).__module__ == "peft.tuners.hira.bnb":  # reads packed codes in its own forward pass
+        from peft.tuners.hira.layer import Linear
+
+        layer.__class__, layer.is_target_conv_1d_layer = Linear, False
+    for part in layer.modules():
+        if isinstance(vars(part).get("dtype"), torch.dtype):  # AdaMSS casts to it
+            part.dtype = torch.float32
+    return layer
 
 
 def _tied_head(base: Any) -> str | None:

@@ -246,11 +246,20 @@ def load_base(
 
 def outline(base: PreparedBase, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model without values: every tensor on the meta device, nothing quantised."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(base.path, trust_remote_code=trust_remote_code)
+    return empty_model(config, dtype=base.spec.dtype, trust_remote_code=trust_remote_code)
+
+
+def empty_model(
+    config: Any, *, dtype: torch.dtype = torch.bfloat16, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model of a transformers config, every tensor on the meta device."""
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=base.spec.dtype, trust_remote_code=trust_remote_code)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def adopt(model: PreTrainedModel, base: PreparedBase) -> None:

@@ -10,19 +10,21 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 import httpx
 
-from qlora_rl.adapter.store import CONFIG, WEIGHTS, pack_adapter
-from qlora_rl.contracts import AdapterBundle, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.answers import KEY_VARIABLE, AwayError, refusal, stranger
+from qlora_rl.adapter.store import pack_adapter
+from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.engine.answers import AwayError, refusal, stranger
+from qlora_rl.engine.asking import as_ids, find_key, read_directory
 from qlora_rl.engine.sampling import check_lengths
+from qlora_rl.engine.upload import upload
 from qlora_rl.errors import (
-    AccessDeniedError,
     BaseMismatchError,
     ConfigConflictError,
     EngineBrokenError,
@@ -30,6 +32,9 @@ from qlora_rl.errors import (
     QloraRLError,
     SyncError,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +101,7 @@ class ServerEngine:
         try:
             self._client = httpx.Client(
                 base_url=self.url,
-                headers={"authorization": f"Bearer {_find_key(api_key, api_key_file)}", SESSION: self.session},
+                headers={"authorization": f"Bearer {find_key(api_key, api_key_file)}", SESSION: self.session},
                 timeout=httpx.Timeout(timeout_s, connect=10.0),
                 transport=transport,
                 trust_env=False,  # neither proxies nor passwords of the environment: the key must not wander
@@ -109,12 +114,17 @@ class ServerEngine:
         self._version = 0
         self._pushed: tuple[bytes, int] | None = None
         self._serves: tuple[int, str] | None = None  # version and digest that this engine has asked for
+        self._dense = 0  # the version of the full weights that were pushed last
         self._withdrawn = ""
         self._base = ""
         self._is_recovering = False
         self._about = self._ask("GET", "/state")
         self._base = self._about["base"]
         self.shared_dir = self._tried(Path(shared_dir).resolve()) if shared_dir is not None else None
+        # Full weights go through the server's own directory where this machine has it, whether it was named or not.
+        near = Path(self._about["adapter_dir"])
+        is_here = self._about.get("takes_dense", False) and os.access(near, os.W_OK)
+        self._near = self.shared_dir or (self._tried(near.resolve(), quietly=True) if is_here else None)
 
     # --- what people ask it -----------------------------------------------------------------------------------------
 
@@ -156,12 +166,13 @@ class ServerEngine:
         return EngineCapabilities(
             name=self._about["name"],
             takes_adapters=self._about["max_lora_rank"] > 0,
-            takes_dense=False,
+            takes_dense=self._about.get("takes_dense", False),
             max_lora_rank=self._about["max_lora_rank"],
             max_model_length=self._about["max_model_length"],
             adapter_dtype=self._about["adapter_dtype"],
             can_sleep=False,
             takes_bytes=self.shared_dir is None,
+            dense_way="directory" if self.shared_dir or self._near else "http",
         )
 
     def describe_base(self) -> BaseFingerprint:
@@ -212,7 +223,8 @@ class ServerEngine:
             self._refuse_withdrawn()
         ids = as_ids(sequences)
         check_lengths(ids, self._about["max_model_length"])
-        return self._ask("POST", "/score", lambda: {"sequences": ids, "bare": bare} | self._expected())["logprobs"]
+        body = {"sequences": ids, "bare": bare}
+        return self._ask("POST", "/score", lambda: body if bare else body | self._expected())["logprobs"]
 
     def held_adapter(self, rank: int) -> Mapping[str, str]:
         """Digests of what the server multiplies with; empty for the bare base."""
@@ -259,7 +271,7 @@ class ServerEngine:
     def load_adapter(self, directory: Path, version: int) -> None:
         """Serve a PEFT directory: by its name where it lies in the shared directory, else by its bytes."""
         directory = Path(directory)
-        bundle, digest = _read_directory(directory)
+        bundle, digest = read_directory(directory)
         blob = pack_adapter(bundle)
         if self.shared_dir is None or not directory.resolve().is_relative_to(self.shared_dir):
             self.load_packed(blob, version)
@@ -268,9 +280,46 @@ class ServerEngine:
         self._change("POST", "/adapter", lambda: {"path": path, "version": version, "digest": digest})
         self._pushed, self._serves, self._withdrawn = (blob, version), (version, digest), ""
 
+    @property
+    def holds_dense(self) -> bool:
+        """The full weights that were pushed last still lie in the server and may serve."""
+        return bool(self._dense) and not self._withdrawn
+
+    def load_dense(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        """Serve these weights instead of the base's, as `version`, from the next request on.
+
+        Args:
+            weights: every weight of the model, by transformers' name; read once, one after the other.
+
+        Returns:
+            Bytes.
+
+        Raises:
+            EngineUnsupportedError: the server holds a 4-bit base, or serves adapters. ServerTakenError: another trainer pushes to it.
+            SyncError: not all arrived; the old version goes on serving. Or vLLM broke off while it loaded them: nothing is served.
+        """
+        with self._in_doubt():
+            nbytes, digest = upload(
+                self._ask, weights, version, max_body_bytes=self._about["max_body_bytes"], directory=self._near
+            )
+        if self._version != version:
+            raise SyncError(
+                f"pushing weights version={version}: the server answers with version={self._version}. Push again."
+            )
+        self._pushed, self._dense, self._serves, self._withdrawn = None, version, (version, digest), ""
+        return nbytes
+
+    def withdraw_dense(self, reason: str) -> None:
+        """Have the server serve nothing until the next `load_dense`."""
+        self._withdrawn = reason
+        try:
+            self._ask("DELETE", f"/weights?{urlencode({'reason': reason})}")
+        except QloraRLError as error:  # what has led here matters more
+            logger.warning("the server at %s could not be told to stop serving: %s", self.url, error)
+
     def drop_adapter(self) -> None:
-        """Serve the bare base again, as version 0."""
-        self._pushed = None  # should the server have been started anew, it has none already
+        """Serve the bare base again, as version 0; read anew from its directory where full weights lie over it."""
+        self._pushed, self._dense = None, 0  # should the server have been started anew, it has none already
         self._change("DELETE", "/adapter")
         self._serves, self._withdrawn = (0, ""), ""
 
@@ -309,18 +358,25 @@ class ServerEngine:
     def _refuse_withdrawn(self) -> None:
         if self._withdrawn:
             raise EngineBrokenError(
-                f"generating: {self._withdrawn}. Push the adapter again, or call drop_adapter() to go on with the bare base."
+                f"generating: {self._withdrawn}. Push again, or call drop_adapter() to go on with the bare base."
             )
 
     def _expected(self) -> dict[str, Any]:
         """What must serve; who has pushed nothing follows the server."""
+        self._refuse_withdrawn()  # it may have been lost between two attempts
         version, digest = self._serves or (self._version, None)
         return {"version": version, "digest": digest}
 
     def _change(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """Ask for another version. Without an answer nobody knows which one serves: then the next request begins as after a restart."""
-        try:
+        """Ask for another version."""
+        with self._in_doubt():
             return self._ask(method, path, body)
+
+    @contextlib.contextmanager
+    def _in_doubt(self) -> Iterator[None]:
+        """Without an answer nobody knows which version serves: then the next request begins as after a restart."""
+        try:
+            yield
         except BaseException as error:
             if not isinstance(error, QloraRLError) or isinstance(error, EngineBrokenError):
                 self._start = UNPROVEN
@@ -372,7 +428,7 @@ class ServerEngine:
         self._version = int(answer.headers[VERSION])
         return found
 
-    def _tried(self, directory: Path) -> Path | None:
+    def _tried(self, directory: Path, *, quietly: bool = False) -> Path | None:
         """The directory, if the server sees there what we write."""
         content = uuid.uuid4().hex.encode()
         probe = directory / f".qlora-rl-probe-{uuid.uuid4().hex}"
@@ -386,7 +442,8 @@ class ServerEngine:
             probe.unlink(missing_ok=True)
         if seen == hashlib.sha256(content).hexdigest():
             return directory
-        logger.warning(
+        logger.log(
+            logging.DEBUG if quietly else logging.WARNING,
             "%s is not the adapter directory of the server at %s (%s): adapters travel in requests",
             directory,
             self.url,
@@ -396,8 +453,9 @@ class ServerEngine:
 
     def _recover(self, found: _RestartedError) -> None:
         """The server was started anew: the same base? Then the newest adapter again."""
-        why = "is in doubt" if self._start == UNPROVEN else "was started anew"
-        logger.warning("the server at %s %s: its base is proven and the adapter pushed again", self.url, why)
+        is_in_doubt = self._start == UNPROVEN
+        why = "is in doubt" if is_in_doubt else "was started anew"
+        logger.warning("the server at %s %s: its base is proven and the policy pushed again", self.url, why)
         if self._is_recovering:
             raise EngineBrokenError(
                 f"asking the server at {self.url}: it was started anew twice in a row. Look into its log."
@@ -406,6 +464,8 @@ class ServerEngine:
         try:
             self._start, self._version = found.start, 0
             about = self._ask("GET", "/state")
+            if is_in_doubt and about["takes_dense"]:  # weights may lie over the base
+                self._ask("DELETE", "/adapter")
             if about["base"] != self._base or self.describe_base().digest != self._base:
                 raise BaseMismatchError(
                     f"asking the server at {self.url}: it was started anew on another base: digest={about['base'][:16]} != "
@@ -415,6 +475,9 @@ class ServerEngine:
             self._incarnation += 1
             if self._pushed is not None:
                 self.load_packed(*self._pushed)
+            elif self._about["takes_dense"] and (self._dense or is_in_doubt):
+                lost = f"weights version={self._dense}" if self._dense else "the newest weights"
+                self._withdrawn = f"{lost} were lost: the server {why}"
             elif self._serves == (0, "") and self._version != 0:  # a push without an answer did arrive
                 self.drop_adapter()
         except BaseException:
@@ -430,44 +493,3 @@ class _RestartedError(Exception):
     def __init__(self, start: str):
         super().__init__(start)
         self.start = start
-
-
-def _find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
-    if key is not None and file is not None:
-        raise ConfigConflictError("connecting to a server: give either api_key= or api_key_file=, not both.")
-    if file is not None:
-        try:
-            key = Path(file).read_text()
-        except OSError as error:
-            raise AccessDeniedError(f"connecting to a server: reading the key: {file}: {error.strerror}.") from error
-    key = (key or os.environ.get(KEY_VARIABLE) or "").strip()
-    if not key or not key.isascii():
-        raise AccessDeniedError(
-            f"connecting to a server: no key. Pass api_key_file= (the server says where it lies), api_key=, or set {KEY_VARIABLE}."
-        )
-    return key
-
-
-def as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Token ids as plain integers.
-
-    Raises:
-        ConfigConflictError: a prompt is text.
-    """
-    if any(isinstance(row, str) for row in rows):
-        raise ConfigConflictError(
-            "generating: a prompt is a string; a server takes token ids. Encode it with the base's tokenizer."
-        )
-    return [[int(token) for token in row] for row in rows]
-
-
-def _read_directory(directory: Path) -> tuple[AdapterBundle, str]:
-    """The adapter, and the digest of its two files."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        weights, config = (directory / WEIGHTS).read_bytes(), (directory / CONFIG).read_bytes()
-        return AdapterBundle(load(weights), json.loads(config)), hashlib.sha256(weights + config).hexdigest()
-    except (OSError, ValueError, SafetensorError) as error:
-        raise SyncError(f"reading the adapter in {directory}: {error}. Write it again.") from error

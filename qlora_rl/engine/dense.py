@@ -119,3 +119,4 @@ class _Counted:
             self.count += 1
             self.nbytes += weight.numel() * weight.element_size()
             yield name, weight
+            del weight  # or two would be held while the next one is made

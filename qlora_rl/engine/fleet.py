@@ -13,7 +13,8 @@ from typing import Any
 
 from qlora_rl.adapter.store import unpack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.client import ServerEngine, as_ids
+from qlora_rl.engine.asking import as_ids
+from qlora_rl.engine.client import ServerEngine
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.errors import (
     BaseMismatchError,

@@ -290,6 +290,11 @@ class LocalEngine:
         """Serve nothing until the next push: what serves is not proven, and what was before is gone."""
         self._adapters.withdraw(reason)
 
+    @property
+    def holds_dense(self) -> bool:
+        """The full weights that were loaded last still lie in vLLM and may serve."""
+        return bool(self._dense.version) and not self._dense.lost
+
     def withdraw_dense(self, reason: str) -> None:
         """Serve nothing until the next `load_dense`: what lies there has turned out to be wrong."""
         self._dense.withdraw(reason)

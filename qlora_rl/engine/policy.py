@@ -23,6 +23,7 @@ from qlora_rl.contracts import AdapterBundle, SamplingSpec
 from qlora_rl.engine import compat
 from qlora_rl.engine.gate import Visits
 from qlora_rl.engine.sampling import check_lengths, sampled_logprobs, sampling_params, scored_logprobs
+from qlora_rl.engine.weights import ServedWeights
 from qlora_rl.errors import AccessDeniedError, ConfigConflictError, SyncError, collected
 
 # Names are used again: vLLM keeps a label of each in its metrics. A name must not be held by two adapters at once.
@@ -66,6 +67,7 @@ class ServedPolicy:
         max_rank: largest R.
         max_length: prompt plus completion, in tokens.
         visits: which requests are inside.
+        weights: that lie in the engine.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class ServedPolicy:
         max_rank: int,
         max_length: int,
         visits: Visits,
+        weights: ServedWeights | None = None,
     ):
+        self.weights = weights or ServedWeights(engine, store.root.parent, {})
         self.engine, self.names, self.store, self.visits = engine, names, store, visits
         self.sizes, self.max_rank, self.max_length = sizes, max_rank, max_length
         self.held: Held | None = None
@@ -91,12 +95,12 @@ class ServedPolicy:
     @property
     def version(self) -> int:
         """That serves; 0 is the bare base."""
-        return self.held.version if self.held else 0
+        return self.held.version if self.held else self.weights.version
 
     @property
     def digest(self) -> str:
-        """Of the bytes that serve; empty for the bare base."""
-        return self.held.digest if self.held else ""
+        """Of the bytes that serve, or the name of the push that brought full weights; empty for the bare base."""
+        return self.held.digest if self.held else self.weights.push
 
     async def push(self, blob: bytes, version: int, digest: str) -> bool:
         """Serve the adapter in the blob from the next request on; a repeated push changes nothing.
@@ -176,6 +180,7 @@ class ServedPolicy:
             if held is not None:
                 self.pushes += 1
                 self.visits.current = self.pushes
+        await self.weights.drop()
 
     def _retire(self) -> None:
         """Remove what no request inside may name, but for the version before the newest."""
@@ -221,12 +226,17 @@ class ServedPolicy:
         self, ids: list[list[int]], spec: SamplingSpec, places: list[int] | None = None, *, bare: bool = False
     ) -> tuple[int, list[Any]]:
         check_lengths(ids, self.max_length)
-        held = None if bare else self.held
+        async with self.weights.reading(bare=bare):
+            return await self._draw(ids, spec, None if bare else self.held, places)
+
+    async def _draw(
+        self, ids: list[list[int]], spec: SamplingSpec, held: Held | None, places: list[int] | None
+    ) -> tuple[int, list[Any]]:
         try:
             params = [sampling_params(spec, place) for place in (range(len(ids)) if places is None else places)]
         except Exception as error:  # vLLM has an error type of its own for them
             raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
-        lora, salt = (None, "base") if held is None else (held.request, held.salt)
+        lora, salt = (None, self.weights.salt) if held is None else (held.request, held.salt)
         call = uuid.uuid4().hex
 
         async def one(index: int) -> Any:
@@ -245,7 +255,7 @@ class ServedPolicy:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return (held.version if held else 0), list(outputs)
+        return (held.version if held else self.weights.version), list(outputs)
 
 
 def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank: int) -> list[str]:

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from qlora_rl.engine.policy import ServedPolicy, read_probe
+from qlora_rl.engine.weights_routes import WeightsApi
 from qlora_rl.errors import ConfigConflictError, QloraRLError, ServerTakenError
 
 PREFIX = "/qlora/v1"
@@ -102,6 +103,7 @@ class Api:
             ("/canary", "POST", self.canary),
             ("/lease", "POST", self.claim),
             ("/lease", "DELETE", self.release),
+            *WeightsApi(self.policy.weights, self.lease, _session, _number).routes(),
         ):
             router.add_api_route(path, self._answering(handler), methods=[method], name=handler.__name__)
         return router
@@ -182,9 +184,11 @@ class Api:
     async def release(self, request: Request) -> dict[str, Any]:
         """Stop being it."""
         self.lease.release(_session(request))
+        await self.policy.weights.leave(_session(request))
         return {}
 
     def _expect(self, asked: dict[str, Any]) -> None:
+        self.policy.weights.refuse_lost()
         wanted, digest = asked.get("version"), asked.get("digest")
         is_other = digest is not None and digest != self.policy.digest
         if is_other or (wanted is not None and wanted != self.policy.version):
@@ -254,7 +258,7 @@ def _session(request: Request) -> str:
 
 def _number(request: Request, name: str) -> int:
     value = request.query_params.get(name, "")
-    if not value.isdigit() or len(value) > 9:
+    if not value.isdigit() or len(value) > 12:
         raise ConfigConflictError(f"asking the server: {name}={value[:20]!r} is no number.")
     return int(value)
 

@@ -27,6 +27,7 @@ from qlora_rl.base.checkpoint import open_base
 from qlora_rl.engine import compat
 from qlora_rl.engine.gate import Gate, Visits
 from qlora_rl.engine.interrupt import interrupts_for_sure, no_child_left
+from qlora_rl.engine.leftovers import hold, sweep
 from qlora_rl.engine.options import StartOptions, start_options
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError
 
@@ -81,17 +82,20 @@ def serve(
     for name in ("VLLM_API_KEY", "VLLM_LORA_RESOLVER_CACHE_DIR"):
         os.environ.pop(name, None)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    own = Path(tempfile.mkdtemp(prefix="qlora-rl-server-", dir=default_root()))  # mode 700
     with contextlib.ExitStack() as stack:
+        sweep(default_root(), "qlora-rl-serving-*")  # all of this name are locked while they live
+        own = Path(tempfile.mkdtemp(prefix="qlora-rl-serving-", dir=default_root()))  # mode 700
+        stack.callback(os.close, hold(own))
         stack.callback(shutil.rmtree, own, ignore_errors=True)
         server: _Server | None = None
         is_starting = lambda: server is None or not server.is_ready  # noqa: E731
         stack.enter_context(interrupts_for_sure(is_starting, lambda: shutil.rmtree(own, ignore_errors=True)))
         stack.enter_context(no_child_left())
         start = start_options(base, **{"disable_log_stats": False, **options})
-        if not start.max_lora_rank:
+        if start.is_4bit and not start.max_lora_rank:
             raise ConfigConflictError(
-                "starting the server: max_lora_rank=0: without LoRA no policy can be pushed. Use at least 1."
+                "starting the server: max_lora_rank=0 on a 4-bit base: neither an adapter nor full weights can be pushed. Use at least 1, "
+                "or serve the baked base (bake_base)."
             )
         key_path, key = read_or_make_key(key_path or own / "api-key")
         allowed = (
@@ -134,25 +138,29 @@ class _Server:
         """Repair the scales, ask for the base, add our routes, and close the gate around everything."""
         from qlora_rl.contracts import BaseFingerprint
         from qlora_rl.engine.policy import ServedPolicy
-        from qlora_rl.engine.routes import Api, Lease
+        from qlora_rl.engine.routes import PREFIX, Api, Lease
+        from qlora_rl.engine.weights import ServedWeights, Shutter
 
         await engine.collective_rpc("qlora_end_with_server", args=(os.getpid(),))
         repaired = (await engine.collective_rpc("qlora_repair_scales"))[0] if self.start.is_4bit else {}
-        digest = BaseFingerprint.from_dict((await engine.collective_rpc("qlora_describe_base"))[0]).digest
-        sizes = (await engine.collective_rpc("qlora_adapter_sizes"))[0]
+        found = BaseFingerprint.from_dict((await engine.collective_rpc("qlora_describe_base"))[0])
+        rank = self.start.max_lora_rank
+        sizes = (await engine.collective_rpc("qlora_adapter_sizes"))[0] if rank else {}
+        weights = ServedWeights(engine, self.store.root.parent, {} if rank else found.leaves)
         limit = self.max_body_mib
         if limit is None:
-            limit = max(16.0, 1.1 * 4 * self.start.max_lora_rank * sum(i + o for i, o in sizes.values()) / _MIB + 1)
+            limit = max(16.0, 1.1 * 4 * rank * sum(i + o for i, o in sizes.values()) / _MIB + 1)
         max_body = int(limit * _MIB)
         visits, models = Visits(), app.state.openai_serving_models
         models.lora_requests = names = compat.PolicyNames(models.lora_requests)
         length = self.start.max_model_length
-        policy = ServedPolicy(engine, names, self.store, sizes, self.start.max_lora_rank, length, visits)
+        policy = ServedPolicy(engine, names, self.store, sizes, rank, length, visits, weights)
         about = {
             "name": f"vllm {self.start.vllm_version} ({'cpu' if self.start.is_cpu else 'gpu'}) at {self.url}",
-            "base": digest,
+            "base": found.digest,
             "repaired": len(repaired),
-            "max_lora_rank": self.start.max_lora_rank,
+            "max_lora_rank": rank,
+            "takes_dense": weights.takes_any,
             "max_model_length": length,
             "max_body_bytes": max_body,
             "adapter_dtype": str(engine.model_config.dtype).removeprefix("torch."),
@@ -160,7 +168,7 @@ class _Server:
         }
         app.include_router(Api(policy, about, max_body, Lease(LEASE_S)).router())
         # In front of everything, Starlette's own error page included; vLLM has built the stack already, so that none can be added.
-        inner = app.middleware_stack or app.build_middleware_stack()
+        inner = Shutter(app.middleware_stack or app.build_middleware_stack(), weights, PREFIX)
         app.middleware_stack = Gate(inner, self.key, max_body, visits)
         _measure(policy)
         self._tasks.append(asyncio.ensure_future(self._announce(about)))
@@ -179,7 +187,7 @@ class _Server:
         sequences = self.start.arguments["max_num_seqs"]
         print(
             f"qlora-rl: serving {self.base} at {self.url}; base {about['base'][:16]} ({about['repaired']} weights got their exact scales "
-            f"back); rank <= {about['max_lora_rank']}, length <= {about['max_model_length']}, {sequences} sequences, bodies <= "
+            f"back); {_takes(about)}, length <= {about['max_model_length']}, {sequences} sequences, bodies <= "
             f"{about['max_body_bytes'] / _MIB:.0f} MiB; key in {self.key_path}",
             flush=True,
         )
@@ -188,6 +196,10 @@ class _Server:
             staged = Path(f"{self.ready_file}.staged")
             staged.write_text(json.dumps(found))
             os.replace(staged, self.ready_file)
+
+
+def _takes(about: dict[str, Any]) -> str:
+    return "full weights" if about["takes_dense"] else f"rank <= {about['max_lora_rank']}"
 
 
 def _measure(policy: Any) -> None:

@@ -21,6 +21,7 @@ from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, f
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 from qlora_rl.engine import compat
+from qlora_rl.engine.stage import read_parts
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class BaseExtension:
             for name, weight in weights:
                 came.add(name)
                 yield name, weight
+                del weight  # or two would be held while the next one is made
 
         written = compat.reload_dense(self.model_runner, noted())
         tied = getattr(self.model_runner.model_config.hf_text_config, "tie_word_embeddings", False)
@@ -130,6 +132,14 @@ class BaseExtension:
                 missing |= shards
             missing |= shards - came
         return sorted(name for name in missing if not (tied and name.startswith("lm_head.")))
+
+    def qlora_load_parts(self, files: list[str]) -> list[str]:
+        """`qlora_load_dense` with what lies in safetensors files of a `Stage`."""
+        return self.qlora_load_dense(read_parts(files))
+
+    def qlora_load_base(self) -> list[str]:
+        """`qlora_load_dense` with the weights of the directory that was loaded."""
+        return self.qlora_load_dense(StoredTensors(self.model_runner.model_config.model).items())
 
     def qlora_held_adapter(self, adapter_id: int, rank: int) -> dict[str, str]:
         """Digests of the A [rank, I] and B [O, rank] that the slot of an adapter holds now, by canonical name.

@@ -79,7 +79,7 @@ class Canary:
         # PEFT switches gradients on for the whole adapter when it comes back, also where the caller had switched them off.
         trained = {p: p.requires_grad for p in self.model.parameters()}
         try:
-            with self.model.disable_adapter():
+            with self.model.disable_adapter() if hasattr(self.model, "disable_adapter") else nullcontext():
                 if self.sequences is None:
                     self.sequences = self._drawn_sequences()
                 noise = self._difference(self.sequences, bare=True)
@@ -203,7 +203,7 @@ class Canary:
 
     def _logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """The trainer's logits [T - 1, V] at every token but the last of each sequence, float32."""
-        base = self.model.get_base_model()
+        base = self._bare
         device = next(base.parameters()).device
         context = torch.autocast(device.type, self.autocast) if self.autocast is not None else nullcontext()
         same_length = len({len(s) for s in sequences}) == 1
@@ -224,13 +224,18 @@ class Canary:
                 self.model.train()
         return found
 
+    @property
+    def _bare(self) -> Any:
+        """The transformers model, inside PEFT's or as it is."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
     def _drawn_sequences(self) -> list[list[int]]:
         """Two sequences that the model as it stands draws; calibrating switches the adapter off.
 
         What a model may write is what rollouts are made of; at tokens that it never would write, 16-bit logits are far
         from each other for no reason that matters.
         """
-        vocabulary = int(self.model.get_base_model().config.get_text_config().vocab_size)
+        vocabulary = int(self._bare.config.get_text_config().vocab_size)
         length = max(2, min(8, self.engine.capabilities().max_model_length - 1))
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(vocabulary, (2, 1), generator=generator).tolist()

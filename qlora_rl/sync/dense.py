@@ -11,6 +11,7 @@ import torch
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.base.fingerprint import digest_plain
 from qlora_rl.contracts import DenseEngine, Leaf, SyncReport
+from qlora_rl.errors import AdapterRefusedError, SyncError
 from qlora_rl.sync.canary import Canary
 
 
@@ -30,28 +31,36 @@ class DenseSync:
         self.engine = engine
         self.canary = canary
         self._dtype = getattr(torch, engine.capabilities().adapter_dtype)
+        self._way = engine.capabilities().dense_way
         self._sent: dict[str, Leaf] = {}
+        self._version = 0
 
     def push(self) -> SyncReport:
         """Hand the current policy to the engine as the next version.
 
         Raises:
             AdapterRefusedError: no weights give the live policy. SyncError: not all of them arrived. In both cases the old version
-                serves if nothing had been sent, and nothing is served otherwise; the push can be repeated.
+                serves if the engine is a server (which loads what has arrived whole) or nothing had been sent; otherwise nothing is
+                served. The push can be repeated.
             CanaryError: they arrived, but the engine computes something else; nothing is served.
         """
-        started = time.perf_counter()
-        version = self.engine.version + 1
+        self._refuse_broken()
+        started, incarnation = time.perf_counter(), self.engine.incarnation
         is_scored = self.canary is not None and self.canary.is_due()
-        stream = _Stream(self.model, self._dtype, digests=is_scored)
-        nbytes = self.engine.load_dense(stream, version)
+        try:
+            stream, version, nbytes = self._load(digests=is_scored)
+        except SyncError:
+            if self.engine.incarnation == incarnation:
+                raise
+            # A server was started anew in the middle: there is somebody to send it to, from the beginning.
+            stream, version, nbytes = self._load(digests=is_scored)
         loaded = time.perf_counter()
         self._sent = stream.digests
         difference = self._check() if is_scored else None
         return SyncReport(
             version=version,
             mode=self.mode,
-            transport="stream",
+            transport=self._way,
             bytes=nbytes,
             tensors=stream.count,
             export_seconds=stream.seconds,
@@ -63,11 +72,14 @@ class DenseSync:
         )
 
     def verify(self) -> None:
-        """Prove again that the engine serves the policy.
+        """Prove again that the engine serves the policy; an engine that has lost it is given it anew.
 
         Raises:
             CanaryError: it does not; nothing is served.
         """
+        if not self.engine.holds_dense:
+            self.push()
+            return
         if self.canary is None:
             return
         if not self._sent:
@@ -76,6 +88,24 @@ class DenseSync:
 
     def close(self) -> None:
         """Nothing was left behind."""
+
+    def _refuse_broken(self) -> None:
+        """A model that is trained itself is looked at here; an adapter's values are the verdict's business."""
+        if hasattr(self.model, "peft_config"):
+            return
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and not bool(torch.isfinite(torch.stack(parameter.detach().aminmax())).all()):
+                raise AdapterRefusedError(
+                    f"pushing weights: {name} holds NaN or infinity. Lower the learning rate, or clip gradients.",
+                    module=name.rpartition(".")[0],
+                )
+
+    def _load(self, *, digests: bool) -> tuple[_Stream, int, int]:
+        stream = _Stream(self.model, self._dtype, digests=digests)
+        version = max(self._version, self.engine.version) + 1  # one that was lost does not come again
+        nbytes = self.engine.load_dense(stream, version)
+        self._version = version
+        return stream, version, nbytes
 
     def _check(self) -> float:
         try:

@@ -17,6 +17,12 @@ from qlora_rl.errors import (
 
 Wish = Literal["auto", "lora_adapter", "weights"]
 WISHES: tuple[str, ...] = ("auto", "lora_adapter", "weights")
+# How full weights travel, as a sentence goes on.
+DENSE_WAYS = {
+    "stream": "streamed into an engine on the baked base, in this process",
+    "directory": "written into a directory that the server on the baked base sees too, which loads it when all is there",
+    "http": "sent in requests to a server on the baked base, which loads it when all is there",
+}
 
 
 @dataclass(frozen=True)
@@ -106,15 +112,17 @@ def _dense(
     if capabilities is not None and not capabilities.takes_dense:
         raise collected(
             f"planning the sync: only full weights can carry this adapter, and {capabilities.name} cannot take them: a 4-bit base "
-            "would read them as packed codes. Serve the baked base, LocalEngine(bake_base(base), max_lora_rank=0), or pass "
-            "rollout='colocate', which does so by itself",
+            "would read them as packed codes, and a server takes them only without LoRA. Serve the baked base without LoRA, "
+            "LocalEngine(bake_base(base), max_lora_rank=0) or `qlora-rl serve BAKED --max-lora-rank 0`, or pass rollout='colocate' "
+            "or 'server', which do so by themselves",
             reasons,
             ConfigConflictError,
         )
-    reasons.append("Every weight is dequantised, adapted in float32 and streamed to an engine on the baked base.")
+    way = capabilities.dense_way if capabilities is not None else "stream"
+    reasons.append(f"Every weight is dequantised, adapted in float32 and {DENSE_WAYS[way]}.")
     if diff is not None:
         reasons.append(_of_the_base(diff, is_mismatch_allowed))
-    return SyncPlan("weights", "stream", tuple(reasons))
+    return SyncPlan("weights", way, tuple(reasons))
 
 
 def _of_the_base(diff: Diff, is_allowed: bool) -> str:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from qlora_rl.contracts import RolloutEngine, SamplingSpec, SyncReport, SyncStrategy
-from qlora_rl.errors import NotYetSupportedError
+from qlora_rl.errors import EngineBrokenError, NotYetSupportedError
 
 
 class EngineBridge:
@@ -63,9 +63,7 @@ class EngineBridge:
         if self.sleeps:
             self.engine.wake()
         self._reports.append(self.strategy.push())
-        if self.engine.incarnation != self._proven:  # the push itself may not have been scored
-            self.strategy.verify()
-            self._proven = self.engine.incarnation
+        self._prove()  # the push itself may not have been scored
 
     def generate(
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
@@ -82,11 +80,16 @@ class EngineBridge:
         spec = dataclasses.replace(self.sampling, seed=self.seed * 1_000_003 + self._calls)
         self._calls += 1
         self.engine.wake()
-        if self.engine.incarnation != self._proven:  # it slept, or was rebuilt, since the last push
-            self.strategy.verify()
-            self._proven = self.engine.incarnation
+        self._prove()  # it may have slept, or been rebuilt, since the last push
         with profiler or nullcontext():
-            rollout = self.engine.generate(prompts, spec)
+            try:
+                rollout = self.engine.generate(prompts, spec)
+            except EngineBrokenError:
+                if self.engine.incarnation == self._proven:
+                    raise
+                # A server was started anew in the middle, and has lost full weights: they are pushed again.
+                self._prove()
+                rollout = self.engine.generate(prompts, spec)
         if self.sleeps:
             self.engine.sleep()
         self._tokens += rollout.tokens
@@ -97,6 +100,12 @@ class EngineBridge:
             [[[value] for value in values] for values in rollout.logprobs],
             [[[token] for token in ids] for ids in rollout.completion_ids],
         )
+
+    def _prove(self) -> None:
+        """Prove the policy again where the engine is not the one of which it was proven."""
+        if self.engine.incarnation != self._proven:
+            self.strategy.verify()
+            self._proven = self.engine.incarnation
 
     def drain(self) -> tuple[list[SyncReport], int, float]:
         """Pushes, drawn tokens and seconds of generation since the last call of `drain`."""

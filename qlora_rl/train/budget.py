@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qlora_rl.adapter.shape import trained_shapes
-from qlora_rl.base.checkpoint import MANIFEST
+from qlora_rl.adapter.verdict import judge_adapter, judge_config
+from qlora_rl.base.checkpoint import MANIFEST, empty_model
 from qlora_rl.base.quant import QuantSpec, spec_of
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.plan import MemoryLedger, plan_memory
@@ -122,6 +123,30 @@ class MemoryBudget:
     def as_dict(self) -> dict[str, Any]:
         """For the run directory."""
         return {"reason": self.reason} if self.ledger is None else self.ledger.as_dict()
+
+
+def expects_full_weights(model: Any, peft_config: Any, sync: str, *, trust_remote_code: bool = False) -> bool:
+    """Full weights will travel, as far as the arguments tell: then the engine holds the baked base beside the trainer's.
+
+    Args:
+        model: as the trainer takes it.
+        peft_config: the adapter to make; `None` with a PeftModel.
+        sync: "auto" asks what kind of adapter it is, on a model without values.
+        trust_remote_code: let the model's own code run.
+    """
+    if sync != "auto":
+        return sync == "weights"
+    try:
+        if peft_config is None:
+            return judge_adapter(model).kind == "full_weights"
+        is_path = isinstance(model, str | os.PathLike)
+        config = read_config(model, trust_remote_code=trust_remote_code) if is_path else model.config
+        return (
+            judge_config(empty_model(config, trust_remote_code=trust_remote_code), peft_config).kind == "full_weights"
+        )
+    except Exception as error:  # what is wrong with the adapter is said better where it is made
+        logger.debug("the kind of the adapter is not known yet: %s", error)
+        return False
 
 
 def _limit(gpu_memory: str | float, on_gpu: bool) -> float | None:

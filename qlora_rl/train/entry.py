@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qlora_rl.adapter.methods import BASE_CHANGING_INITS
 from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
@@ -41,7 +42,13 @@ class Source:
 
 
 def resolve_model(
-    model: Any, args: GRPOConfig, *, quantization_config: Any, peft_config: Any, processing_class: Any
+    model: Any,
+    args: GRPOConfig,
+    *,
+    quantization_config: Any,
+    peft_config: Any,
+    processing_class: Any,
+    is_whole: bool = False,
 ) -> Source:
     """Check what was passed, and find or make its prepared base; nothing is loaded for training yet.
 
@@ -51,9 +58,11 @@ def resolve_model(
         quantization_config: BitsAndBytesConfig for a name or a plain checkpoint; NF4 with double quantisation when absent.
         peft_config: the adapter to make; required unless `model` is a PeftModel.
         processing_class: stored with a base that is made from a model object.
+        is_whole: the base itself is trained (`train.whole`).
 
     Raises:
         ConfigConflictError: nothing to train, or two adapters.
+        AdapterRefusedError: an adapter whose start would change the base.
         UnsupportedQuantError: 8 bits, or another method.
     """
     is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
@@ -62,10 +71,18 @@ def resolve_model(
             "reading the model: it is a PeftModel and peft_config was passed too. Leave peft_config out to train its adapter on, "
             "or pass the bare base with peft_config."
         )
-    if not is_peft and peft_config is None:
+    if not is_peft and peft_config is None and not is_whole:
         raise ConfigConflictError(
             "reading the model: peft_config=None and the model carries no adapter; a 4-bit base itself cannot be trained. Pass "
-            "peft_config=LoraConfig(r=16, target_modules='all-linear')."
+            "peft_config=LoraConfig(r=16, target_modules='all-linear'); or, to train all weights of a base that is not 4-bit, "
+            "sync='weights'."
+        )
+    start = getattr(peft_config, "init_lora_weights", None)
+    if isinstance(start, str) and start.lower().startswith(BASE_CHANGING_INITS):
+        raise AdapterRefusedError(
+            f"reading peft_config: init_lora_weights={start!r} rewrites the base when PEFT starts the adapter, and the engine would hold "
+            "the one from before. Use init_lora_weights=True; or make the PeftModel from a transformers model object (not "
+            "load_base's) and pass that: its base is written down as the start has left it, and both sides hold it."
         )
     if isinstance(model, str | os.PathLike):
         return _from_path(os.fspath(model), args, quantization_config)

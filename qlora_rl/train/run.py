@@ -20,6 +20,7 @@ from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 
 CONFIG, METRICS, SYNCS, SUMMARY, ADAPTER = "config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "adapter"
 FINGERPRINTS = "fingerprints.json"
+MODEL = "model"  # of a base that was trained itself
 EXISTING = ("refuse", "overwrite", "continue")
 
 
@@ -57,7 +58,7 @@ class RunDirectory:
             return
         for name in (CONFIG, METRICS, SYNCS, SUMMARY, FINGERPRINTS, "samples.json", "report.html"):
             (self.path / name).unlink(missing_ok=True)
-        for directory in [self.path / ADAPTER, *self.path.glob("checkpoint-*")]:
+        for directory in [self.path / ADAPTER, self.path / MODEL, *self.path.glob("checkpoint-*")]:
             shutil.rmtree(directory, ignore_errors=True)
 
     def write_json(self, name: str, content: Mapping[str, Any] | list[Any]) -> None:
@@ -113,6 +114,27 @@ class RunDirectory:
                 shutil.rmtree(old, ignore_errors=True)
         # safetensors reports a full disk as its own error type, which is no OSError.
         except Exception as error:
+            raise _unwritable(target, error) from error
+        return target
+
+    def save_model(self, model: Any, base: Path) -> Path:
+        """Save a model that was trained itself to `model/`, with the tokenizer of its base; an older one goes first.
+
+        Args:
+            model: of transformers.
+            base: directory of the base that it was.
+        """
+        target, staging = self.path / MODEL, self.path / f".{MODEL}"
+        try:
+            for directory in (staging, target):
+                shutil.rmtree(directory, ignore_errors=True)
+            model.save_pretrained(staging)
+            for file in (*base.glob("*token*"), *base.glob("*.jinja"), *base.glob("vocab*"), *base.glob("merges*")):
+                if file.is_file():
+                    shutil.copy(file, staging / file.name)
+            os.rename(staging, target)
+        except Exception as error:
+            shutil.rmtree(staging, ignore_errors=True)
             raise _unwritable(target, error) from error
         return target
 

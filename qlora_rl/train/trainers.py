@@ -13,11 +13,10 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from qlora_rl.adapter.subject import active_adapter
-from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.errors import ConfigConflictError
 from qlora_rl.sync.admission import prove_base
 from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.dense import DenseSync
@@ -26,13 +25,14 @@ from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import transport_for
 from qlora_rl.train import settings
 from qlora_rl.train.bridge import EngineBridge
-from qlora_rl.train.budget import MemoryBudget
+from qlora_rl.train.budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.entry import resolve_model
 from qlora_rl.train.logprobs import use_small_tiles
 from qlora_rl.train.measure import MeasuredSteps
 from qlora_rl.train.pairing import SHARE, closer, expects_one_copy, make_pair
 from qlora_rl.train.rewards import as_list, guard
 from qlora_rl.train.run import CONFIG, FINGERPRINTS, SUMMARY, SYNCS, RunDirectory, describe_machine, describe_versions
+from qlora_rl.train.whole import bare_model, check_whole, is_bare, judge_policy, trains_whole, unfreeze
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             "server" (one is started beside the trainer and stopped with it), or an engine object, which is not closed with it.
         api_key_file: holds the key of that server; or set QLORA_RL_API_KEY.
         sync: "lora_adapter"; "weights" (dense weights, to an engine on the baked base, for any adapter that is a change of weights);
-            "auto": the first where the adapter can travel alone, otherwise the second.
+            "auto": the first where the adapter can travel alone, otherwise the second. "weights" without any adapter trains all
+            weights of a base that is not 4-bit; the model is left in model/ of the run directory.
         adapter_dtype: of the trained LoRA weights. "float32" (default): small updates are not rounded away; under bf16
             autocast they are multiplied in bf16 as the engine does. "bfloat16" is what TRL does to 4-bit models.
         engine_options: further arguments of LocalEngine; they win over the `vllm_*` fields of `args`.
@@ -131,6 +132,12 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
 
             vllm_version()  # before minutes of loading
         self.run = RunDirectory(args.output_dir, existing_run) if args.process_index == 0 else None
+        is_whole = trains_whole(model, peft_config, sync)
+        if is_whole and not isinstance(gpu_memory, str):
+            raise ConfigConflictError(
+                f"reading the arguments: gpu_memory={gpu_memory} with peft_config=None: the memory of training all weights is not planned. "
+                "Leave gpu_memory out."
+            )
         self.memory = MemoryBudget(
             gpu_memory,
             model,
@@ -142,7 +149,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             adapter_dtype=adapter_dtype,
             shared=expects_one_copy(model, rollout, share_base),
             has_engine=rollout == "colocate",
-            baked=sync == "weights",
+            baked=expects_full_weights(model, peft_config, sync, trust_remote_code=args.trust_remote_code),
         )
 
         source = resolve_model(
@@ -151,8 +158,11 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
             processing_class=processing_class,
+            is_whole=is_whole,
         )
         self.base = source.base
+        if is_whole:
+            check_whole(self.base, share_base)
         if processing_class is None:
             from transformers import AutoTokenizer
 
@@ -174,9 +184,9 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             pair = make_pair(
                 source,
                 connected or rollout,
-                share_base,
+                False if is_whole else share_base,
                 peft_config,
-                check=lambda verdict: _of_the_plan(plan_sync(verdict, wish=sync), rollout),
+                check=lambda verdict: _of_the_plan(plan_sync(verdict, wish=sync)),
                 start=lambda rank: start(self.base, rank, options),
             )
         except BaseException:
@@ -185,7 +195,11 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             raise
         engine, strategy = pair.engine, None
         try:
+            # What TRL rounds in a 4-bit model, which a model that is trained itself is not.
             before = {name: p.detach().clone() for name, p in pair.model.named_parameters() if p.requires_grad}
+            if is_whole:
+                before = {}
+                unfreeze(pair.model)
             sampling = settings.sampling_spec(args)
             wishes = {name: getattr(args, name) for name in ("use_vllm", "generation_kwargs", "model_init_kwargs")}
             reward_funcs = as_list(reward_funcs)
@@ -214,18 +228,21 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
                 setattr(args, name, value)
             set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
             if not args.cast_lm_head_to_fp32:
-                use_small_tiles(self.model.get_base_model(), self.temperature)
+                use_small_tiles(bare_model(self.model), self.temperature)
             # Only now: an environment's own reward is among them, and TRL has named them all.
             self.reward_funcs = [
                 guard(reward, name) for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
             ]
 
-            verdict = judge_adapter(self.model)
+            verdict = judge_policy(self.model)
             # Refuses before an engine is started that is not there yet.
-            is_dense = bool(_of_the_plan(plan_sync(verdict, wish=sync), rollout))
+            is_dense = bool(_of_the_plan(plan_sync(verdict, wish=sync)))
             _check_optimizer(optimizers[0], self.model)
             if engine is None:
-                engine = _start_dense(self.base, options) if is_dense else start(self.base, verdict.rank, options)
+                if is_dense:
+                    engine = start(_dense_base(self.base), 0, {**options, "max_lora_rank": 0})
+                else:
+                    engine = start(self.base, verdict.rank, options)
             self.engine: RolloutEngine = engine
             plan_sync(verdict, engine.capabilities(), wish=sync)  # before the bases are read
             self.admission = prove_base(self.model, engine, allow_base_mismatch=allow_base_mismatch)
@@ -309,7 +326,11 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             self._rollout_facts()  # a push whose rollout or reward failed is still written down
             summary = {"status": status, "steps": self.state.global_step}
             self.run.write_json(SUMMARY, summary | ({"error": f"{type(error).__name__}: {error}"} if error else {}))
-            self.run.save_adapter(self.accelerator.unwrap_model(self.model), self.base.parent or self.base.digest)
+            trained = self.accelerator.unwrap_model(self.model)
+            if is_bare(trained):
+                self.run.save_model(trained, self.base.path)
+            else:
+                self.run.save_adapter(trained, self.base.parent or self.base.digest)
         except OSError:
             # A full disk must not hide what ended the run.
             if status == "finished":
@@ -317,7 +338,7 @@ class QLoRAGRPOTrainer(MeasuredSteps, GRPOTrainer):
             logger.exception("the run directory could not be completed")
 
     def _describe(self, adapter_dtype: str, base_held: dict[str, Any]) -> dict[str, Any]:
-        adapter = self.model.peft_config[active_adapter(self.model)].to_dict()
+        adapter = {} if is_bare(self.model) else self.model.peft_config[active_adapter(self.model)].to_dict()
         return {
             "command": "QLoRAGRPOTrainer",
             "model": self.base.path.name,
@@ -418,25 +439,14 @@ def _start_server(base: PreparedBase, rank: int, options: dict[str, Any]) -> Rol
     return ServerBeside(base, **{"max_lora_rank": rank, **known})
 
 
-def _start_dense(base: PreparedBase, options: dict[str, Any]) -> RolloutEngine:
-    """An engine that can be given all weights: on the baked base, or on a base that is not 4-bit."""
-    return _start(bake_base(base) if base.spec.is_4bit else base, 0, options)
+def _dense_base(base: PreparedBase) -> PreparedBase:
+    """What an engine holds that can be given all weights: the baked base, or one that is not 4-bit."""
+    return bake_base(base) if base.spec.is_4bit else base
 
 
-def _of_the_plan(plan: SyncPlan, rollout: str | RolloutEngine) -> str:
-    """Why the base cannot be shared, as far as the plan tells.
-
-    Raises:
-        NotYetSupportedError: full weights, to a server.
-    """
-    if plan.strategy != "weights":
-        return ""
-    if isinstance(rollout, str) and rollout != "colocate":
-        raise NotYetSupportedError(
-            f"choosing the engine: rollout={rollout!r}, and this adapter needs full weights, which go to an engine in this process "
-            "only. Use rollout='colocate', or plain LoRA."
-        )
-    return DENSE
+def _of_the_plan(plan: SyncPlan) -> str:
+    """Why the base cannot be shared, as far as the plan tells."""
+    return DENSE if plan.strategy == "weights" else ""
 
 
 def _release(strategy: Any, close_engine: Callable[[], None] | None) -> None:

@@ -25,16 +25,20 @@ from qlora_rl import (
     CanaryError,
     ConfigConflictError,
     EngineBrokenError,
+    EngineUnsupportedError,
     PromptTooLongError,
     ServerEngine,
     ServerTakenError,
     SyncError,
     export_adapter,
+    judge_adapter,
     load_base,
+    plan_sync,
     prepare_base,
     prove_base,
     start_server,
 )
+from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.adapter.store import pack_adapter, write_adapter
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.cli import main
@@ -306,6 +310,14 @@ def test_a_server_that_hangs_is_given_up_in_time_and_found_again(server, remote,
         finally:
             os.kill(server.process.pid, signal.SIGCONT)
         assert remote.generate(prompts, max_tokens=2).tokens
+
+
+def test_it_takes_no_full_weights_beside_adapters_or_over_a_4_bit_base(remote, adapted):
+    assert not remote.capabilities().takes_dense
+    with pytest.raises(ConfigConflictError, match="--max-lora-rank 0"):
+        plan_sync(judge_adapter(adapted), remote.capabilities(), wish="weights")
+    with pytest.raises(EngineUnsupportedError, match="--max-lora-rank 0"):
+        remote.load_dense(iter_weights(adapted), 1)
 
 
 # --- what it refuses ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,18 @@ from qlora_rl.adapter.store import default_root
 from qlora_rl.engine.compat import trim_memory
 from qlora_rl.sync.transports import DirectoryTransport
 
-OURS = ("rollout", "sync_dir", "existing_run", "engine_options", "share_base", "adapter_dtype", "api_key_file")
+OURS = (
+    "rollout",
+    "sync",
+    "sync_dir",
+    "existing_run",
+    "engine_options",
+    "share_base",
+    "adapter_dtype",
+    "api_key_file",
+    "canary_every",
+    "gpu_memory",
+)
 
 
 def config(directory, **fields):

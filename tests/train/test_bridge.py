@@ -2,7 +2,7 @@
 
 import pytest
 
-from qlora_rl import AdapterSync, Canary, CanaryError, FakeEngine, SamplingSpec, load_base
+from qlora_rl import AdapterSync, Canary, CanaryError, EngineBrokenError, FakeEngine, SamplingSpec, load_base
 from qlora_rl.sync.transports import DirectoryTransport
 from qlora_rl.train.bridge import EngineBridge
 
@@ -90,3 +90,26 @@ def test_images_are_refused(parts):
 
     with pytest.raises(NotYetSupportedError, match="images"):
         bridge(*parts).generate(PROMPTS, images=[["picture"], None])
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_engine_that_was_started_anew_in_a_rollout_is_given_the_policy_and_asked_again(parts, monkeypatch, is_new):
+    engine, strategy = parts
+    used = bridge(engine, strategy)
+    used.sync_weights()
+    real, verified = engine.generate, []
+
+    def lost(*arguments):
+        monkeypatch.setattr(engine, "generate", real)
+        engine._incarnation += is_new
+        raise EngineBrokenError("generating: weights version=1 were lost.")
+
+    monkeypatch.setattr(engine, "generate", lost)
+    monkeypatch.setattr(strategy, "verify", lambda: verified.append(engine.incarnation))
+    if not is_new:
+        with pytest.raises(EngineBrokenError):
+            used.generate(PROMPTS)
+        assert not verified
+        return
+    assert len(used.generate(PROMPTS)[1]) == 2
+    assert verified == [engine.incarnation]

@@ -8,6 +8,7 @@ import pytest
 from qlora_rl import ConfigConflictError, MemoryBudgetError, load_base
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.ledger.plan import GIB
+from qlora_rl.train.budget import expects_full_weights
 
 
 @pytest.fixture
@@ -139,3 +140,32 @@ def test_a_run_that_cannot_be_planned_says_why_and_goes_on(make_trainer, monkeyp
     assert trainer.memory.as_dict() == {"reason": "ConfigConflictError: no such shape"}
     with pytest.raises(ConfigConflictError, match="no such shape"):
         make_trainer(gpu_memory=2.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sync", "expected"),
+    [
+        ({}, "auto", False), ({}, "lora_adapter", False), ({}, "weights", True), ({"use_dora": True}, "auto", True),
+        ({"modules_to_save": ["norm"]}, "auto", True), ({"target_modules": ["no_such_layer"]}, "auto", False),
+    ],
+)  # fmt: skip
+def test_the_baked_base_is_counted_where_full_weights_will_travel(fields, sync, expected, base):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", **fields})
+    assert expects_full_weights(base, config, sync) is expected
+    model = load_base(base)
+    assert expects_full_weights(model, config, sync) is expected
+    if "no_such_layer" not in str(fields):
+        assert expects_full_weights(get_peft_model(model, config), None, sync) is expected
+
+
+def test_the_plan_of_a_dora_run_holds_the_baked_base_beside_the_4_bit_one(make_trainer):
+    from peft import LoraConfig
+
+    with pytest.raises(MemoryBudgetError) as caught:
+        make_trainer(
+            rollout="colocate", gpu_memory=0.001, peft_config=LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+        )
+    assert "base, engine" in str(caught.value)
+    assert "baked" in str(caught.value)

@@ -227,3 +227,16 @@ def test_the_client_imports_no_vllm():
     code = "import sys, qlora_rl; qlora_rl.ServerEngine; print([m for m in sys.modules if m.split('.')[0] in ('vllm', 'fastapi')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_full_weights_that_a_restarted_server_has_lost_are_never_silently_the_base(engine, server, monkeypatch):
+    server.about["base"] = engine._base = BaseFingerprint({}).digest
+    engine._dense = engine._version = server.version = 3
+    assert engine.holds_dense
+    server.start, server.version = "two", 0
+    for use in (lambda: engine.generate([[1, 2]], max_tokens=1), lambda: engine.score([[1, 2]])):
+        with pytest.raises(errors.EngineBrokenError, match="version=3 were lost when the server was started anew"):
+            use()
+    assert not engine.holds_dense
+    assert server.asked[0] == ("POST", "/generate")
+    assert len([path for _, path in server.asked if path == "/generate"]) == 1  # the new server was not asked

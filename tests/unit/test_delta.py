@@ -1,6 +1,7 @@
 """`iter_weights`: a bare model that is given these weights computes what the adapted one computes, which stays untouched."""
 
 import copy
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from peft import get_peft_model
 from support import make_model, randomise
 
 from qlora_rl import AdapterRefusedError, load_base
+from qlora_rl.adapter import delta
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.base.checkpoint import adopt
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_base
@@ -129,3 +131,18 @@ def test_a_tied_head_with_the_same_rows_trained_on_both_sides_is_sent_once(base)
     weights = dict(iter_weights(model))
     assert "lm_head.weight" not in weights
     assert "model.embed_tokens.weight" in weights
+
+
+def test_no_weight_is_held_while_the_next_one_is_made(adapted, monkeypatch):
+    true, made = delta._with_lora, []
+
+    def watched(*arguments):
+        assert [ref for ref in made if ref() is not None] == []
+        weight = true(*arguments)
+        made.append(weakref.ref(weight))
+        return weight
+
+    monkeypatch.setattr(delta, "_with_lora", watched)
+    for _, weight in iter_weights(adapted, dtype=torch.bfloat16):
+        del weight
+    assert len(made) == 14

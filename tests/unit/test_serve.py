@@ -74,3 +74,9 @@ def test_every_misfit_is_said():
     assert (
         "int8" in misfits(AdapterBundle({n: t.to(torch.int8) for n, t in bad.tensors.items()}, bad.config), SIZES, 8)[0]
     )
+
+
+def test_a_4_bit_base_without_lora_is_refused_since_nothing_could_be_pushed(base):
+    pytest.importorskip("vllm")
+    with pytest.raises(ConfigConflictError, match="bake_base"):
+        serve(base, max_lora_rank=0)

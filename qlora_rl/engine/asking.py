@@ -1,0 +1,64 @@
+"""What a client of a server sends: its key, token ids, the files of an adapter."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from qlora_rl.adapter.store import CONFIG, WEIGHTS
+from qlora_rl.contracts import AdapterBundle
+from qlora_rl.engine.answers import KEY_VARIABLE
+from qlora_rl.errors import AccessDeniedError, ConfigConflictError, SyncError
+
+
+def find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
+    """The key that was given, or lies in the file, or in the environment.
+
+    Raises:
+        AccessDeniedError: there is none.
+    """
+    if key is not None and file is not None:
+        raise ConfigConflictError("connecting to a server: give either api_key= or api_key_file=, not both.")
+    if file is not None:
+        try:
+            key = Path(file).read_text()
+        except OSError as error:
+            raise AccessDeniedError(f"connecting to a server: reading the key: {file}: {error.strerror}.") from error
+    key = (key or os.environ.get(KEY_VARIABLE) or "").strip()
+    if not key or not key.isascii():
+        raise AccessDeniedError(
+            f"connecting to a server: no key. Pass api_key_file= (the server says where it lies), api_key=, or set {KEY_VARIABLE}."
+        )
+    return key
+
+
+def as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Token ids as plain integers.
+
+    Raises:
+        ConfigConflictError: a prompt is text.
+    """
+    if any(isinstance(row, str) for row in rows):
+        raise ConfigConflictError(
+            "generating: a prompt is a string; a server takes token ids. Encode it with the base's tokenizer."
+        )
+    return [[int(token) for token in row] for row in rows]
+
+
+def read_directory(directory: Path) -> tuple[AdapterBundle, str]:
+    """The adapter, and the digest of its two files.
+
+    Raises:
+        SyncError: it cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        weights, config = (directory / WEIGHTS).read_bytes(), (directory / CONFIG).read_bytes()
+        return AdapterBundle(load(weights), json.loads(config)), hashlib.sha256(weights + config).hexdigest()
+    except (OSError, ValueError, SafetensorError) as error:
+        raise SyncError(f"reading the adapter in {directory}: {error}. Write it again.") from error

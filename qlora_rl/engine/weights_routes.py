@@ -1,0 +1,85 @@
+"""The server's routes for full weights, under `/qlora/v1/weights`: begin, pieces, parts, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from qlora_rl.engine.weights import ServedWeights
+from qlora_rl.errors import ConfigConflictError
+
+if TYPE_CHECKING:
+    from fastapi import Request
+
+    from qlora_rl.engine.routes import Lease
+
+Handler = Callable[["Request"], Awaitable[dict[str, Any] | None]]
+
+
+class WeightsApi:
+    """The handlers.
+
+    Args:
+        weights: that serve.
+        lease: who may push.
+        session: of a request.
+        number: of a request's query, by name.
+    """
+
+    def __init__(
+        self,
+        weights: ServedWeights,
+        lease: Lease,
+        session: Callable[[Request], str],
+        number: Callable[[Request, str], int],
+    ):
+        self.weights, self.lease, self._session, self._number = weights, lease, session, number
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        """Path, method, handler."""
+        return [
+            ("/weights", "POST", self.begin),
+            ("/weights", "PUT", self.write),
+            ("/weights/part", "POST", self.take),
+            ("/weights/commit", "POST", self.commit),
+            ("/weights", "DELETE", self.withdraw),
+        ]
+
+    async def begin(self, request: Request) -> dict[str, Any]:
+        """Open a push of full weights; `version` in the query. Gives its name, and a directory for a client on this host."""
+        return await self.weights.begin(self._pusher(request), self._number(request, "version"))
+
+    async def write(self, request: Request) -> dict[str, Any]:
+        """The body is a piece of a part (safetensors); `push`, `part` and `offset` in bytes are in the query."""
+        push, part = request.query_params.get("push", ""), self._number(request, "part")
+        offset = self._number(request, "offset")
+        await self.weights.write(self._pusher(request), push, part, offset, await request.body())
+        return {}
+
+    async def take(self, request: Request) -> dict[str, Any]:
+        """A part is complete; `push`, `part` and its `digest` (sha256) are in the query."""
+        push, digest = request.query_params.get("push", ""), request.query_params.get("digest", "")
+        await self.weights.take(self._pusher(request), push, self._number(request, "part"), digest)
+        return {}
+
+    async def commit(self, request: Request) -> dict[str, Any]:
+        """All parts were sent: serve them."""
+        return {"new": await self.weights.commit(self._pusher(request), request.query_params.get("push", ""))}
+
+    async def withdraw(self, request: Request) -> dict[str, Any]:
+        """Serve nothing until the next push (`reason`); or, with `push`, only throw that unfinished push away."""
+        session, push = self._pusher(request), request.query_params.get("push", "")
+        if push:
+            async with self.weights.own(session, push):
+                self.weights.discard()
+            return {}
+        reason = request.query_params.get("reason", "")
+        if not reason:
+            raise ConfigConflictError("withdrawing weights: the query gives no reason. Send one.")
+        self.weights.withdraw(reason[:200])
+        return {}
+
+    def _pusher(self, request: Request) -> str:
+        session = self._session(request)
+        self.lease.claim(session)
+        return session

@@ -1,0 +1,60 @@
+"""Full weights under the trainer: a model without PEFT, and adapters whose start rewrites the base."""
+
+import json
+
+import pytest
+import torch
+from kinds import lora
+from peft import get_peft_model
+from test_training import lines, make
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qlora_rl import AdapterRefusedError, ConfigConflictError, prepare_base
+
+
+def test_a_model_without_peft_is_trained_itself_and_every_push_is_proven(model_dir, tmp_path):
+    """bf16 in the engine, float32 master weights in the trainer; `adapter_dtype` is theirs."""
+    base = prepare_base(model_dir, quant="none")
+    with make(base, tmp_path, peft_config=None, sync="weights", canary_every=1, learning_rate=1e-4) as trainer:
+        before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+        assert all(p.requires_grad and p.dtype == torch.float32 for p in trainer.model.parameters())
+        trainer.train()
+        moved = [n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])]
+        assert len(moved) == len(before)
+        trainer.bridge.sync_weights()
+        trainer.bridge.strategy.verify()  # every weight in vLLM is the trainer's, rounded once
+        trained = {n: p.detach().to(torch.bfloat16) for n, p in trainer.model.named_parameters()}
+    assert all(
+        row["mode"] == "weights" and row["canary_difference"] is not None for row in lines(tmp_path, "sync.jsonl")
+    )
+    assert json.loads((tmp_path / "config.json").read_text())["lora"] == {}
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert all(torch.equal(p, trained[n]) for n, p in saved.named_parameters())
+    AutoTokenizer.from_pretrained(tmp_path / "model")
+
+
+def test_a_4_bit_base_itself_cannot_be_trained_and_a_bare_model_must_be_meant(base, model_dir, tmp_path):
+    with pytest.raises(ConfigConflictError, match="cannot be trained itself"):
+        make(base, tmp_path / "1", peft_config=None, sync="weights")
+    plain = prepare_base(model_dir, quant="none")
+    with pytest.raises(ConfigConflictError, match="sync='weights'"):
+        make(plain, tmp_path / "2", peft_config=None)
+    with pytest.raises(ConfigConflictError, match="share_base"):
+        make(plain, tmp_path / "3", peft_config=None, sync="weights", share_base=True)
+    with pytest.raises(ConfigConflictError, match="gpu_memory"):
+        make(plain, tmp_path / "4", peft_config=None, sync="weights", gpu_memory=8.0)
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
+def test_a_start_that_rewrites_the_base_is_refused_and_the_way_that_the_error_names_works(model_dir, tmp_path, start):
+    with pytest.raises(AdapterRefusedError, match="make the PeftModel from a transformers model object"):
+        make(prepare_base(model_dir), tmp_path / "refused", peft_config=lora(init_lora_weights=start))
+    if start != "pissa":
+        return
+    plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
+    model = get_peft_model(plain, lora(init_lora_weights=start))
+    with make(None, tmp_path / "works", model=model, peft_config=None, canary_every=1) as trainer:
+        trainer.train()
+        assert trainer.plan.strategy == "weights"
+        assert trainer.admission.is_proven
+    assert all(row["canary_difference"] is not None for row in lines(tmp_path / "works", "sync.jsonl"))
