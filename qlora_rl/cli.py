@@ -115,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_serve(commands)
 
+    _add_bench(commands)
+
     judge = commands.add_parser("judge", help="can this adapter travel alone? and why not?")
     judge.add_argument("adapter", type=Path, help="directory that PEFT's save_pretrained has written")
     judge.add_argument("--base", type=Path, help="the model or prepared base that it is meant for")
@@ -127,6 +129,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.set_defaults(run=_report)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="what it costs here, against vLLM as it comes; both sides in one run")
+    bench.add_argument("what", choices=["rollout"], help="rollout: tokens per second, with an adapter that serves")
+    bench.add_argument("--size", choices=["demo", "0.1b", "0.4b"], default="demo", help="(default: %(default)s)")
+    bench.add_argument("--against", choices=["stock"], default="stock", help="vLLM, its plugin, its own way with LoRA")
+    bench.add_argument(
+        "--batch", type=int, nargs="+", default=[16, 64], metavar="B", help="prompts at once (default: 16 64)"
+    )
+    bench.add_argument(
+        "--mode",
+        choices=["nf4", "baked", "auto"],
+        nargs="+",
+        default=["nf4", "baked"],
+        help="of the engine (default: nf4 baked)",
+    )
+    bench.add_argument(
+        "--minutes", type=float, default=4.0, metavar="M", help="for measuring, besides start-up (default: %(default)s)"
+    )
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, beside those of other sizes")
+    bench.set_defaults(run=_bench)
 
 
 def _add_serve(commands: Any) -> None:
@@ -362,6 +386,19 @@ def _tell(arguments: argparse.Namespace, found: dict[str, object], text: str, co
     else:
         print(text, file=sys.stderr if code == 2 else sys.stdout)
     return code
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from qlora_rl.demo.job import quieten
+
+    quieten()
+    from qlora_rl.bench.rollout import bench_rollout
+    from qlora_rl.bench.rounds import add_to
+
+    result = bench_rollout(arguments.size, batches=arguments.batch, modes=arguments.mode, minutes=arguments.minutes)
+    if arguments.json is not None:
+        add_to(arguments.json, arguments.size, result)
+    return 0
 
 
 def _serve(arguments: argparse.Namespace) -> int:
