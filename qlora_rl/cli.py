@@ -146,6 +146,7 @@ def _add_bench(commands: Any) -> None:
         default=["nf4", "baked"],
         help="of the engine (default: nf4 baked)",
     )
+    bench.add_argument("--tokens", type=int, default=32, metavar="T", help="of a completion (default: %(default)s)")
     bench.add_argument(
         "--minutes", type=float, default=4.0, metavar="M", help="for measuring, besides start-up (default: %(default)s)"
     )
@@ -395,9 +396,15 @@ def _bench(arguments: argparse.Namespace) -> int:
     from qlora_rl.bench.rollout import bench_rollout
     from qlora_rl.bench.rounds import add_to
 
-    result = bench_rollout(arguments.size, batches=arguments.batch, modes=arguments.mode, minutes=arguments.minutes)
+    results = bench_rollout(
+        arguments.size,
+        batches=arguments.batch,
+        modes=arguments.mode,
+        tokens=arguments.tokens,
+        minutes=arguments.minutes,
+    )
     if arguments.json is not None:
-        add_to(arguments.json, arguments.size, result)
+        add_to(arguments.json, results)
     return 0
 
 

@@ -40,7 +40,7 @@ def bench_rollout(
         with_bf16: also vLLM on the 16-bit model without an adapter, which is what there is to reach.
 
     Returns:
-        `ours`, `against`, `ratio` in tokens per second by batch and mode, under commit, versions and machine.
+        For each batch: `ours`, `against` (tokens per second) and `ratio` by mode, under commit, versions and machine.
     """
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
@@ -62,24 +62,25 @@ def bench_rollout(
         for batch in batches:
             sides = {name: _drawer(engine, batch, tokens) for name, engine in engines.items()}
             speeds = in_turns(sides, 60 * minutes / len(batches))
-            found[str(batch)] = {mode: compare(speeds[mode], speeds["stock"]) for mode in modes}
+            rows = {mode: compare(speeds[mode], speeds["stock"]) for mode in modes}
             if with_bf16:
-                found[str(batch)]["bf16"] = compare(speeds["bf16"], speeds["stock"])
+                rows["bf16"] = compare(speeds["bf16"], speeds["stock"])
                 for mode in modes:
-                    found[str(batch)][mode]["of_bf16"] = compare(speeds[mode], speeds["bf16"])["ratio"]
-            say(table(batch, found[str(batch)]))
-        return described(
-            {
+                    rows[mode]["of_bf16"] = compare(speeds[mode], speeds["bf16"])["ratio"]
+            say(table(batch, rows))
+            facts = {
                 "size": size,
                 "shape": vars(SIZES[size]),
+                "batch": batch,
                 "rank": RANK,
                 "prompt_tokens": PROMPT,
                 "completion_tokens": tokens,
                 "unit": "tokens/s",
                 "engines": notes,
-                "batches": found,
+                "modes": rows,
             }
-        )
+            found[f"{size}, batch {batch}"] = described(facts)
+    return found
 
 
 def table(batch: int, rows: dict[str, Any]) -> str:

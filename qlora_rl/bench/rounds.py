@@ -59,8 +59,8 @@ def described(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def add_to(path: Path, key: str, result: Mapping[str, Any]) -> None:
-    """Write a result into a JSON file of several, under its key; the others stay."""
+def add_to(path: Path, results: Mapping[str, Any]) -> None:
+    """Write results into a JSON file of several, under their keys; the others stay."""
     held = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**held, key: result}, indent=1) + "\n")
+    path.write_text(json.dumps(dict(sorted({**held, **results}.items())), indent=1) + "\n")

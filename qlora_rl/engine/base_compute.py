@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -75,8 +76,8 @@ def install(
         runner: vLLM's.
         wish: one of `MODES`.
         rows: sequences that are drawn at once.
-        planned_gib: what the whole run will hold at its peak, without copies; by default what is in use now.
-        limit_gib: what it may hold; by default the memory of the machine.
+        planned_gib: what the whole run will hold at its peak, without copies; by default what this process holds now.
+        limit_gib: what it may hold; by default what others leave of the machine's memory.
     """
     if wish == "vllm":
         return BaseCompute(reason="asked for"), []
@@ -95,12 +96,12 @@ def install(
     base, reason, seconds = wish, "asked for", {}
     if wish == "auto":
         seconds = _measure(linears, layers, min(rows, MEASURED_ROWS))
-        total, used = _machine_gib()
+        held, limit = _held_and_limit(planned_gib, limit_gib)
         base, reason = choose(
             seconds,
             baked_gib=sum(2 * linear.shape[0] * linear.shape[1] for linear in linears) / GIB,
-            planned_gib=used if planned_gib is None else planned_gib,
-            limit_gib=total if limit_gib is None else limit_gib,
+            planned_gib=held,
+            limit_gib=limit,
         )
     nbytes = 0
     if base != "vllm":
@@ -182,6 +183,14 @@ def _seconds(
             product(layer, x)
             found.append(time.perf_counter() - started)
     return statistics.median(found[len(few) :])  # the first round warms up
+
+
+def _held_and_limit(planned_gib: float | None, limit_gib: float | None) -> tuple[float, float]:
+    """GiB that will be held without copies, and that may be; without a limit the machine's, and what others hold on it."""
+    total, used = _machine_gib()
+    own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
+    held = own if planned_gib is None else max(planned_gib, own)
+    return (max(used - own, 0.0) + held, total) if limit_gib is None else (held, limit_gib)
 
 
 def _machine_gib() -> tuple[float, float]:

@@ -59,8 +59,8 @@ class LocalEngine:
         base_compute: what linears multiply with on the CPU: "nf4", the codes, decoded slice by slice; "baked", 16-bit copies
             that are kept beside them (four times their memory); "auto", what is fastest here and leaves a fifth of the memory
             free; "vllm", its own way, for the adapter too. The attribute of this name says what it came to.
-        planned_memory_gib: for "auto": what the run will hold at its peak; by default what is in use on the machine.
-        memory_limit_gib: for "auto": what it may hold; by default what the machine has.
+        planned_memory_gib: for "auto": what the run will hold at its peak; by default what this process holds then.
+        memory_limit_gib: for "auto": what it may hold; by default what others leave of the machine.
         repair_scales: write the exact scales into vLLM when it has loaded (`repair_base`).
         vllm_options: further arguments of `vllm.LLM`.
 

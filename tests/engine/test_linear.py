@@ -12,6 +12,7 @@ from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.linear import AdapterProducts
 from qlora_rl.engine.sampling import sampling_params
+from qlora_rl.errors import ConfigConflictError
 from qlora_rl.sync.in_place import InPlaceTransport
 
 
@@ -127,3 +128,34 @@ def test_every_way_to_multiply_is_as_near_to_the_exact_policy_as_vllms_own(
     for way in ("nf4", "baked"):  # 240 logprobs; roundings fall differently, by chance
         assert far[way].mean() < 1.25 * floor, far
         assert far[way].max() < 2 * far["vllm"].max(), far
+
+
+def test_auto_measures_and_says_what_it_chose_and_why(base):
+    options = OPTIONS | {"max_lora_rank": 8, "base_compute": "auto"}
+    with LocalEngine(base, **options, planned_memory_gib=1.0, memory_limit_gib=1.0) as engine:
+        found = engine.base_compute
+        assert set(found.seconds) == {"vllm", "nf4", "baked"}
+        assert min(found.seconds.values()) > 0
+        assert found.base in ("vllm", "nf4")  # copies would leave nothing free
+        assert found.baked_bytes == 0
+        assert "ms" in found.reason
+        held = engine.generate([[40, 41, 42]], max_tokens=4, temperature=0.0)
+    with LocalEngine(base, **OPTIONS | {"max_lora_rank": 8}) as engine:
+        assert (engine.base_compute.base, engine.base_compute.adapter) == ("nf4", "direct")
+        assert engine.generate([[40, 41, 42]], max_tokens=4, temperature=0.0).completion_ids == held.completion_ids
+
+
+def test_an_unknown_way_is_refused_before_vllm_starts(base):
+    with pytest.raises(ConfigConflictError, match="base_compute='int8' is not one of"):
+        LocalEngine(base, base_compute="int8")
+
+
+def test_baked_copies_follow_repaired_scales(tmp_path):
+    """A double-quantised base whose scales vLLM's loader has rounded."""
+    base = prepare_base(make_model(tmp_path / "model"), out=tmp_path / "base")
+    with LocalEngine(base, **OPTIONS | {"max_lora_rank": 0}, base_compute="baked", repair_scales=False) as late:
+        before = late.score(LONGER)
+        assert late.repair_base()
+        after = late.score(LONGER)
+    with LocalEngine(base, **OPTIONS | {"max_lora_rank": 0}, base_compute="baked") as early:
+        assert early.score(LONGER) == after != before

@@ -8,11 +8,11 @@ from qlora_rl.bench.rounds import add_to
 
 def test_a_rollout_is_measured_on_both_sides(tmp_path):
     said = []
-    result = bench_rollout("demo", batches=(2,), modes=("nf4", "baked"), tokens=4, minutes=0.0, say=said.append)
-    add_to(tmp_path / "rollout.json", "demo", result)
-    held = json.loads((tmp_path / "rollout.json").read_text())["demo"]
+    results = bench_rollout("demo", batches=(2,), modes=("nf4", "baked"), tokens=4, minutes=0.0, say=said.append)
+    add_to(tmp_path / "rollout.json", results)
+    held = json.loads((tmp_path / "rollout.json").read_text())["demo, batch 2"]
     assert all((held["commit"], held["versions"]["torch"], held["machine"]["cpu_cores"]))
-    rows = held["batches"]["2"]
+    rows = held["modes"]
     assert set(rows) == {"nf4", "baked", "bf16"}
     for row in rows.values():
         assert min(row["ours"], row["against"], row["ratio"]) > 0

@@ -129,3 +129,14 @@ def test_a_run_that_cannot_be_planned_says_why_and_goes_on(make_trainer, monkeyp
     assert trainer.memory.as_dict() == {"reason": "ConfigConflictError: no such shape"}
     with pytest.raises(ConfigConflictError, match="no such shape"):
         make_trainer(gpu_memory=2.0)
+
+
+def test_an_engine_that_chooses_how_to_multiply_is_told_what_the_run_will_hold(make_trainer, config, colocate):
+    """Baked copies are made only where the ledger leaves room for them."""
+    trainer = make_trainer(rollout="colocate", gpu_memory=2.0, engine_options={"base_compute": "auto"})
+    asked, ledger = colocate[-1], trainer.memory.ledger
+    assert asked["base_compute"] == "auto"
+    assert asked["planned_memory_gib"] == ledger.peak_bytes / GIB
+    assert asked["memory_limit_gib"] == 2.0
+    make_trainer(rollout="colocate", gpu_memory=2.0, args=config(output_dir=config().output_dir + "-2"))
+    assert "planned_memory_gib" not in colocate[-1]

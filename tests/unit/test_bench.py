@@ -32,7 +32,7 @@ def test_the_ratio_is_that_of_the_rounds():
 
 def test_results_of_other_sizes_stay_in_the_file(tmp_path):
     file = tmp_path / "results" / "rollout.json"
-    add_to(file, "demo", {"ratio": 1})
-    add_to(file, "0.4b", {"ratio": 2})
-    add_to(file, "demo", {"ratio": 3})
+    add_to(file, {"demo": {"ratio": 1}})
+    add_to(file, {"0.4b": {"ratio": 2}})
+    add_to(file, {"demo": {"ratio": 3}})
     assert json.loads(file.read_text()) == {"demo": {"ratio": 3}, "0.4b": {"ratio": 2}}
