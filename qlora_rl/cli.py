@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl import __version__
-from qlora_rl.errors import QloraRLError
+from qlora_rl.errors import ConfigConflictError, QloraRLError
 
 INTERRUPTED = 130
 VERDICTS = {"adapter": 0, "full_weights": 3, "refuse": 4}
@@ -133,9 +133,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="what it costs here, against vLLM as it comes; both sides in one run")
-    bench.add_argument("what", choices=["rollout"], help="rollout: tokens per second, with an adapter that serves")
+    bench.add_argument("what", choices=["rollout", "sync"], help="tokens per second with an adapter; seconds of a push")
     bench.add_argument("--size", choices=["demo", "0.1b", "0.4b"], default="demo", help="(default: %(default)s)")
-    bench.add_argument("--against", choices=["stock"], default="stock", help="vLLM, its plugin, its own way with LoRA")
+    bench.add_argument(
+        "--against",
+        choices=["stock", "trl"],
+        help="stock: vLLM, its plugin, its own way with LoRA (rollout); trl: its merge (sync)",
+    )
     bench.add_argument(
         "--batch", type=int, nargs="+", default=[16, 64], metavar="B", help="prompts at once (default: 16 64)"
     )
@@ -393,8 +397,24 @@ def _bench(arguments: argparse.Namespace) -> int:
     from qlora_rl.demo.job import quieten
 
     quieten()
-    from qlora_rl.bench.rollout import bench_rollout
     from qlora_rl.bench.rounds import add_to
+
+    other = {"rollout": "stock", "sync": "trl"}[arguments.what]
+    if arguments.against not in (None, other):
+        raise ConfigConflictError(
+            f"measuring: bench {arguments.what} --against {arguments.against} is not there. Use --against {other}."
+        )
+    if arguments.what == "sync":
+        import json
+
+        from qlora_rl.bench.sync import bench_sync
+
+        found = bench_sync(arguments.size)
+        print(json.dumps({"seconds": found["seconds"], "ratio": found["ratio"]}, indent=1))
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
+    from qlora_rl.bench.rollout import bench_rollout
 
     results = bench_rollout(
         arguments.size,

@@ -11,11 +11,23 @@ Letters: T tokens of a step, I and O in- and out-features, R rank of the slots, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 Groups = list[tuple[int, torch.Tensor | None]]
+
+
+@dataclass
+class Place:
+    """Views of one slot of a linear: A [R, I] of its parts, or one of all of them joined; B [R, O] and R of each part."""
+
+    a_stacked: tuple[torch.Tensor, ...]
+    b_stacked: tuple[torch.Tensor, ...]
+    a: list[torch.Tensor]
+    b: list[torch.Tensor]
+    ranks: list[int]
 
 
 class AdapterProducts:
@@ -31,6 +43,8 @@ class AdapterProducts:
         self._tokens = 0
         # By the identity of the tuple that vLLM hands in, which is kept here, so that none can be taken for another.
         self._joined: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
+
+        self._places: dict[tuple[int, int], Place] = {}
 
     def note(self, slots_T: torch.Tensor) -> None:
         """What adapter the tokens of the next steps have: their slots, -1 for none."""
@@ -77,16 +91,27 @@ class AdapterProducts:
         sizes: Sequence[int],
         slot: int,
     ) -> None:
+        place = self._places.get((id(a_stacked), slot))
+        if place is None or place.a_stacked is not a_stacked or place.b_stacked is not b_stacked:
+            place = self._places[id(a_stacked), slot] = self._find(a_stacked, b_stacked, slot)
+        lows = [torch.nn.functional.linear(x, a) for a in place.a]
+        if len(lows) < len(sizes):
+            lows = lows[0].split(place.ranks, dim=1)
+        if len(sizes) == 1:
+            y.addmm_(lows[0], place.b[0], alpha=scale)
+            return
+        for part, low, b in zip(y.split(sizes, dim=1), lows, place.b, strict=True):
+            part.addmm_(low, b, alpha=scale)
+
+    def _find(self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int) -> Place:
         held = self._joined.get(id(a_stacked))
-        if held is None:
-            lows = [torch.nn.functional.linear(x, a[slot, 0]) for a in a_stacked]
-        else:
-            low = torch.nn.functional.linear(x, held[1][slot, 0])
-            lows = low.split([a.shape[2] for a in a_stacked], dim=1)
-        start = 0
-        for low, b, size in zip(lows, b_stacked, sizes, strict=True):
-            y[:, start : start + size].addmm_(low, b[slot, 0].t(), alpha=scale)
-            start += size
+        return Place(
+            a_stacked,
+            b_stacked,
+            [a[slot, 0] for a in a_stacked] if held is None else [held[1][slot, 0]],
+            [b[slot, 0].t() for b in b_stacked],
+            [a.shape[2] for a in a_stacked],
+        )
 
 
 def group(slots_T: torch.Tensor) -> Groups:
