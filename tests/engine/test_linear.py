@@ -6,8 +6,18 @@ from kinds import lora
 from pair import OPTIONS, SEQUENCES, Pair
 from peft import get_peft_model
 from support import MATRIX, make_model, randomise
+from test_training import lines, make
 
-from qlora_rl import AdapterSync, LocalEngine, bake_base, export_adapter, load_base, prepare_base
+from qlora_rl import (
+    AdapterSync,
+    LocalEngine,
+    bake_base,
+    compare,
+    export_adapter,
+    fingerprint_base,
+    load_base,
+    prepare_base,
+)
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.linear import AdapterProducts
@@ -159,3 +169,16 @@ def test_baked_copies_follow_repaired_scales(tmp_path):
         after = late.score(LONGER)
     with LocalEngine(base, **OPTIONS | {"max_lora_rank": 0}, base_compute="baked") as early:
         assert early.score(LONGER) == after != before
+
+
+def test_a_training_on_one_base_with_a_baked_engine_is_proven_at_every_push(base, tmp_path):
+    with make(base, tmp_path, max_steps=6, engine_options={"base_compute": "baked"}) as trainer:
+        assert trainer.engine.base_compute.base == "baked"
+        trainer.train()
+        threshold = trainer.bridge.strategy.canary.threshold
+        assert compare(fingerprint_base(trainer.model), trainer.engine.describe_base()).state == "equal"
+    pushes = lines(tmp_path, "sync.jsonl")
+    scored = [p["canary_difference"] for p in pushes if p["canary_difference"] is not None]
+    assert len(pushes) == 6
+    assert max(scored) < threshold
+    assert max(m["mismatch_kl"] for m in lines(tmp_path)) < 0.015
