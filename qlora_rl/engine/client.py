@@ -464,7 +464,7 @@ class ServerEngine:
         try:
             self._start, self._version = found.start, 0
             about = self._ask("GET", "/state")
-            if is_in_doubt and about["takes_dense"]:  # weights may lie over the base
+            if is_in_doubt and about.get("takes_dense"):  # weights may lie over the base
                 self._ask("DELETE", "/adapter")
             if about["base"] != self._base or self.describe_base().digest != self._base:
                 raise BaseMismatchError(
@@ -475,7 +475,7 @@ class ServerEngine:
             self._incarnation += 1
             if self._pushed is not None:
                 self.load_packed(*self._pushed)
-            elif self._about["takes_dense"] and (self._dense or is_in_doubt):
+            elif self._dense or (is_in_doubt and about.get("takes_dense")):
                 lost = f"weights version={self._dense}" if self._dense else "the newest weights"
                 self._withdrawn = f"{lost} were lost: the server {why}"
             elif self._serves == (0, "") and self._version != 0:  # a push without an answer did arrive

@@ -166,6 +166,75 @@ def holds_adapters(llm: LLM, ids: Sequence[int]) -> bool:
     return manager is not None and set(ids) <= set(manager.lora_index_to_id)
 
 
+def multiply_adapters_directly(runner: Any) -> str:
+    """Have `linear.AdapterProducts` multiply the adapters of a model runner; empty, or why it stays with vLLM's own way.
+
+    vLLM's CPU wrapper gathers A and B for every token, and takes the last slot's adapter for tokens that have none when others
+    of the step have one. Remove when `PunicaWrapperCPU` does neither.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    from qlora_rl.engine.linear import AdapterProducts
+
+    manager = getattr(getattr(runner, "lora_manager", None), "_adapter_manager", None)
+    if manager is None:
+        return "the engine takes no adapters"
+    if not runner.vllm_config.model_config.enforce_eager:
+        return "enforce_eager is off: the compiled graph holds vLLM's own way"
+    products: dict[int, AdapterProducts] = {}
+    for layer in manager.modules.values():
+        wrapper = getattr(layer, "punica_wrapper", None)
+        if type(wrapper) is not PunicaWrapperCPU:
+            continue
+        if isinstance(wrapper.add_lora_linear, AdapterProducts):
+            products.setdefault(id(wrapper), wrapper.add_lora_linear)
+        else:
+            products[id(wrapper)] = _follow(wrapper, AdapterProducts(wrapper.add_lora_linear))
+        if isinstance(layer.lora_a_stacked, tuple) and len(layer.lora_a_stacked) > 1:
+            layer.lora_a_stacked = products[id(wrapper)].join(layer.lora_a_stacked)
+    return "" if products else "vLLM's kernels for this device need no help"
+
+
+def bitsandbytes_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Layers on the CPU whose `quant_method` is one of their own and multiplies with 4-bit codes, by name."""
+    found = {
+        name: layer
+        for name, layer in model.named_modules()
+        if getattr(layer, "quant_method", None) is not None
+        and "weight" in layer._parameters
+        and hasattr(layer.weight, "bnb_quant_state")
+        and layer.weight.device.type == "cpu"
+    }
+    methods = [id(layer.quant_method) for layer in found.values()]
+    return {name: layer for name, layer in found.items() if methods.count(id(layer.quant_method)) == 1}
+
+
+def pack_as_vllm(weight_OI: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The product with a 16-bit weight as vLLM's CPU backend makes it for an unquantised linear; it keeps its own copy.
+
+    A private function that moves between releases: without it, torch's own product. Remove when vLLM names it.
+    """
+    try:
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    except ImportError:
+        return lambda x: torch.nn.functional.linear(x, weight_OI)
+    holder: Any = torch.nn.Module()
+    holder.weight = torch.nn.Parameter(weight_OI, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(holder, remove_weight=True)
+    return lambda x: holder.cpu_linear(x, holder.weight, None)
+
+
+def _follow(wrapper: Any, products: Any) -> Any:
+    update = wrapper.update_metadata
+
+    def update_and_note(*arguments: Any, **more: Any) -> None:
+        update(*arguments, **more)
+        products.note(wrapper.token_lora_indices)
+
+    wrapper.update_metadata, wrapper.add_lora_linear = update_and_note, products
+    return products
+
+
 def _adapter_manager(llm: LLM) -> Any:
     executor = getattr(llm.llm_engine, "model_executor", None)
     runner = getattr(getattr(executor, "driver_worker", None), "model_runner", None)

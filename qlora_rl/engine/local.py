@@ -15,6 +15,7 @@ import torch
 from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.adapters import Adapters
+from qlora_rl.engine.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.dense import DenseWeights
 from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
 from qlora_rl.engine.options import start_options
@@ -55,6 +56,11 @@ class LocalEngine:
         model_impl: vLLM's own model code ("vllm"), transformers' ("transformers"), or "auto".
         trust_remote_code: let the model's own code run.
         seed: of the engine; requests carry their own.
+        base_compute: what linears multiply with on the CPU: "nf4", the codes, decoded slice by slice; "baked", 16-bit copies
+            that are kept beside them (four times their memory); "auto", what is fastest here and leaves a fifth of the memory
+            free; "vllm", its own way, for the adapter too. The attribute of this name says what it came to.
+        planned_memory_gib: for "auto": what the run will hold at its peak; by default what this process holds then.
+        memory_limit_gib: for "auto": what it may hold; by default what others leave of the machine.
         repair_scales: write the exact scales into vLLM when it has loaded (`repair_base`).
         vllm_options: further arguments of `vllm.LLM`.
 
@@ -80,9 +86,13 @@ class LocalEngine:
         model_impl: str = "auto",
         trust_remote_code: bool = False,
         seed: int = 0,
+        base_compute: str = "nf4",
+        planned_memory_gib: float | None = None,
+        memory_limit_gib: float | None = None,
         repair_scales: bool = True,
         **vllm_options: Any,
     ):
+        check_wish(base_compute)
         self.base = Path(base)
         self.max_lora_rank = rank_class(max_lora_rank) if max_lora_rank else 0
         self._enable_sleep = enable_sleep
@@ -116,6 +126,12 @@ class LocalEngine:
             start.max_model_length,
         )
         self._is_4bit = start.is_4bit
+        self._base_compute = {
+            "wish": base_compute,
+            "rows": max_num_seqs,
+            "planned_gib": planned_memory_gib,
+            "limit_gib": memory_limit_gib,
+        }
         self._repair_scales = start.is_4bit and repair_scales
         self._build()
 
@@ -369,6 +385,10 @@ class LocalEngine:
         try:
             if self._repair_scales:
                 self._repair()
+            self.base_compute = BaseCompute(
+                **self._llm.collective_rpc("qlora_multiply_directly", kwargs=self._base_compute)[0]
+            )
+            logger.info("%s", self.base_compute)
             if self.borrowers.alive():  # rebuilt: they must not go on with the old tensors
                 self.borrowers.point_to(self._llm.collective_rpc("qlora_lend_base")[0])
         except BaseException:

@@ -137,12 +137,15 @@ class _Server:
     async def prepare(self, app: Any, engine: Any) -> None:
         """Repair the scales, ask for the base, add our routes, and close the gate around everything."""
         from qlora_rl.contracts import BaseFingerprint
+        from qlora_rl.engine.base_compute import BaseCompute
         from qlora_rl.engine.policy import ServedPolicy
         from qlora_rl.engine.routes import PREFIX, Api, Lease
         from qlora_rl.engine.weights import ServedWeights, Shutter
 
         await engine.collective_rpc("qlora_end_with_server", args=(os.getpid(),))
         repaired = (await engine.collective_rpc("qlora_repair_scales"))[0] if self.start.is_4bit else {}
+        compute = await engine.collective_rpc("qlora_multiply_directly", kwargs={"wish": "nf4", "rows": 1})
+        logger.info("%s", BaseCompute(**compute[0]))
         found = BaseFingerprint.from_dict((await engine.collective_rpc("qlora_describe_base"))[0])
         rank = self.start.max_lora_rank
         sizes = (await engine.collective_rpc("qlora_adapter_sizes"))[0] if rank else {}

@@ -21,6 +21,7 @@ from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, f
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 from qlora_rl.engine import compat
+from qlora_rl.engine.base_compute import install
 from qlora_rl.engine.stage import read_parts
 
 
@@ -85,7 +86,15 @@ class BaseExtension:
                 continue
             repaired[name] = float(((held - exact).abs() / exact.abs().clamp_min(1e-30)).max())
             state.absmax.copy_(exact.reshape(state.absmax.shape))
+        if repaired:
+            for linear in getattr(self, "qlora_decoded", ()):
+                linear.refresh()
         return repaired
+
+    def qlora_multiply_directly(self, wish: str, **facts: Any) -> dict[str, Any]:
+        """Replace what is slow in vLLM's linears on this device; see `base_compute.install`."""
+        done, self.qlora_decoded = install(self.model_runner, wish, **facts)
+        return done.as_dict()
 
     def qlora_lend_base(self) -> Lending:
         """The base as vLLM's own tensors, fused ones as views of their shards; nothing is copied."""

@@ -79,6 +79,7 @@ class MemoryBudget:
         self.is_limit = limit is not None
         is_set = any(name in (engine_options or {}) for name in _CACHE_OPTIONS)
         is_set |= args.vllm_gpu_memory_utilization != type(args).vllm_gpu_memory_utilization
+        self._asks_for_room = has_engine and options.get("base_compute") == "auto"
         self._sizes_cache = has_engine and self.is_limit and not is_set
         try:
             self.ledger = _plan(
@@ -115,10 +116,18 @@ class MemoryBudget:
             )
 
     def engine_options(self) -> dict[str, Any]:
-        """The size of the KV cache, where a limit is known and nothing else says it: what the optimizer step leaves."""
-        if self.ledger is None or not self._sizes_cache:
+        """The size of the KV cache, where a limit is known and nothing else says it: what the optimizer step leaves.
+
+        And for `base_compute="auto"` the peak of the run, and its limit.
+        """
+        if self.ledger is None:
             return {}
-        return {"kv_cache_gib": self.ledger.cache_gib}
+        found: dict[str, Any] = {"kv_cache_gib": self.ledger.cache_gib} if self._sizes_cache else {}
+        if self._asks_for_room:
+            found["planned_memory_gib"] = self.ledger.peak_bytes / GIB
+            if self.ledger.request.gpu_memory_gib is not None:
+                found["memory_limit_gib"] = self.ledger.request.gpu_memory_gib
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """For the run directory."""

@@ -169,3 +169,14 @@ def test_the_plan_of_a_dora_run_holds_the_baked_base_beside_the_4_bit_one(make_t
         )
     assert "base, engine" in str(caught.value)
     assert "baked" in str(caught.value)
+
+
+def test_an_engine_that_chooses_how_to_multiply_is_told_what_the_run_will_hold(make_trainer, config, colocate):
+    """Baked copies are made only where the ledger leaves room for them."""
+    trainer = make_trainer(rollout="colocate", gpu_memory=2.0, engine_options={"base_compute": "auto"})
+    asked, ledger = colocate[-1], trainer.memory.ledger
+    assert asked["base_compute"] == "auto"
+    assert asked["planned_memory_gib"] == ledger.peak_bytes / GIB
+    assert asked["memory_limit_gib"] == 2.0
+    make_trainer(rollout="colocate", gpu_memory=2.0, args=config(output_dir=config().output_dir + "-2"))
+    assert "planned_memory_gib" not in colocate[-1]

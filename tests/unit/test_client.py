@@ -169,7 +169,7 @@ def test_what_was_withdrawn_is_not_asked_until_the_next_push(engine, server):
     engine.withdraw_adapter("version 4 was not proven")
     server.asked.clear()
     for ask in (engine.generate, engine.score):
-        with pytest.raises(errors.EngineBrokenError, match=r"version 4 was not proven\. Push the adapter again"):
+        with pytest.raises(errors.EngineBrokenError, match=r"version 4 was not proven\. Push again"):
             ask([[1, 2]])
     server.answers = [httpx.Response(500, text="boom")]
     with pytest.raises(errors.EngineBrokenError):
@@ -235,8 +235,21 @@ def test_full_weights_that_a_restarted_server_has_lost_are_never_silently_the_ba
     assert engine.holds_dense
     server.start, server.version = "two", 0
     for use in (lambda: engine.generate([[1, 2]], max_tokens=1), lambda: engine.score([[1, 2]])):
-        with pytest.raises(errors.EngineBrokenError, match="version=3 were lost when the server was started anew"):
+        with pytest.raises(errors.EngineBrokenError, match="version=3 were lost: the server was started anew"):
             use()
     assert not engine.holds_dense
     assert server.asked[0] == ("POST", "/generate")
     assert len([path for _, path in server.asked if path == "/generate"]) == 1  # the new server was not asked
+
+
+def test_full_weights_without_an_answer_are_taken_back_before_anything_is_proven(engine, server):
+    """They may have arrived: then what the server holds is not the base."""
+    server.about |= {"base": BaseFingerprint({}).digest, "takes_dense": True}
+    engine._base, engine.wait_s = server.about["base"], 0.0
+    server.answers = [None]
+    with pytest.raises(errors.EngineBrokenError):
+        engine.load_dense([], 1)
+    server.asked.clear()
+    with pytest.raises(errors.EngineBrokenError, match="the newest weights were lost: the server is in doubt"):
+        engine.generate([[1, 2]], max_tokens=1)
+    assert server.asked == [("POST", "/generate"), ("GET", "/state"), ("DELETE", "/adapter"), ("GET", "/base")]

@@ -1,0 +1,1 @@
+"""What things cost here, against others, both sides in one run."""

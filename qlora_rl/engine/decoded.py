@@ -1,0 +1,163 @@
+"""A 4-bit base multiplied with less work than vLLM's bitsandbytes layers do on the CPU.
+
+"nf4": the parts of a fused linear are one weight, decoded slice by slice into one buffer that stays in the processor's cache.
+"baked": the decoded weight is kept beside the codes, packed as vLLM packs a 16-bit one. Both multiply with the numbers that
+bitsandbytes decodes, bit for bit, which is checked for every weight before its layer is changed.
+
+Letters: T tokens of a step, I and O in- and out-features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qlora_rl.base.decode import Decode, decode_plainly, decoder
+
+# Weights that are decoded at a time: 4 MiB in bf16, so that the product reads them out of the cache.
+SLICE = 2**21
+
+
+@dataclass
+class Slice:
+    """Some rows of a weight: their codes and scales, views of vLLM's own."""
+
+    codes: torch.Tensor
+    absmax: torch.Tensor
+    first: int
+    rows: int
+
+
+class DecodedLinear:
+    """Takes the place of `apply` of one linear's quantisation method.
+
+    Args:
+        weight: vLLM's parameter: codes [bytes, 1], a QuantState per part.
+        buffer: bf16, of `SLICE` elements or more; every layer of the engine may have the same.
+
+    Raises:
+        ValueError: says why this weight is left to vLLM.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter, buffer: torch.Tensor) -> None:
+        states = [weight.bnb_quant_state[i] for i in range(len(weight.bnb_quant_state))]
+        self._states, self._weight, self._buffer = states, weight, buffer
+        self._offsets = weight.bnb_shard_offsets.tolist()
+        first = states[0]
+        self._columns, self.parts = int(first.shape[1]), len(states)
+        self.shape = (sum(int(state.shape[0]) for state in states), self._columns)
+        if any(state.nested for state in states):
+            raise ValueError("its scales are quantised")
+        if any(
+            (s.quant_type, s.blocksize, s.shape[1]) != (first.quant_type, first.blocksize, first.shape[1])
+            for s in states
+        ):
+            raise ValueError("its parts are quantised differently")
+        if self._columns % first.blocksize:
+            raise ValueError("its blocks of scales span rows")
+        decode = decoder(first.quant_type, first.blocksize)
+        if decode is None:
+            raise ValueError("bitsandbytes has no kernel for it")
+        self._decode: Decode = decode
+        self._packed: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._cut()
+        self._check()
+
+    def _cut(self) -> None:
+        blocksize = self._states[0].blocksize
+        rows = max(1, min(SLICE, self._buffer.numel()) // self._columns)
+        if rows * self._columns > self._buffer.numel():
+            raise ValueError("one row of it is larger than the buffer")
+        absmax, codes = _join_scales(self._states), self._weight.data.view(-1)
+        count = math.ceil(self.shape[0] / rows)
+        rows = math.ceil(self.shape[0] / count)  # of one size, as far as it goes
+        found: list[Slice] = []
+        for start in range(0, self.shape[0], rows):
+            size = min(rows, self.shape[0] - start)
+            low, high = start * self._columns, (start + size) * self._columns
+            found.append(Slice(codes[low // 2 : high // 2], absmax[low // blocksize : high // blocksize], start, size))
+        self._slices = found
+        self._held = [self._weight.data_ptr(), *(state.absmax for state in self._states)]
+
+    def _is_current(self) -> bool:
+        """Nobody has put other codes or scales in the place of those that were cut; what is written into them counts anyway."""
+        place, *scales = self._held
+        return self._weight.data_ptr() == place and all(
+            s.absmax is a for s, a in zip(self._states, scales, strict=True)
+        )
+
+    def _decoded(self, part: Slice) -> torch.Tensor:
+        out = self._buffer[: part.rows * self._columns].view(part.rows, self._columns)
+        self._decode(part.codes, part.absmax, out)
+        return out
+
+    def _check(self) -> None:
+        """Every weight must come out as bitsandbytes' own function gives it."""
+        for i, state in enumerate(self._states):
+            first = sum(int(s.shape[0]) for s in self._states[:i])
+            plain = decode_plainly(self._weight.data[self._offsets[i] : self._offsets[i + 1]], state)
+            for part in self._slices:
+                low, high = max(part.first, first), min(part.first + part.rows, first + plain.shape[0])
+                if low < high:
+                    here = self._decoded(part)[low - part.first : high - part.first]
+                    if not torch.equal(here.view(torch.int16), plain[low - first : high - first].view(torch.int16)):
+                        raise ValueError("its weights do not come out as bitsandbytes' own")
+
+    def bake(self, pack: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]) -> int:
+        """Keep the decoded weight, and multiply with that from now on.
+
+        Args:
+            pack: makes of a weight [O, I] the product with it.
+
+        Returns:
+            Bytes that are kept.
+        """
+        if not self._is_current():
+            self._cut()
+        weight = torch.empty(self.shape, dtype=torch.bfloat16)
+        for part in self._slices:
+            weight[part.first : part.first + part.rows] = self._decoded(part)
+        nbytes = weight.numel() * weight.element_size()
+        self._packed, self._pack = pack(weight), pack
+        return nbytes
+
+    def refresh(self) -> None:
+        """Make the copy anew, where there is one: the codes or scales under it have changed."""
+        if self._packed is not None:
+            self.bake(self._pack)
+
+    def unbake(self) -> None:
+        """Decode again in every product."""
+        self._packed = None
+
+    def __call__(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., I] times the weight, plus the bias; multiplied in bf16, as vLLM's layer does."""
+        flat = x.reshape(-1, self._columns).to(torch.bfloat16)
+        if self._packed is not None:
+            out = self._packed(flat)
+        else:
+            if not self._is_current():
+                self._cut()
+            out = torch.empty(flat.shape[0], self.shape[0], dtype=torch.bfloat16)
+            for part in self._slices:
+                weight = self._decoded(part)
+                torch.mm(flat, weight.t(), out=out[:, part.first : part.first + part.rows])
+        out = out.to(x.dtype).view(*x.shape[:-1], self.shape[0])
+        if bias is not None:
+            out += bias
+        return out
+
+
+def _join_scales(states: Sequence[Any]) -> torch.Tensor:
+    """One tensor of the scales of all parts, float32 [blocks]; views of it take their place."""
+    joined = torch.cat([state.absmax.flatten().float() for state in states])
+    start = 0
+    for state in states:
+        size = state.absmax.numel()
+        state.absmax = joined[start : start + size]
+        start += size
+    return joined

@@ -1,0 +1,186 @@
+"""A 4-bit weight decoded slice by slice, or kept decoded: bitsandbytes' numbers bit for bit, and never stale ones."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qlora_rl.base.quant import require_bitsandbytes
+from qlora_rl.engine import decoded
+from qlora_rl.engine.base_compute import BaseCompute, check_wish, choose
+from qlora_rl.engine.decoded import DecodedLinear
+from qlora_rl.errors import ConfigConflictError
+
+IN = 128
+LAYER = SimpleNamespace()
+
+
+def fused(sizes=(96, 32, 32), quant="nf4", blocksize=64, columns=IN, seed=0):
+    """A parameter as vLLM's plugin holds a fused linear, and its parts' own codes and states."""
+    functional = require_bitsandbytes().functional
+    generator = torch.Generator().manual_seed(seed)
+    pairs = [
+        functional.quantize_4bit(
+            torch.randn(size, columns, generator=generator).to(torch.bfloat16), blocksize=blocksize, quant_type=quant
+        )
+        for size in sizes
+    ]
+    weight = torch.nn.Parameter(torch.cat([codes for codes, _ in pairs]), requires_grad=False)
+    weight.bnb_quant_state = {i: state for i, (_, state) in enumerate(pairs)}
+    weight.bnb_shard_offsets = torch.tensor([0, *torch.tensor([len(codes) for codes, _ in pairs]).cumsum(0).tolist()])
+    return weight
+
+
+def plain(weight, x):
+    """What vLLM's plugin computes: one product per part."""
+    functional = require_bitsandbytes().functional
+    offsets = weight.bnb_shard_offsets.tolist()
+    parts = [
+        functional.dequantize_4bit(weight.data[offsets[i] : offsets[i + 1]], state)
+        for i, state in weight.bnb_quant_state.items()
+    ]
+    return torch.cat([x.to(torch.bfloat16) @ part.to(torch.bfloat16).t() for part in parts], dim=-1).to(x.dtype)
+
+
+def close(one, other):
+    """Both are sums of the same bf16 products, rounded once: the order of the sums may differ."""
+    return torch.allclose(one.float(), other.float(), rtol=2**-7, atol=2**-6)
+
+
+def linear_of(weight, slice_size=2**12):
+    return DecodedLinear(weight, torch.empty(slice_size, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("quant", ["nf4", "fp4"])
+@pytest.mark.parametrize("blocksize", [64, 128])
+@pytest.mark.parametrize("slice_size", [IN, 2**12, 2**20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parts_are_multiplied_as_one(quant, blocksize, slice_size, dtype):
+    weight = fused(quant=quant, blocksize=blocksize)
+    linear = linear_of(weight, slice_size)
+    for shape in ((1, IN), (5, IN), (2, 3, IN)):
+        x, bias = torch.randn(shape).to(dtype), torch.randn(160).to(dtype)
+        out = linear(LAYER, x, bias)
+        assert out.dtype == dtype
+        assert close(out, plain(weight, x) + bias)
+
+
+def test_decoded_and_baked_are_bitsandbytes_own_weights_bit_for_bit():
+    """Multiplied with the identity, a product is the weight itself."""
+    weight = fused()
+    linear, eye = linear_of(weight), torch.eye(IN, dtype=torch.bfloat16)
+    wanted = plain(weight, eye)
+    assert torch.equal(linear(LAYER, eye), wanted)
+    assert linear.bake(lambda w: lambda x: torch.nn.functional.linear(x, w)) == 2 * 160 * IN
+    assert torch.equal(linear(LAYER, eye), wanted)
+    linear.unbake()
+    assert torch.equal(linear(LAYER, eye), wanted)
+
+
+def test_joining_the_scales_changes_none_of_them():
+    weight, other = fused(), fused()
+    linear_of(weight)
+    for i, state in weight.bnb_quant_state.items():
+        assert torch.equal(state.absmax, other.bnb_quant_state[i].absmax.flatten())
+
+
+@pytest.mark.parametrize("change", ["scales in place", "other scales", "codes in place", "other codes"])
+def test_what_is_changed_in_the_base_counts_from_the_next_product_on(change):
+    weight = fused()
+    linear, eye = linear_of(weight), torch.eye(IN, dtype=torch.bfloat16)
+    before = linear(LAYER, eye)
+    state = weight.bnb_quant_state[1]
+    if change == "scales in place":
+        state.absmax.mul_(1.5)
+    elif change == "other scales":
+        state.absmax = state.absmax * 1.5
+    elif change == "codes in place":
+        weight.data[:100].bitwise_xor_(17)
+    else:
+        weight.data = weight.data.bitwise_xor(17)
+    assert not torch.equal(linear(LAYER, eye), before)
+    assert torch.equal(linear(LAYER, eye), plain(weight, eye))
+
+
+def test_a_baked_weight_follows_when_it_is_refreshed():
+    weight = fused()
+    linear, eye = linear_of(weight), torch.eye(IN, dtype=torch.bfloat16)
+    linear.bake(lambda w: lambda x: torch.nn.functional.linear(x, w))
+    weight.bnb_quant_state[0].absmax.mul_(1.25)
+    linear.refresh()
+    assert torch.equal(linear(LAYER, eye), plain(weight, eye))
+
+
+@pytest.mark.parametrize(
+    ("weight", "why"),
+    [
+        (lambda: fused(columns=96), "blocks of scales span rows"),
+        (lambda: fused(blocksize=2048, columns=2048, sizes=(4,)), "no kernel"),
+        (lambda: _nested(fused()), "scales are quantised"),
+        (lambda: _mixed(fused()), "quantised differently"),
+    ],
+)
+def test_what_cannot_be_decoded_exactly_is_left_to_vllm(weight, why):
+    with pytest.raises(ValueError, match=why):
+        linear_of(weight())
+
+
+def test_a_kernel_that_decodes_something_else_is_not_used(monkeypatch):
+    real = decoded.decoder
+
+    def off(quant_type, blocksize):
+        decode = real(quant_type, blocksize)
+
+        def wrong(codes, absmax, out):
+            decode(codes, absmax, out)
+            out[0, 0] += 1
+
+        return wrong
+
+    monkeypatch.setattr(decoded, "decoder", off)
+    with pytest.raises(ValueError, match="bitsandbytes' own"):
+        linear_of(fused())
+
+
+def _nested(weight):
+    weight.bnb_quant_state[0].nested = True
+    return weight
+
+
+def _mixed(weight):
+    weight.bnb_quant_state[0].blocksize = 128
+    return weight
+
+
+FAST = {"vllm": 3.0, "nf4": 2.0, "baked": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "baked", "planned", "limit", "way", "said"),
+    [
+        (FAST, 4, 12, 20, "baked", "leave 20% of 20.00 GiB free"),
+        (FAST, 5, 12, 20, "nf4", "leave 15% of 20.00 GiB free, less than 20%"),
+        (FAST, 50, 12, 20, "nf4", "leave 0% of"),
+        (FAST | {"vllm": 1.5}, 5, 12, 20, "vllm", "less than 20%"),
+        ({"vllm": 3.0, "nf4": 1.0, "baked": 2.0}, 1, 1, 20, "nf4", "it is the fastest here"),
+        ({"vllm": 0.5, "nf4": 1.0, "baked": 2.0}, 1, 1, 20, "vllm", "it is the fastest here"),
+    ],
+)
+def test_auto_bakes_only_where_it_is_faster_and_a_fifth_of_the_memory_stays_free(
+    seconds, baked, planned, limit, way, said
+):
+    chosen, reason = choose(seconds, baked_gib=baked, planned_gib=planned, limit_gib=limit)
+    assert chosen == way
+    assert said in reason
+
+
+def test_another_word_is_refused_with_those_that_there_are():
+    with pytest.raises(ConfigConflictError, match=r"base_compute='int8' is not one of .*baked.*auto"):
+        check_wish("int8")
+
+
+def test_what_was_installed_is_said_in_one_line():
+    found = BaseCompute("baked", "direct", "asked for", 2**30, {"lm_head": "no kernel"})
+    assert str(found) == (
+        "linears multiply with: baked, 1.00 GiB of copies (asked for); adapters: direct; lm_head is left to vLLM: no kernel"
+    )
