@@ -72,13 +72,13 @@ def test_ctrl_c_leaves_a_readable_run_with_the_last_adapter_and_no_process(finis
         command("demo", "--steps", 500, "--quiet", "--out", out),
         env=demo_cache, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 420
     while time.monotonic() < deadline and (not (out / "metrics.jsonl").exists() or _count(out) < 5):
         assert job.poll() is None, job.stderr.read()[-3000:]
         time.sleep(0.2)
     family = [job.pid, *(child.pid for child in psutil.Process(job.pid).children(recursive=True))]
     job.send_signal(signal.SIGINT)
-    _, stderr = job.communicate(timeout=60)
+    _, stderr = job.communicate(timeout=240)
     assert job.returncode == 130
     assert "the run so far and the last adapter are in" in stderr
     assert "Traceback" not in stderr

@@ -403,7 +403,7 @@ def test_bytes_that_were_damaged_on_the_way_are_refused(server, remote, bundle):
     ):
         named = named or hashlib.sha256(sent).hexdigest()
         answer = httpx.put(
-            f"{server.url}/qlora/v1/adapter?version=2&digest={named}", content=sent, headers=headers, timeout=20
+            f"{server.url}/qlora/v1/adapter?version=2&digest={named}", content=sent, headers=headers, timeout=120
         )
         assert (answer.status_code, answer.json()["error"]["kind"]) == (422, "SyncError")
         assert answer.headers["x-qlora-version"] == "1"
@@ -425,7 +425,7 @@ def test_only_what_lies_in_the_adapter_directory_is_loaded(server, remote, bundl
 
     def load(path):
         return httpx.post(
-            f"{server.url}/qlora/v1/adapter", json={"path": path, "version": 1}, headers=headers, timeout=20
+            f"{server.url}/qlora/v1/adapter", json={"path": path, "version": 1}, headers=headers, timeout=120
         )
 
     for path in (
