@@ -572,7 +572,7 @@ def children(pid):
     return [int(child) for child in found]
 
 
-def ended(pids, within_s=15):
+def ended(pids, within_s=60):
     end = time.monotonic() + within_s
     while time.monotonic() < end and any(os.path.exists(f"/proc/{pid}") and state(pid) != "Z" for pid in pids):
         time.sleep(0.1)
