@@ -450,7 +450,9 @@ def _of_the_plan(plan: SyncPlan) -> str:
 
 
 def _release(strategy: Any, close_engine: Callable[[], None] | None) -> None:
-    if strategy is not None:
-        strategy.close()
-    if close_engine is not None:
-        close_engine()
+    try:
+        if strategy is not None:
+            strategy.close()
+    finally:
+        if close_engine is not None:
+            close_engine()
