@@ -73,8 +73,11 @@ def interrupts_for_sure(is_starting: Callable[[], bool], clean: Callable[[], Non
 
     def watch() -> None:
         end = None
-        while not is_over.is_set():
-            has_come = signal.sigtimedwait({signal.SIGINT}, 0.2) is not None
+        while not is_over.wait(0.1):
+            # Not sigtimedwait: in a process that was stopped and continued CPython returns a signal that never came.
+            has_come = signal.SIGINT in signal.sigpending()
+            if has_come:
+                signal.sigwait({signal.SIGINT})
             if has_come and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # somebody listens
                 signal.pthread_kill(main, signal.SIGTERM)  # wakes the main thread, even in a system call
             if end is None and struck.is_set():
