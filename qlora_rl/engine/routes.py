@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -16,9 +17,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from qlora_rl.engine.policy import ServedPolicy, read_probe
+from qlora_rl.engine.policy import ServedPolicy, is_dead_engine, read_probe
 from qlora_rl.engine.weights_routes import WeightsApi
 from qlora_rl.errors import ConfigConflictError, QloraRLError, ServerTakenError
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "/qlora/v1"
 START, SESSION = "x-qlora-start", "x-qlora-session"
@@ -211,6 +214,11 @@ class Api:
                 kind = type(error).__name__
                 return _error(STATUS.get(kind, 500), kind, str(error), error.reasons, marks)
             except Exception as error:
+                if is_dead_engine(error):  # this server ends too: a client waits for the next one
+                    return _error(
+                        503, "", "asking the server: vLLM's engine has died. It has to be started anew.", (), marks
+                    )
+                logger.exception("%s %s failed", request.method, request.url.path)
                 text = f"asking the server: {type(error).__name__}: {error}. Its log says more."
                 return _error(503, "EngineBrokenError", text, (), marks)
             finally:

@@ -59,10 +59,18 @@ def test_an_adapter_that_fits_has_no_misfits():
 @pytest.mark.parametrize(
     "config",
     [{"r": 0}, {"r": 9}, {"r": "2"}, {"r": 1}, {"rank_pattern": {"q": 1}}, {"alpha_pattern": {"q": 1}}, {"use_dora": True},
-     {"lora_bias": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}],
+     {"lora_alpha": 4}, {"lora_alpha": float("nan")}, {"lora_alpha": "2"}, {"lora_alpha": None}, {"lora_alpha": True, "r": 1},
+     {"use_rslora": True}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}],
 )  # fmt: skip
 def test_a_config_that_vllm_would_serve_in_another_way_is_a_misfit(config):
     assert misfits(bundle(**config), SIZES, 8)
+
+
+def test_values_that_no_training_gives_are_a_misfit():
+    good = bundle()
+    for value, reasons in ((99.0, []), (101.0, ["larger than 100"]), (-1e30, ["larger than 100"])):
+        found = misfits(AdapterBundle({n: t * value for n, t in good.tensors.items()}, good.config), SIZES, 8)
+        assert [word in found[0] for word in reasons] == [True] * len(found[:1])
 
 
 def test_every_misfit_is_said():
