@@ -29,7 +29,7 @@ class Gate:
         app: what is guarded.
         key: that a request must carry as `Authorization: Bearer KEY`.
         max_body_bytes: of one request.
-        visits: is told when a request enters and leaves.
+        visits: is told when a request enters (its body is whole) and leaves.
     """
 
     def __init__(self, app: Any, key: str, max_body_bytes: int, visits: Visits | None = None):
@@ -62,8 +62,8 @@ class Gate:
         if not length.isdigit() or int(length) > self.max_body_bytes:
             await self._refuse_body(receive, send)
             return
-        body = _Body(receive, send, self.max_body_bytes)
-        with self.visits.visit():
+        with contextlib.ExitStack() as stack:
+            body = _Body(receive, send, self.max_body_bytes, lambda: stack.enter_context(self.visits.visit()))
             try:
                 await self.app(scope, body.receive, body.send)
             except _TooLargeError:
@@ -128,9 +128,13 @@ class _TooLargeError(Exception):
 
 
 class _Body:
-    """Counts what comes in; when it is too much, what the app would answer is swallowed."""
+    """Counts what comes in; when it is too much, what the app would answer is swallowed.
 
-    def __init__(self, receive: Receive, send: Send, limit: int):
+    `begin` is called when the body is whole: before, no request can name an adapter.
+    """
+
+    def __init__(self, receive: Receive, send: Send, limit: int, begin: Callable[[], Any]):
+        self._begin = begin
         self.is_too_large = self.has_answered = self.is_whole = False
         self._receive, self._send, self._left = receive, send, limit
 
@@ -138,10 +142,12 @@ class _Body:
         message = await self._receive()
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
-            self.is_whole = not message.get("more_body")
+            was_whole, self.is_whole = self.is_whole, not message.get("more_body")
             if self._left < 0:
                 self.is_too_large = True
                 raise _TooLargeError
+            if self.is_whole and not was_whole:
+                self._begin()
         return message
 
     async def send(self, message: Any) -> None:

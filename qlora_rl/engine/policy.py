@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -290,6 +291,8 @@ def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank:
         max_rank: largest R.
     """
     config, tensors = bundle.config, bundle.tensors
+    if not isinstance(config, Mapping):
+        return ["its config is no JSON object"]
     reasons = [
         f"its config has {name}={config[name]!r}, which vLLM leaves out" for name in _REFUSED_CONFIG if config.get(name)
     ]
@@ -351,9 +354,9 @@ def read_allowed(root: Path, path: str, max_bytes: int) -> tuple[AdapterBundle, 
     parts = {}
     for name in (WEIGHTS, CONFIG):
         try:
-            handle = os.open(os.path.join(asked, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            handle = _open_below(root, os.path.join(asked, name))
         except OSError as error:
-            kind = AccessDeniedError if os.path.islink(os.path.join(asked, name)) else SyncError
+            kind = AccessDeniedError if error.errno in (errno.ELOOP, errno.ENOTDIR) else SyncError
             raise kind(f"loading an adapter: {name} in {path!r}: {error.strerror}. {way}") from error
         with os.fdopen(handle, "rb") as file:
             about = os.fstat(file.fileno())
@@ -384,6 +387,21 @@ def _resolve(root: Path, path: str) -> str:
     return asked
 
 
+def _open_below(root: Path, asked: str) -> int:
+    """Open a file for reading, directory by directory: what is exchanged for a link on the way, meanwhile too, is an OSError."""
+    top = os.path.realpath(root)
+    *ways, name = os.path.relpath(asked, top).split(os.sep)
+    handle = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for way in ways:
+            below = os.open(way, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+            os.close(handle)
+            handle = below
+        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=handle)
+    finally:
+        os.close(handle)
+
+
 def read_probe(root: Path, path: str) -> str:
     """Digest of a small file under `root`, or nothing: does a client see the same directory?
 
@@ -392,7 +410,7 @@ def read_probe(root: Path, path: str) -> str:
     """
     asked = _resolve(root, path)
     try:
-        handle = os.open(asked, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        handle = _open_below(root, asked)
     except OSError:
         return ""
     with os.fdopen(handle, "rb") as file:

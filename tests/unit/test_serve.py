@@ -1,11 +1,17 @@
 """What `qlora-rl serve` refuses before anything is started."""
 
+import time
+
 import pytest
 import torch
 
-from qlora_rl import ConfigConflictError, serve
+from qlora_rl import AccessDeniedError, ConfigConflictError, SamplingSpec, ServerTakenError, serve, start_server
+from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import AdapterBundle
-from qlora_rl.engine.policy import misfits
+from qlora_rl.engine import policy
+from qlora_rl.engine.policy import misfits, read_allowed
+from qlora_rl.engine.routes import Lease
+from qlora_rl.engine.sampling import sampling_params
 from qlora_rl.engine.serve import check_adapter_dir, read_or_make_key
 
 SIZES = {"model.q_proj": [4, 6]}
@@ -88,3 +94,45 @@ def test_a_4_bit_base_without_lora_is_refused_since_nothing_could_be_pushed(base
     pytest.importorskip("vllm")
     with pytest.raises(ConfigConflictError, match="bake_base"):
         serve(base, max_lora_rank=0)
+
+
+def test_a_config_that_is_no_object_is_a_misfit():
+    assert misfits(AdapterBundle(bundle().tensors, [1]), SIZES, 8) == ["its config is no JSON object"]
+
+
+def test_a_directory_exchanged_for_a_link_while_it_is_read_is_not_followed(tmp_path, monkeypatch):
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for directory in (root / "mine" / "deep", outside / "deep"):
+        directory.mkdir(parents=True)
+        write_adapter(bundle(), directory)
+    assert read_allowed(root, "mine/deep", 10**6)[0].rank == 2
+    found = policy._resolve(root, "mine/deep")
+    (root / "mine").rename(root / "moved")
+    (root / "mine").symlink_to(outside)
+    monkeypatch.setattr(policy, "_resolve", lambda *_: found)  # what it had found a moment before
+    with pytest.raises(AccessDeniedError):
+        read_allowed(root, "mine/deep", 10**6)
+    assert policy.read_probe(root, "mine/deep/adapter_config.json") == ""
+
+
+def test_a_trainer_with_a_long_request_open_is_not_silent():
+    lease = Lease(0.001)
+    lease.claim("first")
+    with lease.hearing("first"), pytest.raises(ServerTakenError):
+        time.sleep(0.01)
+        lease.claim("second")
+    time.sleep(0.01)
+    lease.claim("second")
+
+
+def test_options_that_contradict_each_other_are_refused_before_anything_starts(tmp_path):
+    for options in ({"ready_file": "x"}, {"key": "a-key-of-some-length", "api_key_file": "x"}):
+        with pytest.raises(ConfigConflictError, match="Leave one out"):
+            start_server(tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "n", "output_kind"])
+def test_what_the_engine_sets_itself_cannot_be_set(name):
+    pytest.importorskip("vllm")
+    with pytest.raises(ConfigConflictError, match=name):
+        sampling_params(SamplingSpec(extra={name: 2}), 0)
