@@ -66,7 +66,7 @@ class Gate:
             body = _Body(receive, send, self.max_body_bytes, lambda: stack.enter_context(self.visits.visit()))
             try:
                 await self.app(scope, body.receive, body.send)
-            except _TooLargeError:
+            except TooLargeError:
                 pass
             except asyncio.CancelledError:  # the server ends; without an error's kind a client waits for the next one
                 if body.has_answered:
@@ -123,8 +123,8 @@ class Visits:
         return min(self._inside, default=self.current)
 
 
-class _TooLargeError(Exception):
-    pass
+class TooLargeError(Exception):
+    """The body is larger than the gate lets through; whatever is answered to it, the gate says so."""
 
 
 class _Body:
@@ -145,7 +145,7 @@ class _Body:
             was_whole, self.is_whole = self.is_whole, not message.get("more_body")
             if self._left < 0:
                 self.is_too_large = True
-                raise _TooLargeError
+                raise TooLargeError
             if self.is_whole and not was_whole:
                 self._begin()
         return message

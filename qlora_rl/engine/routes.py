@@ -18,7 +18,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
+from qlora_rl.engine.gate import TooLargeError
 from qlora_rl.engine.policy import ServedPolicy, is_dead_engine, read_probe
 from qlora_rl.engine.weights_routes import WeightsApi
 from qlora_rl.errors import ConfigConflictError, QloraRLError, ServerTakenError
@@ -226,6 +228,8 @@ class Api:
             except QloraRLError as error:
                 kind = type(error).__name__
                 return _error(STATUS.get(kind, 500), kind, str(error), error.reasons, marks)
+            except (ClientDisconnect, TooLargeError):
+                return Response(status_code=GONE)
             except Exception as error:
                 if is_dead_engine(error):  # this server ends too: a client waits for the next one
                     return _error(

@@ -1,6 +1,8 @@
 """What `qlora-rl serve` refuses before anything is started."""
 
+import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from qlora_rl import AccessDeniedError, ConfigConflictError, SamplingSpec, Serve
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.engine import policy
+from qlora_rl.engine.gate import Visits
 from qlora_rl.engine.policy import misfits, read_allowed
 from qlora_rl.engine.routes import Lease
 from qlora_rl.engine.sampling import sampling_params
@@ -118,9 +121,10 @@ def test_a_directory_exchanged_for_a_link_while_it_is_read_is_not_followed(tmp_p
 def test_a_trainer_with_a_long_request_open_is_not_silent():
     lease = Lease(0.001)
     lease.claim("first")
-    with lease.hearing("first"), pytest.raises(ServerTakenError):
+    with lease.hearing("first"):
         time.sleep(0.01)
-        lease.claim("second")
+        with pytest.raises(ServerTakenError):
+            lease.claim("second")
     time.sleep(0.01)
     lease.claim("second")
 
@@ -136,3 +140,29 @@ def test_what_the_engine_sets_itself_cannot_be_set(name):
     pytest.importorskip("vllm")
     with pytest.raises(ConfigConflictError, match=name):
         sampling_params(SamplingSpec(extra={name: 2}), 0)
+
+
+def test_after_nan_the_servers_cache_is_cleared_before_anything_else_is_drawn(tmp_path):
+    pytest.importorskip("vllm")
+    values, done = [float("nan"), -1.0], []
+
+    class Engine:
+        async def generate(self, *_, **__):
+            done.append("drawn")
+            drawn = SimpleNamespace(token_ids=[1], logprobs=[{1: SimpleNamespace(logprob=values.pop(0))}])
+            yield SimpleNamespace(outputs=[drawn], prompt_logprobs=None)
+
+        async def collective_rpc(self, name):
+            done.append(name)
+
+        async def reset_prefix_cache(self):
+            done.append("reset")
+            return True
+
+    served = policy.ServedPolicy(Engine(), {}, SimpleNamespace(root=tmp_path / "store"), {}, 8, 64, Visits())
+
+    async def run():
+        return [(await served.generate([[1, 2]], {"max_tokens": 1}))["logprobs"] for _ in range(2)]
+
+    assert asyncio.run(run()) == [[[None]], [[-1.0]]]
+    assert done == ["drawn", "qlora_clear_cache", "reset", "drawn"]
