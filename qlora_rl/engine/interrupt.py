@@ -74,7 +74,8 @@ def interrupts_for_sure(is_starting: Callable[[], bool], clean: Callable[[], Non
     def watch() -> None:
         end = None
         while not is_over.is_set():
-            has_come = signal.sigtimedwait({signal.SIGINT}, 0.2) is not None
+            # Never with a timeout: CPython's answers with a signal that did not come when SIGSTOP and SIGCONT fall into it.
+            has_come = signal.sigtimedwait({signal.SIGINT}, 0) is not None
             if has_come and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # somebody listens
                 signal.pthread_kill(main, signal.SIGTERM)  # wakes the main thread, even in a system call
             if end is None and struck.is_set():
@@ -84,6 +85,7 @@ def interrupts_for_sure(is_starting: Callable[[], bool], clean: Callable[[], Non
                 clean()
                 print("qlora-rl: interrupted", file=sys.stderr, flush=True)
                 os._exit(130)
+            is_over.wait(0.2)
 
     sys.warnoptions.append("ignore:resource_tracker")  # it removes what killed children leave, and need not say so
     resource_tracker.ensure_running()  # unblocks SIGINT when it starts

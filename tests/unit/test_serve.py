@@ -1,6 +1,9 @@
 """What `qlora-rl serve` refuses before anything is started."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -166,3 +169,25 @@ def test_after_nan_the_servers_cache_is_cleared_before_anything_else_is_drawn(tm
 
     assert asyncio.run(run()) == [[[None]], [[-1.0]]]
     assert done == ["drawn", "qlora_clear_cache", "reset", "drawn"]
+
+
+STOPPED = """
+import signal, time
+from qlora_rl.engine.interrupt import interrupts_for_sure
+with interrupts_for_sure(lambda: False, lambda: None):
+    print("ready", flush=True)
+    time.sleep(5)
+print("untouched", flush=True)
+"""
+
+
+def test_a_process_that_was_stopped_and_goes_on_was_not_interrupted():
+    job = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True)
+    assert job.stdout.readline() == "ready\n"
+    for _ in range(3):
+        job.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        job.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+    assert job.communicate(timeout=60)[0] == "untouched\n"
+    assert job.returncode == 0
