@@ -7,6 +7,9 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from qlora_rl.adapter.store import CONFIG, WEIGHTS
 from qlora_rl.contracts import AdapterBundle
@@ -14,11 +17,32 @@ from qlora_rl.engine.answers import KEY_VARIABLE
 from qlora_rl.errors import AccessDeniedError, ConfigConflictError, SyncError
 
 
+def split_urls(url: str | Sequence[str]) -> list[str]:
+    """The URLs in "http://a,http://b", or in a list."""
+    parts = url.split(",") if isinstance(url, str) else list(url)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def check_url(url: str) -> str:
+    """The URL without a slash at its end.
+
+    Raises:
+        ConfigConflictError: it is none of a server.
+    """
+    try:
+        is_good = httpx.URL(url).scheme in ("http", "https") and bool(httpx.URL(url).host)
+    except httpx.InvalidURL:
+        is_good = False
+    if not is_good:
+        raise ConfigConflictError(f"connecting to a server: url={url!r} is no URL. Use http://host:port.")
+    return url.rstrip("/")
+
+
 def find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
     """The key that was given, or lies in the file, or in the environment.
 
     Raises:
-        AccessDeniedError: there is none.
+        AccessDeniedError: there is none, or it cannot be sent.
     """
     if key is not None and file is not None:
         raise ConfigConflictError("connecting to a server: give either api_key= or api_key_file=, not both.")
@@ -27,8 +51,16 @@ def find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
             key = Path(file).read_text()
         except OSError as error:
             raise AccessDeniedError(f"connecting to a server: reading the key: {file}: {error.strerror}.") from error
+        except UnicodeDecodeError:
+            raise AccessDeniedError(
+                f"connecting to a server: {file} is no text. Pass the file that the server names."
+            ) from None
     key = (key or os.environ.get(KEY_VARIABLE) or "").strip()
-    if not key or not key.isascii():
+    if any(not "!" <= letter <= "~" for letter in key):  # and never say which: messages end up in logs
+        raise AccessDeniedError(
+            "connecting to a server: the key holds spaces, control characters or letters beyond ASCII. Is it the right file?"
+        )
+    if not key:
         raise AccessDeniedError(
             f"connecting to a server: no key. Pass api_key_file= (the server says where it lies), api_key=, or set {KEY_VARIABLE}."
         )
@@ -62,3 +94,10 @@ def read_directory(directory: Path) -> tuple[AdapterBundle, str]:
         return AdapterBundle(load(weights), json.loads(config)), hashlib.sha256(weights + config).hexdigest()
     except (OSError, ValueError, SafetensorError) as error:
         raise SyncError(f"reading the adapter in {directory}: {error}. Write it again.") from error
+
+
+def shared_out(rows: Sequence[int], replicas: Sequence[Any]) -> dict[Any, list[int]]:
+    """Neighbours stay together (they share prefixes); nobody gets more than one row more than another."""
+    count = min(len(rows), len(replicas))
+    bounds = [round(k * len(rows) / count) for k in range(count + 1)]
+    return {replicas[k]: list(rows[bounds[k] : bounds[k + 1]]) for k in range(count)}

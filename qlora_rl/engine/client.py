@@ -21,7 +21,7 @@ import httpx
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.engine.answers import AwayError, refusal, stranger
-from qlora_rl.engine.asking import as_ids, find_key, read_directory
+from qlora_rl.engine.asking import as_ids, check_url, find_key, read_directory, split_urls
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.engine.upload import upload
 from qlora_rl.errors import (
@@ -78,7 +78,7 @@ class ServerEngine:
     def __new__(cls, url: str | Sequence[str], *_: Any, **options: Any) -> Any:
         """Several URLs make a `Fleet`, which is no `ServerEngine` and has its methods."""
         if cls is ServerEngine:
-            from qlora_rl.engine.fleet import Fleet, split_urls
+            from qlora_rl.engine.fleet import Fleet
 
             if len(urls := split_urls(url)) != 1 or not isinstance(url, str):
                 return Fleet(urls, **options)
@@ -95,19 +95,16 @@ class ServerEngine:
         wait_s: float = 120.0,
         transport: httpx.BaseTransport | None = None,
     ):
-        self.url = url.rstrip("/")
+        self.url = check_url(url)
         self.timeout_s, self.wait_s = timeout_s, wait_s
         self.session = uuid.uuid4().hex
-        try:
-            self._client = httpx.Client(
-                base_url=self.url,
-                headers={"authorization": f"Bearer {find_key(api_key, api_key_file)}", SESSION: self.session},
-                timeout=httpx.Timeout(timeout_s, connect=10.0),
-                transport=transport,
-                trust_env=False,  # neither proxies nor passwords of the environment: the key must not wander
-            )
-        except httpx.InvalidURL as error:
-            raise ConfigConflictError(f"connecting to a server: url={url!r}: {error}. Use http://host:port.") from error
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers={"authorization": f"Bearer {find_key(api_key, api_key_file)}", SESSION: self.session},
+            timeout=httpx.Timeout(timeout_s, connect=10.0),
+            transport=transport,
+            trust_env=False,  # neither proxies nor passwords of the environment: the key must not wander
+        )
         self._is_closed = False
         self._start = ""
         self._incarnation = 1
@@ -119,7 +116,7 @@ class ServerEngine:
         self._base = ""
         self._is_recovering = False
         self._about = self._ask("GET", "/state")
-        self._base = self._about["base"]
+        self._base, self.found = self._about["base"], (self._version, self._about.get("digest", ""))  # what served
         self.shared_dir = self._tried(Path(shared_dir).resolve()) if shared_dir is not None else None
         # Full weights go through the server's own directory where this machine has it, whether it was named or not.
         near = Path(self._about["adapter_dir"])
@@ -375,11 +372,14 @@ class ServerEngine:
     @contextlib.contextmanager
     def _in_doubt(self) -> Iterator[None]:
         """Without an answer nobody knows which version serves: then the next request begins as after a restart."""
+        before, self._serves = self._serves, self._serves or (0, "")  # what an undone first push leaves
         try:
             yield
         except BaseException as error:
             if not isinstance(error, QloraRLError) or isinstance(error, EngineBrokenError):
                 self._start = UNPROVEN
+            else:
+                self._serves = before
             raise
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
@@ -411,6 +411,9 @@ class ServerEngine:
             answer = self._client.request(
                 method, PREFIX + path, content=content, headers={START: self._start} if self._start else {}
             )
+        except (httpx.LocalProtocolError, httpx.UnsupportedProtocol) as error:  # its text may hold the key
+            text = f"asking the server at {self.url}: {type(error).__name__}: no such request can be sent."
+            raise EngineBrokenError(text) from None
         except _FAULTS as error:
             raise AwayError(str(error) or type(error).__name__) from error
         start = answer.headers.get(START, "")
@@ -478,8 +481,8 @@ class ServerEngine:
             elif self._dense or (is_in_doubt and about.get("takes_dense")):
                 lost = f"weights version={self._dense}" if self._dense else "the newest weights"
                 self._withdrawn = f"{lost} were lost: the server {why}"
-            elif self._serves == (0, "") and self._version != 0:  # a push without an answer did arrive
-                self.drop_adapter()
+            elif self._serves == (0, "") and (is_in_doubt or self._version != 0):
+                self.drop_adapter()  # a push without an answer did arrive, or will; this one comes behind it
         except BaseException:
             self._start = UNPROVEN  # the next request finds the restart again
             raise

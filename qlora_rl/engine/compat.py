@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError, MissingDependencyError
+from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError, MissingDependencyError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -379,6 +379,9 @@ async def run_openai_server(arguments: Any, prepare: Callable[[Any, Any], Awaita
         arguments: of `server_arguments`.
         prepare: is given the app and the engine before the first request.
         sock: bound socket.
+
+    Raises:
+        EngineBrokenError: vLLM's engine process has died.
     """
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
@@ -390,6 +393,8 @@ async def run_openai_server(arguments: Any, prepare: Callable[[Any, Any], Awaita
         app = build_app(arguments, tasks, engine.model_config)
         await init_app_state(engine, app.state, arguments, tasks)
         await prepare(app, engine)
+        end, ends = engine.shutdown, []  # is called at a signal; from then on a dead engine is no fault
+        engine.shutdown = lambda *given, **named: (ends.append(True), end(*given, **named))
         stopping = await serve_http(
             app,
             sock=sock,
@@ -398,11 +403,15 @@ async def run_openai_server(arguments: Any, prepare: Callable[[Any, Any], Awaita
             log_level="warning",
             access_log=False,
             timeout_keep_alive=60,
+            timeout_graceful_shutdown=5,  # s; the engine has ended by then
             ws="none",
             h11_max_incomplete_event_size=arguments.h11_max_incomplete_event_size,
             h11_max_header_count=arguments.h11_max_header_count,
         )
+        has_died = engine.errored and not ends
     await stopping
+    if has_died:
+        raise EngineBrokenError("serving: vLLM's engine process has died. Its log says why; start the server again.")
 
 
 def reload_dense(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +15,17 @@ from typing import Any
 
 from qlora_rl.adapter.store import unpack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.asking import as_ids
+from qlora_rl.engine.asking import as_ids, shared_out
 from qlora_rl.engine.client import ServerEngine
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.errors import (
+    AccessDeniedError,
     BaseMismatchError,
     CanaryError,
     ConfigConflictError,
     EngineBrokenError,
     EngineClosedError,
+    EngineUnsupportedError,
     QloraRLError,
 )
 
@@ -34,6 +38,11 @@ _LOOK_AGAIN_S, _LOOK_SELDOM_S = 5.0, 60.0
 _PROBE_S = 10.0
 # A replica that stands still must not hold up the others for the time limit of a rollout.
 _WAKE_S = 30.0
+
+
+# Another key, or somebody else at its URL: in one replica the others do without it.
+_ESTRANGED = (AccessDeniedError, EngineUnsupportedError)
+_GONE = (EngineBrokenError, BaseMismatchError, *_ESTRANGED)
 
 
 @dataclass
@@ -92,6 +101,9 @@ class Fleet:
         for each in self.replicas:
             each.wait_s = min(wait_s, _PATIENCE_S)
         self._version = self.replicas[0].version
+        if len({each.found for each in self.replicas}) > 1:
+            found = ", ".join(f"{each.url} version {each.version}" for each in self.replicas)
+            self._withdrawn = f"the replicas do not serve the same ({found})"
 
     # --- what people ask it -----------------------------------------------------------------------------------------
 
@@ -159,23 +171,29 @@ class Fleet:
             raise TypeError("generate: give either sampling= or its fields by name, not both.")
         self._refuse_withdrawn()
         ids, spec = as_ids(prompts), sampling or SamplingSpec(**fields)
+        if spec.seed is None:  # without one, replicas may draw the same
+            spec = replace(spec, seed=secrets.randbits(62))
         check_lengths(ids, min(each.capabilities().max_model_length for each in self.replicas))
-        started, version = time.perf_counter(), self._version
+        started, versions = time.perf_counter(), {self._version: ""} if not ids else {}
         tokens: list[list[int]] = [[] for _ in ids]
         logprobs: list[list[float | None]] = [[] for _ in ids]
         left, end = list(range(len(ids))), time.monotonic() + self.wait_s
         while left:
-            shares = _shared_out(left, self._present(end))
+            shares = shared_out(left, self._present(end))
             done, _ = self._try(
                 list(shares),
                 lambda each, shares=shares: each.generate([ids[i] for i in shares[each]], spec, places=shares[each]),
             )
+            versions |= {rollout.version: each.url for each, rollout in done.items()}
+            if len(versions) > 1:
+                self._withdrawn = "; ".join(f"{url} serves version {version}" for version, url in versions.items())
+                self._refuse_withdrawn()
             for each, rollout in done.items():
                 for i, drawn, values in zip(shares[each], rollout.completion_ids, rollout.logprobs, strict=True):
                     tokens[i], logprobs[i] = drawn, values
             drawn_now = {i for each in done for i in shares[each]}
             left = [i for i in left if i not in drawn_now]
-        return Rollout(tokens, logprobs, version, time.perf_counter() - started)
+        return Rollout(tokens, logprobs, *versions, time.perf_counter() - started)
 
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
         """Natural logs of the probabilities of every token but the first, by the first replica; with `bare` under the base alone."""
@@ -279,8 +297,8 @@ class Fleet:
 
     def _roll_back(self, replicas: Sequence[ServerEngine]) -> None:
         """Serve the version before again; a replica that cannot is dropped, and proven before it is taken back."""
-        for thread in self._left_alone:  # an interrupted push may still arrive
-            thread.join()
+        with contextlib.suppress(EngineBrokenError):
+            self._wait_for_left_alone()  # an interrupted push may still arrive
         for each in replicas:
             if each in self._lost:
                 continue
@@ -293,8 +311,14 @@ class Fleet:
         """Have a replica serve what all of them serve."""
         if self._pushed is not None:
             each.load_packed(*self._pushed)
-        elif self._version == 0 and each.version != 0:
-            each.drop_adapter()
+        elif self._version == 0:
+            if each.version != 0:
+                each.drop_adapter()
+        elif each.version != self._version or each.pushed is not None:
+            raise EngineBrokenError(
+                f"restoring {each.url}: version {self._version} was pushed by somebody else, and is not known here. Push again, or call "
+                "drop_adapter()."
+            )
 
     # --- who takes part ---------------------------------------------------------------------------------------------
 
@@ -315,7 +339,9 @@ class Fleet:
             The answers, and who was dropped.
         """
         answers, faults = self._in_parallel(replicas, ask)
-        refusals = {e: f for e, f in faults.items() if not isinstance(f, (EngineBrokenError, BaseMismatchError))}
+        refusals = {e: f for e, f in faults.items() if not isinstance(f, _GONE)}
+        if faults and all(isinstance(faults.get(e), _ESTRANGED) for e in replicas):  # then it is not the replica
+            refusals = faults
         dropped = [each for each in faults if each not in refusals]
         for each in dropped:
             self._drop(each, faults[each])
@@ -330,8 +356,7 @@ class Fleet:
         self, replicas: Sequence[ServerEngine], ask: Callable[[ServerEngine], Any]
     ) -> tuple[dict[ServerEngine, Any], dict[ServerEngine, BaseException]]:
         """One thread for each; daemons, so that Ctrl-C need not wait for a long rollout."""
-        for thread in self._left_alone:  # of a call that was interrupted: a replica answers one question at a time
-            thread.join()
+        self._wait_for_left_alone()  # of a call that was interrupted: a replica answers one question at a time
         answers: dict[ServerEngine, Any] = {}
         faults: dict[ServerEngine, BaseException] = {}
 
@@ -347,13 +372,26 @@ class Fleet:
                 if not isinstance(fault, Exception):
                     raise fault
         else:
-            self._left_alone = [threading.Thread(target=one, args=(each,), daemon=True) for each in replicas]
-            for thread in self._left_alone:
+            for each in replicas:
+                thread = threading.Thread(target=one, args=(each,), daemon=True)
                 thread.start()
+                self._left_alone.append(thread)
             for thread in self._left_alone:
                 thread.join()
         self._left_alone = []
         return {e: answers[e] for e in replicas if e in answers}, {e: faults[e] for e in replicas if e in faults}
+
+    def _wait_for_left_alone(self) -> None:
+        limit = max(each.timeout_s + each.wait_s for each in self.replicas)
+        end = time.monotonic() + limit
+        for thread in self._left_alone:
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                raise EngineBrokenError(
+                    f"asking {len(self.replicas)} replicas: a request that was interrupted has not ended within {limit:.0f} s. Make a "
+                    "new ServerEngine."
+                )
+        self._left_alone = []
 
     def _present(self, end: float) -> list[ServerEngine]:
         """The replicas that take part, those that are back among them; waits until `end` when there is none.
@@ -424,12 +462,6 @@ class Fleet:
             )
 
 
-def split_urls(url: str | Sequence[str]) -> list[str]:
-    """The URLs in "http://a,http://b", or in a list."""
-    parts = url.split(",") if isinstance(url, str) else list(url)
-    return [part.strip() for part in parts if part.strip()]
-
-
 def _check_alike(replicas: Sequence[ServerEngine]) -> None:
     """Refuse replicas that cannot stand for one another.
 
@@ -464,10 +496,3 @@ def _wake(each: ServerEngine) -> None:
     if not each.is_there(_WAKE_S):
         raise EngineBrokenError(f"looking for {each.url}: it did not answer. Start it again on the same base.")
     each.wake()
-
-
-def _shared_out(rows: Sequence[int], replicas: Sequence[ServerEngine]) -> dict[ServerEngine, list[int]]:
-    """Neighbours stay together (they share prefixes); nobody gets more than one row more than another."""
-    count = min(len(rows), len(replicas))
-    bounds = [round(k * len(rows) / count) for k in range(count + 1)]
-    return {replicas[k]: list(rows[bounds[k] : bounds[k + 1]]) for k in range(count)}

@@ -29,7 +29,7 @@ class Gate:
         app: what is guarded.
         key: that a request must carry as `Authorization: Bearer KEY`.
         max_body_bytes: of one request.
-        visits: is told when a request enters and leaves.
+        visits: is told when a request enters (its body is whole) and leaves.
     """
 
     def __init__(self, app: Any, key: str, max_body_bytes: int, visits: Visits | None = None):
@@ -62,12 +62,16 @@ class Gate:
         if not length.isdigit() or int(length) > self.max_body_bytes:
             await self._refuse_body(receive, send)
             return
-        body = _Body(receive, send, self.max_body_bytes)
-        with self.visits.visit():
+        with contextlib.ExitStack() as stack:
+            body = _Body(receive, send, self.max_body_bytes, lambda: stack.enter_context(self.visits.visit()))
             try:
                 await self.app(scope, body.receive, body.send)
-            except _TooLargeError:
+            except TooLargeError:
                 pass
+            except asyncio.CancelledError:  # the server ends; without an error's kind a client waits for the next one
+                if body.has_answered:
+                    raise
+                await _refuse(send, 503, "", "asking the server: it is ending. Ask again when it was started anew.")
             finally:
                 if body.is_too_large and not body.has_answered:
                     await self._refuse_body(receive, send, is_whole=body.is_whole)
@@ -119,14 +123,18 @@ class Visits:
         return min(self._inside, default=self.current)
 
 
-class _TooLargeError(Exception):
-    pass
+class TooLargeError(Exception):
+    """The body is larger than the gate lets through; whatever is answered to it, the gate says so."""
 
 
 class _Body:
-    """Counts what comes in; when it is too much, what the app would answer is swallowed."""
+    """Counts what comes in; when it is too much, what the app would answer is swallowed.
 
-    def __init__(self, receive: Receive, send: Send, limit: int):
+    `begin` is called when the body is whole: before, no request can name an adapter.
+    """
+
+    def __init__(self, receive: Receive, send: Send, limit: int, begin: Callable[[], Any]):
+        self._begin = begin
         self.is_too_large = self.has_answered = self.is_whole = False
         self._receive, self._send, self._left = receive, send, limit
 
@@ -134,10 +142,12 @@ class _Body:
         message = await self._receive()
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
-            self.is_whole = not message.get("more_body")
+            was_whole, self.is_whole = self.is_whole, not message.get("more_body")
             if self._left < 0:
                 self.is_too_large = True
-                raise _TooLargeError
+                raise TooLargeError
+            if self.is_whole and not was_whole:
+                self._begin()
         return message
 
     async def send(self, message: Any) -> None:

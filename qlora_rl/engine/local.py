@@ -19,7 +19,7 @@ from qlora_rl.engine.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.dense import DenseWeights
 from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
 from qlora_rl.engine.options import start_options
-from qlora_rl.engine.sampling import check_lengths, sampled_logprobs, sampling_params
+from qlora_rl.engine.sampling import check_lengths, holds_nan, sampled_logprobs, sampling_params
 from qlora_rl.engine.shared import Borrowers
 from qlora_rl.engine.worker import Lending
 from qlora_rl.errors import (
@@ -459,6 +459,12 @@ class LocalEngine:
             raise EngineBrokenError(
                 f"generating: vLLM failed in a step ({type(error).__name__}: {error}). The engine is rebuilt at its next use."
             ) from error
+        if holds_nan(finished):
+            logger.warning(
+                "version %d gives NaN: the KV cache is cleared, so that no later request reads it", self.version
+            )
+            self._llm.collective_rpc("qlora_clear_cache")
+            self._llm.reset_prefix_cache()
         return finished
 
     def _abort(self, internal: list[str]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
+import logging
 import math
 import os
 import stat
@@ -22,12 +24,16 @@ from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, unpack_adapter
 from qlora_rl.contracts import AdapterBundle, SamplingSpec
 from qlora_rl.engine import compat
 from qlora_rl.engine.gate import Visits
-from qlora_rl.engine.sampling import check_lengths, sampled_logprobs, sampling_params, scored_logprobs
+from qlora_rl.engine.sampling import check_lengths, holds_nan, sampled_logprobs, sampling_params, scored_logprobs
 from qlora_rl.engine.weights import ServedWeights
 from qlora_rl.errors import AccessDeniedError, ConfigConflictError, SyncError, collected
 
+logger = logging.getLogger(__name__)
+
 # Names are used again: vLLM keeps a label of each in its metrics. A name must not be held by two adapters at once.
 _NAMES = 64
+# Of an entry of A or B: a hundred times what training gives, and so small that its products stay finite in bfloat16.
+_LARGEST = 100.0
 # Parts of PEFT's config that vLLM would leave out, or that are no plain LoRA.
 _REFUSED_CONFIG = ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save", "layer_replication")
 
@@ -89,6 +95,7 @@ class ServedPolicy:
         self.seconds = self.nbytes = 0.0
         self.canary = math.nan  # what the trainer's has found last
         self._kept: list[Held] = []
+        self._is_stained = False  # there may be NaN in the KV cache
         self._lock = asyncio.Lock()
         self.order = asyncio.Lock()  # a change that was given up must not overtake the one that repeals it
 
@@ -159,7 +166,7 @@ class ServedPolicy:
                 with contextlib.suppress(Exception):
                     await self.engine.remove_lora(number)
                 self.store.withdraw(directory)
-                if not isinstance(error, Exception):
+                if not isinstance(error, Exception) or is_dead_engine(error):
                     raise
                 raise SyncError(
                     f"taking adapter version={version}: vLLM refuses it: {error}. Version {self.version} goes on serving."
@@ -226,8 +233,20 @@ class ServedPolicy:
         self, ids: list[list[int]], spec: SamplingSpec, places: list[int] | None = None, *, bare: bool = False
     ) -> tuple[int, list[Any]]:
         check_lengths(ids, self.max_length)
+        await self._clear_stains()  # whoever had drawn NaN may have gone before it was cleared away
         async with self.weights.reading(bare=bare):
-            return await self._draw(ids, spec, None if bare else self.held, places)
+            version, outputs = await self._draw(ids, spec, None if bare else self.held, places)
+            self._is_stained |= await asyncio.to_thread(holds_nan, outputs)
+        await self._clear_stains()
+        return version, outputs
+
+    async def _clear_stains(self) -> None:
+        if self._is_stained:
+            logger.warning(
+                "version %d gives NaN: the KV cache is cleared, so that no later request reads it", self.version
+            )
+            await self.weights.clear_cache()
+            self._is_stained = False
 
     async def _draw(
         self, ids: list[list[int]], spec: SamplingSpec, held: Held | None, places: list[int] | None
@@ -258,6 +277,11 @@ class ServedPolicy:
         return (held.version if held else self.weights.version), list(outputs)
 
 
+def is_dead_engine(error: BaseException) -> bool:
+    """vLLM's engine process has ended, and this server will."""
+    return type(error).__name__ == "EngineDeadError"  # lies where only `compat` may look
+
+
 def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank: int) -> list[str]:
     """Why this adapter cannot be served on this base; empty when it can.
 
@@ -267,6 +291,8 @@ def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank:
         max_rank: largest R.
     """
     config, tensors = bundle.config, bundle.tensors
+    if not isinstance(config, Mapping):
+        return ["its config is no JSON object"]
     reasons = [
         f"its config has {name}={config[name]!r}, which vLLM leaves out" for name in _REFUSED_CONFIG if config.get(name)
     ]
@@ -275,6 +301,12 @@ def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank:
     rank = config.get("r")
     if not isinstance(rank, int) or not 0 < rank <= max_rank:
         return [*reasons, f"rank={rank} is not between 1 and max_lora_rank={max_rank} of the server"]
+    if type(config.get("lora_alpha")) not in (int, float) or config["lora_alpha"] != rank:
+        reasons.append(
+            f"lora_alpha={config.get('lora_alpha')!r} is not r={rank}: export_adapter writes the scaling into B"
+        )
+    if config.get("use_rslora"):
+        reasons.append("its config has use_rslora, which scales by another factor than 1")
     expected: dict[str, tuple[int, int]] = {}
     for name in bundle.modules:
         if name not in sizes:
@@ -297,6 +329,10 @@ def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank:
             reasons.append(f"{name} has dtype={tensor.dtype}")
         elif not bool(torch.isfinite(tensor).all()):
             reasons.append(f"{name} holds NaN or infinity")
+        elif float(tensor.abs().max()) > _LARGEST:
+            reasons.append(
+                f"{name} holds {float(tensor.abs().max()):.3g}, larger than {_LARGEST:.0f}: the policy would give NaN"
+            )
     return reasons
 
 
@@ -318,9 +354,9 @@ def read_allowed(root: Path, path: str, max_bytes: int) -> tuple[AdapterBundle, 
     parts = {}
     for name in (WEIGHTS, CONFIG):
         try:
-            handle = os.open(os.path.join(asked, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            handle = _open_below(root, os.path.join(asked, name))
         except OSError as error:
-            kind = AccessDeniedError if os.path.islink(os.path.join(asked, name)) else SyncError
+            kind = AccessDeniedError if error.errno in (errno.ELOOP, errno.ENOTDIR) else SyncError
             raise kind(f"loading an adapter: {name} in {path!r}: {error.strerror}. {way}") from error
         with os.fdopen(handle, "rb") as file:
             about = os.fstat(file.fileno())
@@ -351,6 +387,21 @@ def _resolve(root: Path, path: str) -> str:
     return asked
 
 
+def _open_below(root: Path, asked: str) -> int:
+    """Open a file for reading, directory by directory: what is exchanged for a link on the way, meanwhile too, is an OSError."""
+    top = os.path.realpath(root)
+    *ways, name = os.path.relpath(asked, top).split(os.sep)
+    handle = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for way in ways:
+            below = os.open(way, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+            os.close(handle)
+            handle = below
+        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=handle)
+    finally:
+        os.close(handle)
+
+
 def read_probe(root: Path, path: str) -> str:
     """Digest of a small file under `root`, or nothing: does a client see the same directory?
 
@@ -359,7 +410,7 @@ def read_probe(root: Path, path: str) -> str:
     """
     asked = _resolve(root, path)
     try:
-        handle = os.open(asked, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        handle = _open_below(root, asked)
     except OSError:
         return ""
     with os.fdopen(handle, "rb") as file:

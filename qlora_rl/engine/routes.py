@@ -7,18 +7,25 @@ after a restart nothing runs on the bare base by mistake.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
-from qlora_rl.engine.policy import ServedPolicy, read_probe
+from qlora_rl.engine.gate import TooLargeError
+from qlora_rl.engine.policy import ServedPolicy, is_dead_engine, read_probe
 from qlora_rl.engine.weights_routes import WeightsApi
 from qlora_rl.errors import ConfigConflictError, QloraRLError, ServerTakenError
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "/qlora/v1"
 START, SESSION = "x-qlora-start", "x-qlora-session"
@@ -46,11 +53,19 @@ class Lease:
         self.idle_s = idle_s
         self._holder = ""
         self._heard = 0.0
+        self._open: Counter[str] = Counter()
 
-    def hear(self, session: str) -> None:
-        """Note that the holder is alive."""
-        if session and session == self._holder:
-            self._heard = time.monotonic()
+    @contextlib.contextmanager
+    def hearing(self, session: str) -> Iterator[None]:
+        """A request: while one of the holder's is open, it is not silent."""
+        self._open[session] += 1
+        try:
+            yield
+        finally:
+            self._open[session] -= 1
+            self._open += Counter()  # forgets zeros
+            if session == self._holder:
+                self._heard = time.monotonic()
 
     def claim(self, session: str, *, force: bool = False) -> None:
         """Become the holder.
@@ -58,7 +73,7 @@ class Lease:
         Raises:
             ServerTakenError: another one is.
         """
-        silent = time.monotonic() - self._heard
+        silent = 0.0 if self._open[self._holder] else time.monotonic() - self._heard
         if self._holder and self._holder != session and silent < self.idle_s and not force:
             raise ServerTakenError(
                 f"taking the server: another trainer holds it and was heard {silent:.0f} s ago. Start a server of your own, stop "
@@ -103,7 +118,7 @@ class Api:
             ("/canary", "POST", self.canary),
             ("/lease", "POST", self.claim),
             ("/lease", "DELETE", self.release),
-            *WeightsApi(self.policy.weights, self.lease, _session, _number).routes(),
+            *WeightsApi(self.policy.weights, self.lease, _session, _number, self.policy.order).routes(),
         ):
             router.add_api_route(path, self._answering(handler), methods=[method], name=handler.__name__)
         return router
@@ -130,6 +145,7 @@ class Api:
         version, digest = _number(request, "version"), request.query_params.get("digest", "")
         blob = await request.body()
         async with self.policy.order:
+            self.lease.claim(_session(request))  # somebody may have taken it while the body came
             return {"new": await self.policy.push(blob, version, digest), "digest": self.policy.digest}
 
     async def load(self, request: Request) -> dict[str, Any]:
@@ -137,6 +153,7 @@ class Api:
         self.lease.claim(_session(request))
         asked = await _json(request, path=str, version=int)
         async with self.policy.order:
+            self.lease.claim(_session(request))
             new = await self.policy.load(asked["path"], asked["version"], self.max_body_bytes, asked.get("digest"))
             return {"new": new, "digest": self.policy.digest}
 
@@ -144,6 +161,7 @@ class Api:
         """Serve the bare base."""
         self.lease.claim(_session(request))
         async with self.policy.order:
+            self.lease.claim(_session(request))
             await self.policy.drop()
         return {}
 
@@ -204,17 +222,22 @@ class Api:
             if expected is not None and expected != self.start:
                 text = "asking the server: it was started anew since. Prove its base and push the adapter again."
                 return _error(RESTARTED, "EngineBrokenError", text, (), marks)
-            self.lease.hear(request.headers.get(SESSION, ""))
             try:
-                found = await handler(request)
+                with self.lease.hearing(request.headers.get(SESSION, "")):
+                    found = await handler(request)
             except QloraRLError as error:
                 kind = type(error).__name__
                 return _error(STATUS.get(kind, 500), kind, str(error), error.reasons, marks)
+            except (ClientDisconnect, TooLargeError):
+                return Response(status_code=GONE)
             except Exception as error:
+                if is_dead_engine(error):  # this server ends too: a client waits for the next one
+                    return _error(
+                        503, "", "asking the server: vLLM's engine has died. It has to be started anew.", (), marks
+                    )
+                logger.exception("%s %s failed", request.method, request.url.path)
                 text = f"asking the server: {type(error).__name__}: {error}. Its log says more."
                 return _error(503, "EngineBrokenError", text, (), marks)
-            finally:
-                self.lease.hear(request.headers.get(SESSION, ""))
             marks["x-qlora-version"] = str(self.policy.version)
             if found is None:
                 return Response(status_code=GONE)

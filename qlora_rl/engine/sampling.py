@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from qlora_rl.contracts import SamplingSpec
-from qlora_rl.errors import PromptTooLongError
+from qlora_rl.errors import ConfigConflictError, PromptTooLongError
+
+# Of vLLM's SamplingParams, but the engine's own.
+_OURS = {"logprobs", "n", "output_kind"}
 
 
 def sampling_params(spec: SamplingSpec, index: int) -> Any:
@@ -29,6 +32,10 @@ def sampling_params(spec: SamplingSpec, index: int) -> Any:
         "output_kind": RequestOutputKind.FINAL_ONLY,
         "detokenize": False,
     }
+    if ours := sorted(_OURS & set(spec.extra)):
+        raise ConfigConflictError(
+            f"generating: extra holds {', '.join(ours)}, which the engine sets itself. Leave it out."
+        )
     fields |= dict(spec.extra)
     structured = fields.get("structured_outputs")
     if isinstance(structured, dict):
@@ -43,6 +50,16 @@ def sampling_params(spec: SamplingSpec, index: int) -> Any:
 def request_seed(seed: int, index: int) -> int:
     """Seed of request `index` of a call whose seed is `seed`: 63 bits, unrelated for neighbouring indices."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def holds_nan(outputs: Iterable[Any]) -> bool:
+    """A logprob in vLLM's request outputs is NaN."""
+    for output in outputs:
+        entries = [entry for entry in output.prompt_logprobs or () if entry]
+        entries += [entry for drawn in output.outputs for entry in drawn.logprobs or ()]
+        if any(math.isnan(each.logprob) for entry in entries for each in entry.values()):
+            return True
+    return False
 
 
 def sampled_logprobs(output: Any) -> list[float | None]:

@@ -69,8 +69,8 @@ def serve(
         EngineUnsupportedError, MissingDependencyError, BaseIncompleteError: as with `LocalEngine`.
         KeyboardInterrupt: it was interrupted before it answered.
     """
-    if os.environ.pop(_WITH_PARENT, None):
-        _end_with_parent()
+    if parent := os.environ.pop(_WITH_PARENT, None):
+        _end_with_parent(int(parent))
     key_path = Path(api_key_file) if api_key_file is not None else None
     if host not in LOOPBACK and (key_path is None or not key_path.is_file()):
         raise ConfigConflictError(
@@ -82,6 +82,7 @@ def serve(
     for name in ("VLLM_API_KEY", "VLLM_LORA_RESOLVER_CACHE_DIR"):
         os.environ.pop(name, None)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # where vLLM's own processes meet: not for others
     with contextlib.ExitStack() as stack:
         sweep(default_root(), "qlora-rl-serving-*")  # all of this name are locked while they live
         own = Path(tempfile.mkdtemp(prefix="qlora-rl-serving-", dir=default_root()))  # mode 700
@@ -250,11 +251,15 @@ def check_adapter_dir(path: Path) -> Path:
     """The directory, made with mode 700 where there is none.
 
     Raises:
-        ConfigConflictError: others can write there.
+        ConfigConflictError: others can write there, or it belongs to another user.
     """
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     about = path.stat()
-    if about.st_mode & 0o022 or about.st_uid != os.getuid():
+    if about.st_uid != os.getuid():
+        raise ConfigConflictError(
+            f"checking the adapter directory: {path} belongs to another user (uid={about.st_uid}). Pass a directory of your own."
+        )
+    if about.st_mode & 0o022:
         raise ConfigConflictError(
             f"checking the adapter directory: others can write into {path}. Run: chmod 700 {path}"
         )
@@ -274,10 +279,12 @@ def _bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _end_with_parent() -> None:
-    """SIGTERM when the process that started this one ends, however it ends (Linux)."""
+def _end_with_parent(parent: int) -> None:
+    """SIGTERM when the thread that started this process ends, however it ends (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    if os.getppid() != parent:  # it has ended before
+        sys.exit(1)
 
 
 @dataclass
@@ -321,40 +328,56 @@ class RunningServer:
 def start_server(
     base: str | os.PathLike[str], *, port: int = 0, timeout_s: float = 600.0, key: str | None = None, **options: Any
 ) -> RunningServer:
-    """Start `serve` in a process of its own on this host, and wait until it answers. It ends with this process.
+    """Start `serve` in a process of its own on this host, and wait until it answers. It ends with the thread that started it.
 
     Args:
         base: directory made by `prepare_base`.
         port: by default a free one.
         timeout_s: to wait at most, in seconds.
         key: by default a new one.
-        options: of `serve`.
+        options: of `serve`, but for ready_file.
 
     Raises:
+        ConfigConflictError: options that contradict each other.
         EngineUnsupportedError: it ended instead; with the end of its log.
         EngineBrokenError: it did not come up in time.
     """
+    if "ready_file" in options or (key is not None and "api_key_file" in options):
+        raise ConfigConflictError(
+            "starting a server: start_server has a ready_file of its own, and takes either key= or api_key_file=. Leave one out."
+        )
     open_base(base, verify=False)  # what is wrong with the base is said here
     directory = Path(tempfile.mkdtemp(prefix="qlora-rl-started-"))
-    key = key or secrets.token_urlsafe(32)
-    (directory / "api-key").touch(mode=0o600)
-    (directory / "api-key").write_text(key)
+    try:
+        return _started(base, directory, port, timeout_s, key, options)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _started(
+    base: str | os.PathLike[str],
+    directory: Path,
+    port: int,
+    timeout_s: float,
+    key: str | None,
+    options: dict[str, Any],
+) -> RunningServer:
+    key_path = Path(options.get("api_key_file") or directory / "api-key")
+    if key is not None:
+        key_path.touch(mode=0o600)
+        key_path.write_text(key)
+    key_path, key = read_or_make_key(key_path)
     ready, log = directory / "ready.json", directory / "log.txt"
-    call = {
-        "base": os.fspath(base),
-        "port": port,
-        "ready_file": str(ready),
-        "api_key_file": str(directory / "api-key"),
-        **options,
-    }
+    call = {"base": base, "port": port, **options, "ready_file": ready, "api_key_file": key_path.absolute()}
     code = "import json, sys; from qlora_rl.engine.serve import serve; serve(**json.loads(sys.argv[1]))"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(call)],
+            [sys.executable, "-c", code, json.dumps(call, default=os.fspath)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, _WITH_PARENT: "1"},
+            env={**os.environ, _WITH_PARENT: str(os.getpid())},
             start_new_session=True,  # Ctrl-C in a terminal is ours to handle
         )
     running = RunningServer("", key, process, log, directory)

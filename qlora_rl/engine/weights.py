@@ -126,6 +126,12 @@ class ServedWeights:
                 self.push = ""
                 await self._write_over(0, "qlora_load_base", ())
 
+    async def clear_cache(self) -> None:
+        """Write zeros over the KV cache, when no request is inside: NaN in it would reach later requests."""
+        async with self._lock, self._doors.shut("clearing the KV cache", self.version):
+            await self.engine.collective_rpc("qlora_clear_cache")
+            await self._forget_cache()
+
     async def leave(self, session: str) -> None:
         """Throw the open push of a client away that goes."""
         async with self._lock:

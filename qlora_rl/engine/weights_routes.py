@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ class WeightsApi:
         lease: who may push.
         session: of a request.
         number: of a request's query, by name.
+        order: in which changes of what serves are done.
     """
 
     def __init__(
@@ -32,8 +34,10 @@ class WeightsApi:
         lease: Lease,
         session: Callable[[Request], str],
         number: Callable[[Request, str], int],
+        order: asyncio.Lock,
     ):
         self.weights, self.lease, self._session, self._number = weights, lease, session, number
+        self._order = order
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Path, method, handler."""
@@ -64,7 +68,9 @@ class WeightsApi:
 
     async def commit(self, request: Request) -> dict[str, Any]:
         """All parts were sent: serve them."""
-        return {"new": await self.weights.commit(self._pusher(request), request.query_params.get("push", ""))}
+        self._pusher(request)
+        async with self._order:  # somebody may have taken the lease meanwhile
+            return {"new": await self.weights.commit(self._pusher(request), request.query_params.get("push", ""))}
 
     async def withdraw(self, request: Request) -> dict[str, Any]:
         """Serve nothing until the next push (`reason`); or, with `push`, only throw that unfinished push away."""

@@ -150,6 +150,11 @@ class BaseExtension:
         """`qlora_load_dense` with the weights of the directory that was loaded."""
         return self.qlora_load_dense(StoredTensors(self.model_runner.model_config.model).items())
 
+    def qlora_clear_cache(self) -> None:
+        """Write zeros over the KV cache. vLLM's attention on the CPU reads blocks to their end, and NaN times 0 is NaN."""
+        for tensor in torch.utils._pytree.tree_leaves(self.model_runner.kv_caches):
+            tensor.zero_()
+
     def qlora_held_adapter(self, adapter_id: int, rank: int) -> dict[str, str]:
         """Digests of the A [rank, I] and B [O, rank] that the slot of an adapter holds now, by canonical name.
 

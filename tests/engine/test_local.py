@@ -162,6 +162,22 @@ def test_a_bad_adapter_leaves_the_old_version_serving(engine, adapted, prompts, 
     assert after.logprobs == before.logprobs
 
 
+def test_nan_of_one_adapter_does_not_reach_the_next(engine, adapted, store, prompts):
+    """vLLM's attention reads blocks to their end: what a request left there, too."""
+    good = export_adapter(adapted, dtype=torch.bfloat16)
+    bad = AdapterBundle({n: t * 1e30 if "lora_B" in n else t for n, t in good.tensors.items()}, good.config)
+    version = engine.version
+    engine.load_adapter(store.publish(good, version + 1), version + 1)
+    before = engine.generate(prompts, max_tokens=40, temperature=0.0)
+    engine.load_adapter(store.publish(bad, version + 2), version + 2)
+    assert None in engine.generate(prompts, max_tokens=40, temperature=0.0).logprobs[0]
+    assert any(value != value for row in engine.score(prompts) for value in row)
+    engine.load_adapter(store.publish(good, version + 3), version + 3)
+    after = engine.generate(prompts, max_tokens=40, temperature=0.0)
+    assert after.completion_ids == before.completion_ids
+    assert after.logprobs == before.logprobs
+
+
 def test_the_prefix_cache_never_serves_an_older_version(engine, adapted, store):
     from support import randomise
 

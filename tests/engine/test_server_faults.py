@@ -529,6 +529,46 @@ def test_a_replica_that_comes_back_on_another_base_is_left_out(servers, other_mo
     servers[1].start_again()
 
 
+def end_politely(server):
+    server.process.terminate()
+
+
+def kill_the_engine(server):
+    for child in offspring_of(server.process.pid):
+        child.kill()
+
+
+@pytest.mark.parametrize(("end", "code"), [(end_politely, 0), (kill_the_engine, 1)])
+def test_a_server_that_ends_in_a_rollout_is_gone_within_a_minute_and_the_next_one_draws_it(
+    servers, one, bundle, prompts, end, code
+):
+    one.load_packed(blob(bundle), 1)
+    long = SAMPLING | {"max_tokens": 48, "extra": {"ignore_eos": True}}
+    asked = prompts * 50
+    rollouts = []
+
+    def running():
+        text = httpx.get(servers[0].url + "/metrics", headers=servers[0].headers, timeout=60).text
+        return any(
+            line.startswith("vllm:num_requests_running") and line.split()[-1] != "0.0" for line in text.split("\n")
+        )
+
+    process, offspring = servers[0].server.process, children(servers[0].server.process.pid)
+    with InBackground(lambda: rollouts.append(one.generate(asked, **long))):
+        limit = time.monotonic() + 120
+        while not running():
+            assert time.monotonic() < limit
+        end(servers[0].server)
+        assert process.wait(60) == code
+        assert not rollouts
+        assert ended(offspring, 60) == []
+        servers[0].server.stop()
+        servers[0].start_again()
+    (rollout,) = rollouts
+    assert (rollout.version, one.incarnation) == (1, 2)
+    assert rollout.completion_ids == one.generate(asked, **long).completion_ids
+
+
 def test_too_long_a_wait_ends_a_training_with_a_checkpoint_and_an_error_that_says_what_to_do(servers, base, tmp_path):
     """The last test: its server does not come back."""
 

@@ -253,3 +253,54 @@ def test_full_weights_without_an_answer_are_taken_back_before_anything_is_proven
     with pytest.raises(errors.EngineBrokenError, match="the newest weights were lost: the server is in doubt"):
         engine.generate([[1, 2]], max_tokens=1)
     assert server.asked == [("POST", "/generate"), ("GET", "/state"), ("DELETE", "/adapter"), ("GET", "/base")]
+
+
+def test_a_first_push_that_arrives_late_is_undone_before_anything_is_drawn(engine, server):
+    """It still stands before the server's lock when the state is read: only a request behind it can undo it."""
+    engine._base = server.about["base"] = BaseFingerprint({}).digest
+    engine.wait_s = 0.0
+    server.answers = [None]
+    with pytest.raises(errors.EngineBrokenError):
+        engine.load_packed(b"new", 1)
+    server.asked.clear()
+    engine.generate([[1, 2]], max_tokens=1)
+    assert ("DELETE", "/adapter") in server.asked
+    assert engine._expected() == {"version": 0, "digest": ""}
+
+
+def test_after_a_refused_first_push_it_follows_the_server_as_before(engine, server):
+    server.answers = [httpx.Response(422, json=refusal("SyncError"))]
+    with pytest.raises(errors.SyncError):
+        engine.load_packed(b"new", 2)
+    assert engine._expected() == {"version": 0, "digest": None}
+
+
+@pytest.mark.parametrize(
+    "key", ["two words of a key", "line\nbreak-in-a-key", "a-key-with-\x00-inside", "schlüssel-schlüssel"]
+)
+def test_a_key_that_cannot_be_sent_is_refused_and_never_shown(key, tmp_path, monkeypatch):
+    monkeypatch.delenv("QLORA_RL_API_KEY", raising=False)
+    file = tmp_path / "key"
+    file.write_bytes(key.encode("latin-1"))
+    for given in ({"api_key": key}, {"api_key_file": file}):
+        with pytest.raises(errors.AccessDeniedError) as caught:
+            ServerEngine("http://server", transport=httpx.MockTransport(Server()), **given)
+        assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [httpx.LocalProtocolError, httpx.UnsupportedProtocol])
+def test_what_cannot_be_sent_is_not_tried_again_and_shows_no_header(engine, server, error):
+    def fail(request):
+        raise error(f"Illegal header value b'Bearer {KEY}'", request=request)
+
+    engine._client._transport = httpx.MockTransport(fail)
+    engine.wait_s = 3600.0
+    with pytest.raises(errors.EngineBrokenError) as caught:
+        engine.wake()
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "127.0.0.1:8000", "ftp://server", "http://", "http://server:port"])
+def test_what_is_no_url_of_a_server_is_refused_at_once(url):
+    with pytest.raises(errors.ConfigConflictError, match="http://host:port"):
+        ServerEngine(url, api_key=KEY, wait_s=3600.0)

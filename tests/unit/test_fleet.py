@@ -1,4 +1,4 @@
-"""`Fleet` over replicas that answer, break, come back and lie; real servers are in tests/engine/test_fleet.py."""
+"""`Fleet` over replicas that answer, break, come back and lie; real servers are in tests/engine/test_server_faults.py."""
 
 import json
 import threading
@@ -32,7 +32,7 @@ class Replica:
     def __init__(self, name):
         self.name, self.starts, self.asked, self.base, self.dtype = name, 0, [], BASE, "bfloat16"
         self.refuses, self.breaks_at, self.lies, self.is_away = "", "", False, False
-        self.lock = threading.Lock()
+        self.lock, self.has_other_key = threading.Lock(), False
         self.start_again()
 
     def start_again(self):
@@ -54,6 +54,8 @@ class Replica:
         if self.is_away or path == self.breaks_at:
             self.is_away = True
             raise httpx.ConnectError("nobody there", request=request)
+        if self.has_other_key:
+            return httpx.Response(401, text="another key")
         if path == "/score" and START not in request.headers:
             return httpx.Response(200)
         self.asked.append((request.method, path))
@@ -316,3 +318,48 @@ def test_a_closed_fleet_says_so_and_gives_all_servers_free(connect, replicas):
     assert all(("DELETE", "/lease") in each.asked for each in replicas.values())
     with pytest.raises(errors.EngineClosedError):
         drawn(fleet)
+
+
+def test_one_with_another_key_is_done_without_and_if_all_have_one_it_is_said(connect, replicas):
+    fleet = connect()
+    expected = drawn(fleet)
+    replicas["b"].has_other_key = True
+    assert drawn(fleet) == expected
+    assert names(fleet) == ["a", "c"]
+    for each in replicas.values():
+        each.has_other_key = True
+    with pytest.raises(errors.AccessDeniedError):
+        drawn(fleet)
+
+
+def test_replicas_that_serve_different_versions_draw_nothing_until_a_push(connect, replicas):
+    replicas["b"].version, replicas["b"].digest = 3, "of-another"
+    fleet = connect()
+    with pytest.raises(errors.EngineBrokenError, match=r"do not serve the same.*//b version 3.*Push"):
+        drawn(fleet)
+    fleet.load_packed(blob(), 1)
+    assert drawn(fleet)
+    assert {each.version for each in replicas.values()} == {1}
+
+
+def test_after_a_push_that_one_refuses_what_nobody_here_knows_is_not_drawn_with(connect, replicas):
+    """Another trainer had pushed version 4 to all; one takes ours, one refuses it."""
+    for each in replicas.values():
+        each.version, each.digest = 4, "of-another"
+    fleet = connect()
+    replicas["b"].refuses = "/adapter"
+    with pytest.raises(errors.SyncError):
+        fleet.load_packed(blob(), 4)
+    assert names(fleet) == ["b"]
+    replicas["b"].refuses = ""
+    fleet.load_packed(blob(), 5)
+    fleet.wake()
+    assert names(fleet) == ["a", "b", "c"]
+    assert {each.version for each in replicas.values()} == {5}
+
+
+def test_without_a_seed_replicas_draw_with_one_seed_that_is_new_each_time(connect):
+    fleet = connect()
+    first, second = (fleet.generate(PROMPTS).completion_ids for _ in range(2))
+    assert first != second
+    assert b"None" not in bytes(first[0])

@@ -1,6 +1,7 @@
 """`Gate`, called as a server calls it."""
 
 import asyncio
+import json
 import unittest.mock
 
 import pytest
@@ -159,6 +160,43 @@ def test_the_oldest_adapter_that_a_request_may_name_is_known():
         with visits.visit():
             assert visits.oldest() == 3
     assert visits.oldest() == 5
+
+
+def test_a_request_names_an_adapter_only_when_its_body_is_whole():
+    """A client that never ends its body must not keep old adapters on the disk."""
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(visits.oldest())
+        while (await receive())["more_body"]:
+            visits.current += 1
+        visits.current += 1
+        seen.append(visits.oldest())
+
+    visits = Visits()
+    call(Gate(app, KEY, 100, visits), headers=bearer(f"Bearer {KEY}"), body=(b"a", b"b", b"c"))
+    assert seen == [0, 2]
+    assert visits.oldest() == 3
+
+
+def test_a_request_in_a_server_that_ends_is_answered_so_that_it_is_sent_again():
+    sent = []
+
+    async def run():
+        gate = Gate(lambda *_: asyncio.sleep(3600), KEY, 100)
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": bearer(f"Bearer {KEY}")}
+        task = asyncio.ensure_future(gate(scope, None, send))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 503
+    assert json.loads(sent[1]["body"])["error"]["kind"] == ""
 
 
 def test_an_empty_key_is_no_key():

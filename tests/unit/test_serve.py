@@ -1,11 +1,23 @@
 """What `qlora-rl serve` refuses before anything is started."""
 
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from qlora_rl import ConfigConflictError, serve
+from qlora_rl import AccessDeniedError, ConfigConflictError, SamplingSpec, ServerTakenError, serve, start_server
+from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import AdapterBundle
-from qlora_rl.engine.policy import misfits
+from qlora_rl.engine import policy
+from qlora_rl.engine.gate import Visits
+from qlora_rl.engine.policy import misfits, read_allowed
+from qlora_rl.engine.routes import Lease
+from qlora_rl.engine.sampling import sampling_params
 from qlora_rl.engine.serve import check_adapter_dir, read_or_make_key
 
 SIZES = {"model.q_proj": [4, 6]}
@@ -59,10 +71,18 @@ def test_an_adapter_that_fits_has_no_misfits():
 @pytest.mark.parametrize(
     "config",
     [{"r": 0}, {"r": 9}, {"r": "2"}, {"r": 1}, {"rank_pattern": {"q": 1}}, {"alpha_pattern": {"q": 1}}, {"use_dora": True},
-     {"lora_bias": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}],
+     {"lora_alpha": 4}, {"lora_alpha": float("nan")}, {"lora_alpha": "2"}, {"lora_alpha": None}, {"lora_alpha": True, "r": 1},
+     {"use_rslora": True}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}],
 )  # fmt: skip
 def test_a_config_that_vllm_would_serve_in_another_way_is_a_misfit(config):
     assert misfits(bundle(**config), SIZES, 8)
+
+
+def test_values_that_no_training_gives_are_a_misfit():
+    good = bundle()
+    for value, reasons in ((99.0, []), (101.0, ["larger than 100"]), (-1e30, ["larger than 100"])):
+        found = misfits(AdapterBundle({n: t * value for n, t in good.tensors.items()}, good.config), SIZES, 8)
+        assert [word in found[0] for word in reasons] == [True] * len(found[:1])
 
 
 def test_every_misfit_is_said():
@@ -80,3 +100,94 @@ def test_a_4_bit_base_without_lora_is_refused_since_nothing_could_be_pushed(base
     pytest.importorskip("vllm")
     with pytest.raises(ConfigConflictError, match="bake_base"):
         serve(base, max_lora_rank=0)
+
+
+def test_a_config_that_is_no_object_is_a_misfit():
+    assert misfits(AdapterBundle(bundle().tensors, [1]), SIZES, 8) == ["its config is no JSON object"]
+
+
+def test_a_directory_exchanged_for_a_link_while_it_is_read_is_not_followed(tmp_path, monkeypatch):
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for directory in (root / "mine" / "deep", outside / "deep"):
+        directory.mkdir(parents=True)
+        write_adapter(bundle(), directory)
+    assert read_allowed(root, "mine/deep", 10**6)[0].rank == 2
+    found = policy._resolve(root, "mine/deep")
+    (root / "mine").rename(root / "moved")
+    (root / "mine").symlink_to(outside)
+    monkeypatch.setattr(policy, "_resolve", lambda *_: found)  # what it had found a moment before
+    with pytest.raises(AccessDeniedError):
+        read_allowed(root, "mine/deep", 10**6)
+    assert policy.read_probe(root, "mine/deep/adapter_config.json") == ""
+
+
+def test_a_trainer_with_a_long_request_open_is_not_silent():
+    lease = Lease(0.001)
+    lease.claim("first")
+    with lease.hearing("first"):
+        time.sleep(0.01)
+        with pytest.raises(ServerTakenError):
+            lease.claim("second")
+    time.sleep(0.01)
+    lease.claim("second")
+
+
+def test_options_that_contradict_each_other_are_refused_before_anything_starts(tmp_path):
+    for options in ({"ready_file": "x"}, {"key": "a-key-of-some-length", "api_key_file": "x"}):
+        with pytest.raises(ConfigConflictError, match="Leave one out"):
+            start_server(tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "n", "output_kind"])
+def test_what_the_engine_sets_itself_cannot_be_set(name):
+    pytest.importorskip("vllm")
+    with pytest.raises(ConfigConflictError, match=name):
+        sampling_params(SamplingSpec(extra={name: 2}), 0)
+
+
+def test_after_nan_the_servers_cache_is_cleared_before_anything_else_is_drawn(tmp_path):
+    pytest.importorskip("vllm")
+    values, done = [float("nan"), -1.0], []
+
+    class Engine:
+        async def generate(self, *_, **__):
+            done.append("drawn")
+            drawn = SimpleNamespace(token_ids=[1], logprobs=[{1: SimpleNamespace(logprob=values.pop(0))}])
+            yield SimpleNamespace(outputs=[drawn], prompt_logprobs=None)
+
+        async def collective_rpc(self, name):
+            done.append(name)
+
+        async def reset_prefix_cache(self):
+            done.append("reset")
+            return True
+
+    served = policy.ServedPolicy(Engine(), {}, SimpleNamespace(root=tmp_path / "store"), {}, 8, 64, Visits())
+
+    async def run():
+        return [(await served.generate([[1, 2]], {"max_tokens": 1}))["logprobs"] for _ in range(2)]
+
+    assert asyncio.run(run()) == [[[None]], [[-1.0]]]
+    assert done == ["drawn", "qlora_clear_cache", "reset", "drawn"]
+
+
+STOPPED = """
+import signal, time
+from qlora_rl.engine.interrupt import interrupts_for_sure
+with interrupts_for_sure(lambda: False, lambda: None):
+    print("ready", flush=True)
+    time.sleep(5)
+print("untouched", flush=True)
+"""
+
+
+def test_a_process_that_was_stopped_and_goes_on_was_not_interrupted():
+    job = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True)
+    assert job.stdout.readline() == "ready\n"
+    for _ in range(3):
+        job.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        job.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+    assert job.communicate(timeout=60)[0] == "untouched\n"
+    assert job.returncode == 0
