@@ -20,7 +20,7 @@ import httpx
 
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.answers import AwayError, refusal, stranger
+from qlora_rl.engine.answers import AwayError, refusal, refuse_other_version, stranger
 from qlora_rl.engine.asking import as_ids, find_key, read_directory
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.engine.upload import upload
@@ -406,7 +406,8 @@ class ServerEngine:
                 pause = min(5.0, 2 * pause)
 
     def _ask_once(self, method: str, path: str, body: Any) -> dict[str, Any]:
-        content = body if isinstance(body, bytes) or body is None else json.dumps(body()).encode()
+        asked = body if isinstance(body, bytes) or body is None else body()
+        content = json.dumps(asked).encode() if isinstance(asked, dict) else asked
         try:
             answer = self._client.request(
                 method, PREFIX + path, content=content, headers={START: self._start} if self._start else {}
@@ -424,6 +425,7 @@ class ServerEngine:
             raise stranger(self.url) from error
         if not start or not isinstance(found, dict):
             raise stranger(self.url)
+        refuse_other_version(asked, found)
         self._start = self._start or start
         self._version = int(answer.headers[VERSION])
         return found

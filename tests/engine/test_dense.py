@@ -3,6 +3,7 @@
 float32, two layers, random weights, head and embedding apart: an error shows a thousandfold above the noise of 1e-6.
 """
 
+import copy
 import random
 
 import pytest
@@ -14,6 +15,7 @@ from support import make_model, randomise
 
 from qlora_rl import (
     AdapterRefusedError,
+    AdapterSync,
     BaseMismatchError,
     Canary,
     CanaryError,
@@ -31,6 +33,7 @@ from qlora_rl import (
     prove_base,
 )
 from qlora_rl.adapter.delta import iter_weights
+from qlora_rl.sync.in_place import InPlaceTransport
 
 EXACT = 1e-5
 OPTIONS = {"max_lora_rank": 0, "max_model_length": 32, "max_num_seqs": 8}
@@ -152,6 +155,35 @@ def test_a_stream_that_breaks_is_never_served_half(exact, at, error):
     assert exact.apart(new) < EXACT
 
 
+def test_a_push_that_fails_at_once_brings_nothing_back_that_was_lost(exact):
+    """Half written, withdrawn or gone with a rebuild: it is served neither before nor after a push that does not begin."""
+    engine, model = exact.engine, trained(exact.base, FULL_WEIGHTS["dora"])
+    strategy, nan = DenseSync(model, engine), copy.deepcopy(model)
+    with torch.no_grad():
+        next(p for n, p in nan.named_parameters() if "lora_B" in n)[0, 0] = float("nan")
+
+    def break_in_the_middle():
+        with pytest.raises(SyncError, match="Nothing is served"):
+            engine.load_dense(breaking(iter_weights(model), 10, OSError("dead")), engine.version + 1)
+
+    def rebuild():
+        engine._is_broken = True
+        engine.wake()
+
+    for lose in (break_in_the_middle, lambda: engine.withdraw_dense("the proof failed"), rebuild):
+        strategy.push()
+        lose()
+        with pytest.raises(SyncError, match="Nothing is served"):
+            engine.load_dense(breaking(iter_weights(model), 0, OSError("dead")), engine.version + 1)
+        with pytest.raises(AdapterRefusedError, match="NaN"):
+            DenseSync(nan, engine).push()
+        assert not engine.holds_dense
+        with pytest.raises(EngineBrokenError):
+            engine.score(SEQUENCES)
+    strategy.push()
+    assert exact.apart(model) < EXACT
+
+
 def test_a_tensor_cut_at_a_random_place_is_never_served(exact):
     model = trained(exact.base, FULL_WEIGHTS["dora"], seed=3)
     choice = random.Random(0)
@@ -235,6 +267,13 @@ def test_an_engine_with_lora_drops_its_adapters_and_takes_none_until_the_base_is
     with LocalEngine(baked, **{**OPTIONS, "max_lora_rank": 8}) as engine:
         pair = Pair(engine, baked, tmp_path)
         plain, dora = pair.adapted(lora()), trained(pair.base, FULL_WEIGHTS["dora"])
+        strategy = AdapterSync(plain, engine, InPlaceTransport())
+        for _ in range(2):
+            strategy.push()
+        assert pair.apart(plain) < EXACT
+        with pytest.raises(SyncError, match=r"after 0 tensors.*Version 2 goes on serving"):
+            engine.load_dense(breaking(iter_weights(dora), 0, OSError("dead")), 3)
+        assert (engine.version, pair.apart(plain) < EXACT) == (2, True)
         assert pair.difference(plain) < EXACT
         DenseSync(dora, engine).push()
         assert pair.apart(dora) < EXACT

@@ -41,6 +41,9 @@ class Server:
         if request.method == "PUT":
             self.version = int(request.url.params["version"])
             return {"digest": request.url.params["digest"], "new": True}
+        if (request.method, path) == ("DELETE", "/adapter"):
+            self.version = 0
+            return {}
         if path == "/generate":
             asked = json.loads(request.content)
             rows = len(asked["prompts"])
@@ -253,3 +256,11 @@ def test_full_weights_without_an_answer_are_taken_back_before_anything_is_proven
     with pytest.raises(errors.EngineBrokenError, match="the newest weights were lost: the server is in doubt"):
         engine.generate([[1, 2]], max_tokens=1)
     assert server.asked == [("POST", "/generate"), ("GET", "/state"), ("DELETE", "/adapter"), ("GET", "/base")]
+
+
+def test_an_answer_by_another_version_than_was_asked_for_is_refused(engine, server):
+    engine.load_packed(b"adapter", 3)
+    content = {"completion_ids": [[1]], "logprobs": [[-1.0]], "version": 4, "seconds": 0.0}
+    server.answers = [httpx.Response(200, json=content, headers=server.marks())]
+    with pytest.raises(errors.ServerTakenError, match="version=4 has answered"):
+        engine.generate([[1]])
