@@ -79,11 +79,12 @@ def test_no_room_is_said_before_anything_is_sent(tmp_path):
 
 @pytest.mark.parametrize("near", [True, False])
 def test_an_error_in_the_middle_is_said_and_the_push_thrown_away(tmp_path, near):
-    asked = []
+    asked, name = [], "qlora-rl-weights-0f"
+    (tmp_path / name).mkdir()
 
     def ask(method, path, body=None):
         asked.append((method, path.partition("?")[0]))
-        return {"push": "p", "directory": "."}
+        return {"push": "p", "directory": name}
 
     def weights():
         yield "a", WEIGHTS["a"]
@@ -97,7 +98,14 @@ def test_an_error_in_the_middle_is_said_and_the_push_thrown_away(tmp_path, near)
     assert upload(ask, WEIGHTS.items(), 1, max_body_bytes=100, directory=tmp_path if near else None)[0] == 48 + 20 + 8
     assert asked[-1] == ("POST", "/weights/commit")
     if near:
-        assert load((tmp_path / part_name(0)).read_bytes()).keys() == WEIGHTS.keys()
+        assert load((tmp_path / name / part_name(0)).read_bytes()).keys() == WEIGHTS.keys()
+
+
+@pytest.mark.parametrize("name", ["..", "../elsewhere", "/etc", ".", "qlora-rl-weights-0f/..", ""])
+def test_a_server_cannot_name_a_directory_that_is_no_stage(tmp_path, name):
+    with pytest.raises(SyncError, match="which no server of ours does"):
+        upload(lambda *_: {"push": "p", "directory": name}, WEIGHTS.items(), 1, max_body_bytes=100, directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 HOLD = """
