@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 
 from qlora_rl import errors
-from qlora_rl.errors import AccessDeniedError, EngineBrokenError, EngineUnsupportedError, QloraRLError
+from qlora_rl.errors import AccessDeniedError, EngineBrokenError, EngineUnsupportedError, QloraRLError, ServerTakenError
 
 KEY_VARIABLE = "QLORA_RL_API_KEY"
 # What a proxy in front of a server answers while the server is away.
@@ -38,6 +40,16 @@ def refusal(answer: httpx.Response, url: str) -> Exception:
     if status == 404:
         return stranger(url)
     return EngineBrokenError(f"asking the server at {url}: status={status} ({message}). Its log says more.")
+
+
+def refuse_other_version(asked: object, found: dict[str, Any]) -> None:
+    """Raise `ServerTakenError` where an answer is by another version than the question named."""
+    wanted = asked.get("version") if isinstance(asked, dict) else None
+    if wanted is not None and found.get("version", wanted) != wanted:
+        raise ServerTakenError(
+            f"generating: version={wanted} was asked for, and version={found['version']} has answered: somebody else has pushed. One "
+            "server serves one trainer; start another server."
+        )
 
 
 def stranger(url: str) -> EngineUnsupportedError:

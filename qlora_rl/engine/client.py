@@ -20,7 +20,7 @@ import httpx
 
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.answers import AwayError, refusal, stranger
+from qlora_rl.engine.answers import AwayError, refusal, refuse_other_version, stranger
 from qlora_rl.engine.asking import as_ids, check_url, find_key, read_directory, split_urls
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.engine.upload import upload
@@ -295,10 +295,10 @@ class ServerEngine:
             EngineUnsupportedError: the server holds a 4-bit base, or serves adapters. ServerTakenError: another trainer pushes to it.
             SyncError: not all arrived; the old version goes on serving. Or vLLM broke off while it loaded them: nothing is served.
         """
-        with self._in_doubt():
-            nbytes, digest = upload(
-                self._ask, weights, version, max_body_bytes=self._about["max_body_bytes"], directory=self._near
-            )
+        limit = self._about["max_body_bytes"]
+        nbytes, digest = upload(
+            self._ask, weights, version, max_body_bytes=limit, directory=self._near, commit=self._change
+        )
         if self._version != version:
             raise SyncError(
                 f"pushing weights version={version}: the server answers with version={self._version}. Push again."
@@ -406,7 +406,8 @@ class ServerEngine:
                 pause = min(5.0, 2 * pause)
 
     def _ask_once(self, method: str, path: str, body: Any) -> dict[str, Any]:
-        content = body if isinstance(body, bytes) or body is None else json.dumps(body()).encode()
+        asked = body if isinstance(body, bytes) or body is None else body()
+        content = json.dumps(asked).encode() if isinstance(asked, dict) else asked
         try:
             answer = self._client.request(
                 method, PREFIX + path, content=content, headers={START: self._start} if self._start else {}
@@ -427,6 +428,7 @@ class ServerEngine:
             raise stranger(self.url) from error
         if not start or not isinstance(found, dict):
             raise stranger(self.url)
+        refuse_other_version(asked, found)
         self._start = self._start or start
         self._version = int(answer.headers[VERSION])
         return found

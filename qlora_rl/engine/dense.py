@@ -10,7 +10,7 @@ import torch
 
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import EngineCapabilities
-from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, SyncError
+from qlora_rl.errors import AdapterRefusedError, EngineBrokenError, EngineUnsupportedError, SyncError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -29,25 +29,30 @@ class DenseWeights:
         """Part of the prefix-cache key of every request; no two sets of weights have the same."""
         return f"base-{self._pushes}" if self._pushes else "base"
 
-    def load(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
-        """Write all weights, by transformers' names; returns their bytes. See `LocalEngine.load_dense`."""
+    def load(
+        self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, serves: int | None = None
+    ) -> int:
+        """Write all weights, by transformers' names; returns their bytes. See `LocalEngine.load_dense`.
+
+        `serves` is the version that the engine serves now, `None` if it serves nothing.
+        """
         counted = _Counted(weights)
-        self._pushes += 1  # whatever was cached of the old weights is never asked for again
-        before, self.version = self.version, version
-        self.lost = f"only a part of weights version={version} arrived"
+        is_touched = False
         try:
+            counted.pull()  # before anything is touched: the stream may not even begin
+            is_touched = True
+            self._pushes += 1  # whatever was cached of the old weights is never asked for again
+            self.version, self.lost = version, f"only a part of weights version={version} arrived"
             missing = llm.collective_rpc("qlora_load_dense", args=(counted,))[0]
             if missing:
                 raise SyncError(f"no value came for {len(missing)} weights of the engine, first {missing[0]}")
-        except BaseException as error:
-            if not counted.started:  # the engine has not been touched
-                self.version, self.lost = before, ""
-            if not isinstance(error, Exception):
-                raise
+        except AdapterRefusedError:  # the policy's own fault, and said so by its type
+            raise
+        except Exception as error:
             after = (
-                f"Version {before} goes on serving."
-                if not self.lost
-                else "Nothing is served until a push arrives whole."
+                "Nothing is served until a push arrives whole."
+                if is_touched or self.lost or serves is None
+                else f"Version {serves} goes on serving."
             )
             raise SyncError(
                 f"loading weights version={version} into vLLM: {error} (after {counted.count} tensors). {after} Push again.",
@@ -104,19 +109,28 @@ class DenseWeights:
 
 
 class _Counted:
-    """An iterable that counts what goes through it; `started` once a tensor was handed over."""
+    """An iterable that counts what goes through it."""
 
     def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]):
-        self._weights = weights
+        self._weights = iter(weights)
+        self._first: list[tuple[str, torch.Tensor]] = []
         self.count = self.nbytes = 0
 
-    @property
-    def started(self) -> bool:
-        return self.count > 0
+    def pull(self) -> None:
+        """Have the first one made."""
+        for pair in self._weights:
+            self._first.append(pair)
+            return
+        raise SyncError("no weights came")
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        while self._first:
+            yield self._noted(*self._first.pop())
         for name, weight in self._weights:
-            self.count += 1
-            self.nbytes += weight.numel() * weight.element_size()
-            yield name, weight
+            yield self._noted(name, weight)
             del weight  # or two would be held while the next one is made
+
+    def _noted(self, name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+        self.count += 1
+        self.nbytes += weight.numel() * weight.element_size()
+        return name, weight

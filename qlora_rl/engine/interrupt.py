@@ -87,7 +87,6 @@ def interrupts_for_sure(is_starting: Callable[[], bool], clean: Callable[[], Non
                 clean()
                 print("qlora-rl: interrupted", file=sys.stderr, flush=True)
                 os._exit(130)
-            is_over.wait(0.2)
 
     sys.warnoptions.append("ignore:resource_tracker")  # it removes what killed children leave, and need not say so
     resource_tracker.ensure_running()  # unblocks SIGINT when it starts

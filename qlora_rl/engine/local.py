@@ -298,7 +298,8 @@ class LocalEngine:
         self._dense.refuse_4bit(self.base, self.capabilities())
         self.borrowers.refuse("loading weights")
         self.wake()
-        nbytes = self._dense.load(self._llm, weights, version)
+        serves = None if self._adapters.is_lost else self.version
+        nbytes = self._dense.load(self._llm, weights, version, serves=serves)
         self._adapters.drop(self._llm)  # vLLM has dropped them
         return nbytes
 

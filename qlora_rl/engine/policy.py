@@ -26,7 +26,7 @@ from qlora_rl.engine import compat
 from qlora_rl.engine.gate import Visits
 from qlora_rl.engine.sampling import check_lengths, holds_nan, sampled_logprobs, sampling_params, scored_logprobs
 from qlora_rl.engine.weights import ServedWeights
-from qlora_rl.errors import AccessDeniedError, ConfigConflictError, SyncError, collected
+from qlora_rl.errors import AccessDeniedError, ConfigConflictError, ServerTakenError, SyncError, collected
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _NAMES = 64
 # Of an entry of A or B: a hundred times what training gives, and so small that its products stay finite in bfloat16.
 _LARGEST = 100.0
+# Version and digest that a request expects; `None` is any.
+Wanted = tuple[int | None, str | None]
 # Parts of PEFT's config that vLLM would leave out, or that are no plain LoRA.
 _REFUSED_CONFIG = ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save", "layer_replication")
 
@@ -205,15 +207,23 @@ class ServedPolicy:
             return (await self.engine.collective_rpc("qlora_held_adapter", args=(self.held.number, rank)))[0]
 
     async def generate(
-        self, prompts: list[list[int]], sampling: Mapping[str, Any], places: list[int] | None = None
+        self,
+        prompts: list[list[int]],
+        sampling: Mapping[str, Any],
+        places: list[int] | None = None,
+        wanted: Wanted = (None, None),
     ) -> dict[str, Any]:
-        """One completion for each of B prompts, all by the version that serves now; `places` decide the seeds."""
+        """One completion for each of B prompts, all by the version that serves now; `places` decide the seeds.
+
+        Raises:
+            ServerTakenError: it is not `wanted` (version and digest; `None` is any).
+        """
         try:
             spec = SamplingSpec(**sampling)
         except TypeError as error:
             raise ConfigConflictError(f"generating: {error}. Send the fields of SamplingSpec.") from error
         started = time.perf_counter()
-        version, outputs = await self._run(prompts, spec, places)
+        version, outputs = await self._run(prompts, spec, places, wanted=wanted)
         drawn = [output.outputs[0] for output in outputs]
         return {
             "completion_ids": [list(o.token_ids) for o in drawn],
@@ -222,19 +232,27 @@ class ServedPolicy:
             "seconds": time.perf_counter() - started,
         }
 
-    async def score(self, sequences: list[list[int]], bare: bool) -> dict[str, Any]:
-        """Logprobs of every token but the first."""
+    async def score(self, sequences: list[list[int]], bare: bool, wanted: Wanted = (None, None)) -> dict[str, Any]:
+        """Logprobs of every token but the first; `wanted` as in `generate`."""
         spec = SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0})
-        version, outputs = await self._run(sequences, spec, bare=bare)
+        version, outputs = await self._run(sequences, spec, bare=bare, wanted=wanted)
         scored = [scored_logprobs(ids, o.prompt_logprobs) for ids, o in zip(sequences, outputs, strict=True)]
         return {"logprobs": scored, "version": version}
 
     async def _run(
-        self, ids: list[list[int]], spec: SamplingSpec, places: list[int] | None = None, *, bare: bool = False
+        self,
+        ids: list[list[int]],
+        spec: SamplingSpec,
+        places: list[int] | None = None,
+        *,
+        bare: bool = False,
+        wanted: Wanted = (None, None),
     ) -> tuple[int, list[Any]]:
         check_lengths(ids, self.max_length)
         await self._clear_stains()  # whoever had drawn NaN may have gone before it was cleared away
         async with self.weights.reading(bare=bare):
+            # Not before: it may have waited for a push. Nothing is awaited until `held` is read.
+            self._refuse_other(*wanted)
             version, outputs = await self._draw(ids, spec, None if bare else self.held, places)
             self._is_stained |= await asyncio.to_thread(holds_nan, outputs)
         await self._clear_stains()
@@ -247,6 +265,14 @@ class ServedPolicy:
             )
             await self.weights.clear_cache()
             self._is_stained = False
+
+    def _refuse_other(self, version: int | None, digest: str | None) -> None:
+        is_other = digest is not None and digest != self.digest
+        if is_other or (version is not None and version != self.version):
+            raise ServerTakenError(
+                f"generating: version={version} is asked for, and {'another ' * is_other}version={self.version} serves: somebody "
+                "else has pushed. One server serves one trainer; start another server."
+            )
 
     async def _draw(
         self, ids: list[list[int]], spec: SamplingSpec, held: Held | None, places: list[int] | None

@@ -168,20 +168,18 @@ class Api:
     async def generate(self, request: Request) -> dict[str, Any] | None:
         """One completion for each prompt, all by one version."""
         asked = await _json(request, prompts=list, sampling=dict)
-        self._expect(asked)
         prompts, places = _ids(asked["prompts"]), asked.get("places")
         if places is not None and len(_ids([places])[0]) != len(prompts):
             raise ConfigConflictError(
                 f"generating: {len(places)} places for {len(prompts)} prompts. Send one for each."
             )
-        return await _unless_gone(request, self.policy.generate(prompts, asked["sampling"], places))
+        return await _unless_gone(request, self.policy.generate(prompts, asked["sampling"], places, _wanted(asked)))
 
     async def score(self, request: Request) -> dict[str, Any] | None:
         """Logprobs of every token but the first."""
         asked = await _json(request, sequences=list, bare=bool)
-        if not asked["bare"]:
-            self._expect(asked)
-        return await _unless_gone(request, self.policy.score(_ids(asked["sequences"]), asked["bare"]))
+        wanted = (None, None) if asked["bare"] else _wanted(asked)
+        return await _unless_gone(request, self.policy.score(_ids(asked["sequences"]), asked["bare"], wanted))
 
     async def probe(self, request: Request) -> dict[str, Any]:
         """Digest of a small file in the adapter directory: does the client see the same one?"""
@@ -204,16 +202,6 @@ class Api:
         self.lease.release(_session(request))
         await self.policy.weights.leave(_session(request))
         return {}
-
-    def _expect(self, asked: dict[str, Any]) -> None:
-        self.policy.weights.refuse_lost()
-        wanted, digest = asked.get("version"), asked.get("digest")
-        is_other = digest is not None and digest != self.policy.digest
-        if is_other or (wanted is not None and wanted != self.policy.version):
-            raise ServerTakenError(
-                f"generating: version={wanted} is asked for, and {'another ' * is_other}version={self.policy.version} serves: somebody "
-                "else has pushed. One server serves one trainer; start another server."
-            )
 
     def _answering(self, handler: Callable[[Request], Awaitable[dict[str, Any] | None]]) -> Callable[..., Any]:
         async def answer(request: Request) -> Response:
@@ -268,6 +256,11 @@ async def _unless_gone(request: Request, work: Any) -> Any:
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def _wanted(asked: dict[str, Any]) -> tuple[int | None, str | None]:
+    """Version and digest that must serve, where the client has named them."""
+    return asked.get("version"), asked.get("digest")
 
 
 def _session(request: Request) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +14,17 @@ from typing import Any
 import torch
 
 from qlora_rl.engine.stage import encode_part, part_name
-from qlora_rl.errors import EngineBrokenError, QloraRLError, ServerTakenError, SyncError
+from qlora_rl.errors import AdapterRefusedError, EngineBrokenError, QloraRLError, ServerTakenError, SyncError
 
 # Small weights travel together until they are so large; a larger one is a part of its own. In bytes.
 PART_BYTES = 4 * 2**20
 # Of one request, in bytes, if the server takes so much.
 PIECE_BYTES = 8 * 2**20
+
+# The name of a directory of `Stage`.
+_DIRECTORY = re.compile("qlora-rl-weights-[0-9a-f]{1,64}")
+# Errors that say by their type what is wrong.
+_UNCHANGED = (AdapterRefusedError, EngineBrokenError, ServerTakenError)
 
 Ask = Callable[..., dict[str, Any]]
 
@@ -30,6 +36,7 @@ def upload(
     *,
     max_body_bytes: int,
     directory: Path | None,
+    commit: Ask,
 ) -> tuple[int, str]:
     """Send all weights; the server serves them when the last one has come.
 
@@ -39,6 +46,7 @@ def upload(
         version: that they get.
         max_body_bytes: of one request.
         directory: of the server, seen from here; `None` sends the bytes.
+        commit: asks as `ask` does, for the one request that changes what serves.
 
     Returns:
         Bytes of the weights, and the server's name of this push, which stands for a digest of them.
@@ -48,6 +56,10 @@ def upload(
     """
     begun = ask("POST", f"/weights?version={version}")
     push = begun["push"]
+    if not _DIRECTORY.fullmatch(begun["directory"]):
+        raise SyncError(
+            f"pushing weights: the server names directory={begun['directory'][:60]!r}, which no server of ours does. Ask the right one."
+        )
     way = _Way(ask, push, min(PIECE_BYTES, max_body_bytes), directory / begun["directory"] if directory else None)
     count = nbytes = 0
     try:
@@ -73,13 +85,13 @@ def upload(
     except BaseException as error:
         with contextlib.suppress(QloraRLError):
             ask("DELETE", f"/weights?push={push}")
-        if not isinstance(error, Exception) or isinstance(error, EngineBrokenError | ServerTakenError):
+        if not isinstance(error, Exception) or isinstance(error, _UNCHANGED):
             raise
         raise SyncError(
             f"pushing weights version={version}: {error} (after {count} tensors). What served goes on serving. Push again.",
             reasons=getattr(error, "reasons", ()),
         ) from error
-    ask("POST", f"/weights/commit?push={push}")
+    commit("POST", f"/weights/commit?push={push}")
     return nbytes, push
 
 

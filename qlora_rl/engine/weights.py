@@ -43,6 +43,7 @@ class ServedWeights:
         self.seconds = self.nbytes = 0.0
         self._stage: Stage | None = None
         self.push = ""
+        self._withdrawn = ""
         self._heard = 0.0
         self._lock = asyncio.Lock()
         self._doors = _Doors()
@@ -139,8 +140,8 @@ class ServedWeights:
                 self.discard()
 
     def withdraw(self, reason: str) -> None:
-        """Serve nothing until the next push."""
-        self.lost = reason
+        """Serve nothing until the next push; what a commit that is at work brings is withdrawn as well."""
+        self.lost = self._withdrawn = reason
 
     def discard(self) -> None:
         """Throw an open push away."""
@@ -186,6 +187,7 @@ class ServedWeights:
 
     async def _write_over(self, version: int, call: str, arguments: tuple[Any, ...]) -> None:
         """Have vLLM read weights over its own, when no request is inside."""
+        self._withdrawn = ""
         async with self._doors.shut(f"taking weights version={version}", self.version):
             self.version, self.lost = version, f"only a part of weights version={version} was loaded"
             self.loads += 1
@@ -200,7 +202,7 @@ class ServedWeights:
                     f"loading weights version={version} into vLLM: {error}. Nothing is served until a push arrives whole. Push again.",
                     reasons=reasons,
                 ) from error
-            self.lost = ""
+            self.lost = self._withdrawn
 
     async def _forget_cache(self) -> None:
         """Requests of OpenAI clients carry no salt: what was cached under older weights must go.

@@ -63,6 +63,7 @@ class Canary:
         self.sequences = None if sequences is None else [list(s) for s in sequences]
         self.threshold = UPPER_BOUND
         self._pushes = 0
+        self._must_score = True
         self._has_dropout = any(
             (isinstance(m, torch.nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0) for m in model.modules()
         )
@@ -108,8 +109,13 @@ class Canary:
         Raises:
             CanaryError: it does not; says which.
         """
-        self._compare_held(bundle)
-        return self._scored() if scored or self.is_due() else None
+        is_scored = self.is_due() or scored
+        try:
+            self._compare_held(bundle)
+            return self._scored() if is_scored else None
+        except BaseException:
+            self.doubt()
+            raise
 
     def check_weights(self, sent: Mapping[str, Leaf]) -> float:
         """Prove that the engine holds these dense weights and computes with them.
@@ -123,6 +129,7 @@ class Canary:
         Raises:
             CanaryError: it does not; says which.
         """
+        self.doubt()
         held = self.engine.describe_base().leaves
         wrong = sorted(name for name in {*sent, *held} if sent.get(name) != held.get(name))
         if wrong:
@@ -135,9 +142,13 @@ class Canary:
         return self._scored()
 
     def is_due(self) -> bool:
-        """Counts a push; true at each n-th one, beginning with the first."""
+        """Counts a push; true at each n-th one, beginning with the first, and after a doubt until a score has passed."""
         self._pushes += 1
-        return (self._pushes - 1) % self.every == 0
+        return self._must_score or (self._pushes - 1) % self.every == 0
+
+    def doubt(self) -> None:
+        """Something has failed, or was lost: the next push is scored, whatever the cadence says."""
+        self._must_score = True
 
     def _scored(self) -> float:
         if self.sequences is None:
@@ -146,6 +157,7 @@ class Canary:
         if isinstance(self.engine, GaugedEngine):
             self.engine.note_canary(difference)
         if difference <= self.threshold:
+            self._must_score = False
             return difference
         # A policy that has moved far no longer writes what the base does: what it writes now decides.
         own = self._difference(self._drawn_sequences()) if math.isfinite(difference) else difference
@@ -157,6 +169,7 @@ class Canary:
                 own,
                 self.threshold,
             )
+            self._must_score = False
             return own
         raise CanaryError(
             f"checking the push: the engine holds what was pushed, but its logprobs differ from the trainer's by "

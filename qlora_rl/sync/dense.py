@@ -44,9 +44,19 @@ class DenseSync:
                 served. The push can be repeated.
             CanaryError: they arrived, but the engine computes something else; nothing is served.
         """
+        if self.canary is None:
+            return self._push(is_scored=False)
+        if not self.engine.holds_dense:
+            self.canary.doubt()
+        try:
+            return self._push(is_scored=self.canary.is_due())
+        except BaseException:
+            self.canary.doubt()
+            raise
+
+    def _push(self, *, is_scored: bool) -> SyncReport:
         self._refuse_broken()
         started, incarnation = time.perf_counter(), self.engine.incarnation
-        is_scored = self.canary is not None and self.canary.is_due()
         try:
             stream, version, nbytes = self._load(digests=is_scored)
         except SyncError:
@@ -56,7 +66,9 @@ class DenseSync:
             stream, version, nbytes = self._load(digests=is_scored)
         loaded = time.perf_counter()
         self._sent = stream.digests
-        difference = self._check() if is_scored else None
+        # An engine that was built anew on the way is another one than was proven.
+        is_other = self.canary is not None and self.engine.incarnation != incarnation
+        difference = self._check() if is_scored or is_other else None
         return SyncReport(
             version=version,
             mode=self.mode,
@@ -72,7 +84,7 @@ class DenseSync:
         )
 
     def verify(self) -> None:
-        """Prove again that the engine serves the policy; an engine that has lost it is given it anew.
+        """Prove again that the engine serves the policy; an engine that has lost it is given it anew, and that push is proven.
 
         Raises:
             CanaryError: it does not; nothing is served.
@@ -82,19 +94,15 @@ class DenseSync:
             return
         if self.canary is None:
             return
-        if not self._sent:
-            self._sent = {name: digest_plain(weight) for name, weight in iter_weights(self.model, dtype=self._dtype)}
         self._check()
 
     def close(self) -> None:
         """Nothing was left behind."""
 
     def _refuse_broken(self) -> None:
-        """A model that is trained itself is looked at here; an adapter's values are the verdict's business."""
-        if hasattr(self.model, "peft_config"):
-            return
+        """Before anything is sent: whatever is trained, by an adapter or itself, must be finite."""
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and not bool(torch.isfinite(torch.stack(parameter.detach().aminmax())).all()):
+            if parameter.requires_grad and not _is_finite(parameter):
                 raise AdapterRefusedError(
                     f"pushing weights: {name} holds NaN or infinity. Lower the learning rate, or clip gradients.",
                     module=name.rpartition(".")[0],
@@ -109,10 +117,16 @@ class DenseSync:
 
     def _check(self) -> float:
         try:
+            if not self._sent:
+                self._sent = {n: digest_plain(weight) for n, weight in iter_weights(self.model, dtype=self._dtype)}
             return self.canary.check_weights(self._sent)
         except BaseException as error:
             self.engine.withdraw_dense(f"the proof of version={self.engine.version} failed ({type(error).__name__})")
             raise
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    return not weight.numel() or bool(torch.isfinite(torch.stack(weight.detach().aminmax())).all())
 
 
 class _Stream:
@@ -129,6 +143,12 @@ class _Stream:
         for name, weight in iter_weights(self._model, dtype=self._dtype):
             made = time.perf_counter()
             self.seconds += made - started
+            if not _is_finite(weight):
+                raise AdapterRefusedError(
+                    f"pushing weights: {name} comes to NaN or infinity in {str(self._dtype).removeprefix('torch.')}. Lower the "
+                    "learning rate, or clip gradients.",
+                    module=name.rpartition(".")[0],
+                )
             if self._takes_digests:
                 self.digests[name] = digest_plain(weight)
                 self.digest_seconds += time.perf_counter() - made

@@ -53,6 +53,8 @@ class AdapterSync:
             self._adapter.judge()
             self._pushed, difference = self._prove()
         except BaseException:
+            if self.canary is not None:
+                self.canary.doubt()
             # Whatever stopped it, an unproven version must not serve.
             if self.engine.version == version:
                 self._take_back(version)

@@ -3,6 +3,7 @@
 float32, two layers, random weights, head and embedding apart: an error shows a thousandfold above the noise of 1e-6.
 """
 
+import copy
 import random
 
 import pytest
@@ -14,6 +15,7 @@ from support import make_model, randomise
 
 from qlora_rl import (
     AdapterRefusedError,
+    AdapterSync,
     BaseMismatchError,
     Canary,
     CanaryError,
@@ -31,6 +33,7 @@ from qlora_rl import (
     prove_base,
 )
 from qlora_rl.adapter.delta import iter_weights
+from qlora_rl.sync.in_place import InPlaceTransport
 
 EXACT = 1e-5
 OPTIONS = {"max_lora_rank": 0, "max_model_length": 32, "max_num_seqs": 8}
@@ -152,6 +155,35 @@ def test_a_stream_that_breaks_is_never_served_half(exact, at, error):
     assert exact.apart(new) < EXACT
 
 
+def test_a_push_that_fails_at_once_brings_nothing_back_that_was_lost(exact):
+    """Half written, withdrawn or gone with a rebuild: it is served neither before nor after a push that does not begin."""
+    engine, model = exact.engine, trained(exact.base, FULL_WEIGHTS["dora"])
+    strategy, nan = DenseSync(model, engine), copy.deepcopy(model)
+    with torch.no_grad():
+        next(p for n, p in nan.named_parameters() if "lora_B" in n)[0, 0] = float("nan")
+
+    def break_in_the_middle():
+        with pytest.raises(SyncError, match="Nothing is served"):
+            engine.load_dense(breaking(iter_weights(model), 10, OSError("dead")), engine.version + 1)
+
+    def rebuild():
+        engine._is_broken = True
+        engine.wake()
+
+    for lose in (break_in_the_middle, lambda: engine.withdraw_dense("the proof failed"), rebuild):
+        strategy.push()
+        lose()
+        with pytest.raises(SyncError, match="Nothing is served"):
+            engine.load_dense(breaking(iter_weights(model), 0, OSError("dead")), engine.version + 1)
+        with pytest.raises(AdapterRefusedError, match="NaN"):
+            DenseSync(nan, engine).push()
+        assert not engine.holds_dense
+        with pytest.raises(EngineBrokenError):
+            engine.score(SEQUENCES)
+    strategy.push()
+    assert exact.apart(model) < EXACT
+
+
 def test_a_tensor_cut_at_a_random_place_is_never_served(exact):
     model = trained(exact.base, FULL_WEIGHTS["dora"], seed=3)
     choice = random.Random(0)
@@ -235,6 +267,13 @@ def test_an_engine_with_lora_drops_its_adapters_and_takes_none_until_the_base_is
     with LocalEngine(baked, **{**OPTIONS, "max_lora_rank": 8}) as engine:
         pair = Pair(engine, baked, tmp_path)
         plain, dora = pair.adapted(lora()), trained(pair.base, FULL_WEIGHTS["dora"])
+        strategy = AdapterSync(plain, engine, InPlaceTransport())
+        for _ in range(2):
+            strategy.push()
+        assert pair.apart(plain) < EXACT
+        with pytest.raises(SyncError, match=r"after 0 tensors.*Version 2 goes on serving"):
+            engine.load_dense(breaking(iter_weights(dora), 0, OSError("dead")), 3)
+        assert (engine.version, pair.apart(plain) < EXACT) == (2, True)
         assert pair.difference(plain) < EXACT
         DenseSync(dora, engine).push()
         assert pair.apart(dora) < EXACT
@@ -259,13 +298,79 @@ def test_a_dense_engine_on_another_base_is_refused(exact, base):
         prove_base(load_base(base), exact.engine)
 
 
+def test_after_a_failed_proof_or_a_loss_the_next_push_is_proven_whatever_the_cadence(exact, monkeypatch):
+    exact.engine.drop_adapter()
+    model = trained(exact.base, FULL_WEIGHTS["dora"])
+    canary = Canary(model, exact.engine, every=100)
+    canary.calibrate()
+    strategy, true = DenseSync(model, exact.engine, canary), exact.engine.load_dense
+
+    def wrong(weights, version):
+        return true(((n, w * 1.5 if "o_proj" in n else w) for n, w in weights), version)
+
+    monkeypatch.setattr(exact.engine, "load_dense", wrong)
+    for _ in range(2):
+        with pytest.raises(CanaryError):
+            strategy.push()
+    monkeypatch.undo()
+    assert strategy.push().canary_difference is not None
+    assert strategy.push().canary_difference is None
+    monkeypatch.setattr(exact.engine, "load_dense", wrong)
+    exact.engine._is_broken = True
+    with pytest.raises(CanaryError):  # rebuilt on the way
+        strategy.push()
+    exact.engine._is_broken = True
+    exact.engine.wake()
+    with pytest.raises(CanaryError):
+        strategy.verify()
+    with pytest.raises(EngineBrokenError):
+        exact.engine.score(SEQUENCES)
+    monkeypatch.undo()
+    strategy.verify()
+    assert exact.apart(model) < EXACT
+
+
+@pytest.mark.parametrize("part", ["bias", "modules_to_save", "lora_magnitude"])
+def test_nan_in_anything_that_is_trained_is_refused_and_the_old_version_serves(exact, part):
+    config = {"bias": lora(bias="all"), "modules_to_save": lora(modules_to_save=["norm"])}.get(
+        part, lora(use_dora=True)
+    )
+    model = get_peft_model(copy.deepcopy(exact.base), config)
+    strategy = DenseSync(model, exact.engine)
+    strategy.push()
+    version = exact.engine.version
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if part in n and p.requires_grad).view(-1)[0] = float("nan")
+    with pytest.raises(AdapterRefusedError, match="NaN or infinity"):
+        strategy.push()
+    assert exact.engine.version == version
+    exact.engine.score(SEQUENCES)
+
+
+def test_a_weight_that_becomes_infinite_when_it_is_made_is_refused_and_never_served(exact):
+    model = trained(exact.base, FULL_WEIGHTS["dora"])
+    strategy = DenseSync(model, exact.engine)
+    strategy.push()
+    layer = model.get_base_model().model.layers[1].self_attn.o_proj
+    with torch.no_grad():
+        layer.lora_magnitude_vector["default"].weight.fill_(3e38)  # finite itself
+    with pytest.raises(AdapterRefusedError, match=r"o_proj.* comes to NaN or infinity in float32"):
+        strategy.push()
+    with pytest.raises(EngineBrokenError):
+        exact.engine.score(SEQUENCES)
+    with torch.no_grad():
+        layer.lora_magnitude_vector["default"].weight.fill_(1.0)
+    strategy.push()
+    assert exact.apart(model) < EXACT
+
+
 def test_nan_is_refused_before_anything_is_sent(exact):
     model = trained(exact.base, FULL_WEIGHTS["dora"])
     DenseSync(model, exact.engine).push()
     version = exact.engine.version
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if "lora_B" in n)[0, 0] = float("nan")
-    with pytest.raises((AdapterRefusedError, SyncError), match="NaN"):
+    with pytest.raises(AdapterRefusedError, match="NaN"):
         DenseSync(model, exact.engine).push()
     assert exact.engine.version == version
     exact.engine.score(SEQUENCES)

@@ -41,6 +41,9 @@ class Server:
         if request.method == "PUT":
             self.version = int(request.url.params["version"])
             return {"digest": request.url.params["digest"], "new": True}
+        if (request.method, path) == ("DELETE", "/adapter"):
+            self.version = 0
+            return {}
         if path == "/generate":
             asked = json.loads(request.content)
             rows = len(asked["prompts"])
@@ -304,3 +307,11 @@ def test_what_cannot_be_sent_is_not_tried_again_and_shows_no_header(engine, serv
 def test_what_is_no_url_of_a_server_is_refused_at_once(url):
     with pytest.raises(errors.ConfigConflictError, match="http://host:port"):
         ServerEngine(url, api_key=KEY, wait_s=3600.0)
+
+
+def test_an_answer_by_another_version_than_was_asked_for_is_refused(engine, server):
+    engine.load_packed(b"adapter", 3)
+    content = {"completion_ids": [[1]], "logprobs": [[-1.0]], "version": 4, "seconds": 0.0}
+    server.answers = [httpx.Response(200, json=content, headers=server.marks())]
+    with pytest.raises(errors.ServerTakenError, match="version=4 has answered"):
+        engine.generate([[1]])

@@ -1,0 +1,129 @@
+"""Full weights of a server while several things are asked at once, with an engine that stops where a test wants it to."""
+
+import asyncio
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qlora_rl import EngineBrokenError, ServerTakenError, SyncError
+from qlora_rl.base.fingerprint import digest_plain
+from qlora_rl.engine.gate import Visits
+from qlora_rl.engine.policy import ServedPolicy
+from qlora_rl.engine.stage import STAGES, encode_part
+from qlora_rl.engine.weights import ServedWeights
+
+WEIGHT = torch.ones(4, 4)
+
+
+class Engine:
+    """Loads when it is let; `fault` is what happens then."""
+
+    def __init__(self):
+        self.began, self.may_end = asyncio.Event(), asyncio.Event()
+        self.may_end.set()
+        self.fault = None
+
+    async def collective_rpc(self, call, args=()):
+        self.began.set()
+        await self.may_end.wait()
+        if isinstance(self.fault, Exception):
+            raise self.fault
+        return [self.fault or []]
+
+    async def reset_prefix_cache(self):
+        return True
+
+
+async def sent(weights, version, session="me"):
+    """A push that only has to be committed."""
+    push = (await weights.begin(session, version))["push"]
+    blob = b"".join(encode_part([("a", WEIGHT)]))
+    await weights.write(session, push, 0, 0, blob)
+    await weights.take(session, push, 0, hashlib.sha256(blob).hexdigest())
+    return push
+
+
+def made(tmp_path):
+    return ServedWeights(Engine(), tmp_path, {"a": digest_plain(WEIGHT)})
+
+
+def test_a_commit_that_comes_again_while_the_first_is_at_work_changes_nothing(tmp_path):
+    async def run():
+        weights = made(tmp_path)
+        push = await sent(weights, 1)
+        weights.engine.may_end.clear()
+        first = asyncio.ensure_future(weights.commit("me", push))
+        await weights.engine.began.wait()
+        again = asyncio.ensure_future(weights.commit("me", push))
+        await asyncio.sleep(0)
+        weights.engine.may_end.set()
+        assert await asyncio.gather(first, again) == [True, False]
+        assert not await weights.commit("me", push)
+        assert (weights.version, weights.loads, weights.lost) == (1, 1, "")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("vLLM is out of memory"), ["a"]])
+def test_what_breaks_off_while_it_is_loaded_is_served_to_nobody_until_a_push_arrives_whole(tmp_path, fault):
+    async def run():
+        weights = made(tmp_path)
+        await weights.commit("me", await sent(weights, 1))
+        weights.engine.fault = fault
+        with pytest.raises(SyncError, match=r"out of memory|no value came for 1 weights"):
+            await weights.commit("me", await sent(weights, 2))
+        assert list(tmp_path.glob(STAGES)) == []
+        with pytest.raises(EngineBrokenError, match="only a part of weights version=2"):
+            async with weights.reading():
+                pass
+        weights.engine.fault = None
+        await weights.commit("me", await sent(weights, 3))
+        async with weights.reading():
+            assert weights.version == 3
+
+    asyncio.run(run())
+
+
+def test_what_is_withdrawn_during_a_commit_stays_withdrawn(tmp_path):
+    async def run():
+        weights = made(tmp_path)
+        push = await sent(weights, 1)
+        weights.engine.may_end.clear()
+        commit = asyncio.ensure_future(weights.commit("me", push))
+        await weights.engine.began.wait()
+        weights.withdraw("the proof failed")
+        weights.engine.may_end.set()
+        await commit
+        with pytest.raises(EngineBrokenError, match="the proof failed"):
+            weights.refuse_lost()
+        await weights.commit("me", await sent(weights, 2))
+        weights.refuse_lost()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ask", ["generate", "score"])
+@pytest.mark.parametrize("by_digest", [True, False])
+def test_a_request_that_waited_for_a_push_is_not_answered_by_another_version_than_it_named(tmp_path, ask, by_digest):
+    async def run():
+        weights = made(tmp_path)
+        store = SimpleNamespace(root=tmp_path / "store")
+        policy = ServedPolicy(weights.engine, {}, store, {}, 0, 64, Visits(), weights)
+        await weights.commit("me", await sent(weights, 1))
+        wanted = (None, policy.digest) if by_digest else (1, None)
+        push = await sent(weights, 2)
+        weights.engine.began.clear()
+        weights.engine.may_end.clear()
+        commit = asyncio.ensure_future(weights.commit("me", push))
+        await weights.engine.began.wait()
+        arguments = {"generate": ([], {}, None, wanted), "score": ([], False, wanted)}[ask]
+        late = asyncio.ensure_future(getattr(policy, ask)(*arguments))
+        await asyncio.sleep(0)
+        weights.engine.may_end.set()
+        with pytest.raises(ServerTakenError, match="version=2 serves"):
+            await late
+        await commit
+
+    asyncio.run(run())
