@@ -375,6 +375,25 @@ def _trains_no_base(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def _keeps_the_tie(subject: Subject) -> Iterator[Finding]:
+    """An engine that ties head and embedding holds one weight: what trains one of them must be what trains the other."""
+    base = subject.base
+    config = getattr(base, "config", None)
+    if config is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):
+        return
+    sides = [base.get_output_embeddings(), base.get_input_embeddings()]
+    if None in sides:
+        return
+    # By storage: PEFT's tied LoRA has the transposed view of one parameter on the other side.
+    trained = [{p.untyped_storage()._cdata for p in m.parameters() if p.requires_grad} for m in sides]
+    if trained[0] != trained[1]:
+        yield (
+            "refuse",
+            "The model ties its output head to the embedding (tie_word_embeddings), and the adapter trains them apart; an engine that "
+            "ties them too cannot hold both. Adapt both in the same way (PEFT: ensure_weight_tying=True), or leave them out.",
+        )
+
+
 def _keeps_the_vocabulary(subject: Subject) -> Iterator[Finding]:
     embedding = subject.base.get_input_embeddings() if hasattr(subject.base, "get_input_embeddings") else None
     before, now = getattr(subject.base, "qlora_vocabulary", None), getattr(embedding, "weight", None)
@@ -425,6 +444,7 @@ RULES: tuple[Rule, ...] = (
     _trains_nothing_else,
     _replaces_nothing,
     _trains_no_base,
+    _keeps_the_tie,
     _keeps_the_vocabulary,
     _keeps_the_base,
     _is_finite,

@@ -298,10 +298,10 @@ class ServerEngine:
             EngineUnsupportedError: the server holds a 4-bit base, or serves adapters. ServerTakenError: another trainer pushes to it.
             SyncError: not all arrived; the old version goes on serving. Or vLLM broke off while it loaded them: nothing is served.
         """
-        with self._in_doubt():
-            nbytes, digest = upload(
-                self._ask, weights, version, max_body_bytes=self._about["max_body_bytes"], directory=self._near
-            )
+        limit = self._about["max_body_bytes"]
+        nbytes, digest = upload(
+            self._ask, weights, version, max_body_bytes=limit, directory=self._near, commit=self._change
+        )
         if self._version != version:
             raise SyncError(
                 f"pushing weights version={version}: the server answers with version={self._version}. Push again."

@@ -45,13 +45,15 @@ class Stage:
         self.nbytes = sum(math.prod(leaf.shape) * getattr(torch, leaf.kind).itemsize for leaf in expected.values())
         self.received = 0
         self._limit = self.nbytes + _HEADER_BYTES * len(expected) + _PART_HEADER_BYTES
+        sweep(root, STAGES)
+        if shutil.disk_usage(root).free < self._limit:
+            sweep(root, STAGES, young_s=0.0)
         free = shutil.disk_usage(root).free
         if free < self._limit:
             raise SyncError(
                 f"taking weights version={version}: {self._limit / 2**20:.0f} MiB are needed and {free / 2**20:.0f} MiB are free at "
                 f"{root}. Free some, or start the server with an --adapter-dir that has room for the whole model."
             )
-        sweep(root, STAGES)
         self.incoming, self._taken = (
             root / f"qlora-rl-weights-{self.token}",
             root / f"qlora-rl-weights-{secrets.token_hex(16)}",
@@ -61,6 +63,7 @@ class Stage:
             directory.mkdir(mode=0o700)
             self._locks.append(hold(directory))
         self._digests: list[str] = []
+        self._marks: list[tuple[int, ...]] = []
         self._names: set[str] = set()
 
     @property
@@ -113,7 +116,14 @@ class Stage:
             raise SyncError(f"taking weights: part={index} came, part={len(self._digests)} is due. Push again.")
         file = self._taken / part_name(index)
         try:
+            came = sum(entry.lstat().st_size for entry in self.incoming.iterdir())
+            if self.received + came > self._limit:
+                raise SyncError(
+                    f"taking weights: {self.received + came} bytes came, more than the {self.nbytes} of the model. Push to the right "
+                    "server."
+                )
             os.rename(self.incoming / part_name(index), file)
+            mark = _mark(file)
             found, size = _digest(file)
         except OSError as error:
             raise SyncError(f"taking weights: part={index} is not there ({error.strerror}). Push again.") from error
@@ -123,17 +133,16 @@ class Stage:
                 "cut off or damaged on the way. Push again."
             )
         self.received += size
-        if self.received > self._limit:
-            raise SyncError(
-                f"taking weights: more than the {self.nbytes} bytes of the model came. Push to the right server."
-            )
         names = _check(file, self.expected, self._names)
         self._names |= names
         self._digests.append(digest)
+        self._marks.append(mark)
         return True
 
     def require_all(self) -> None:
-        """Raise `SyncError` where a weight of the model is missing."""
+        """Raise `SyncError` where a weight of the model is missing, or a part has changed since it was checked."""
+        if any(_mark(part) != mark for part, mark in zip(self.parts, self._marks, strict=True)):
+            raise SyncError("taking weights: a part was changed after it had been checked. Push again.")
         missing = sorted(self.expected.keys() - self._names)
         if missing:
             raise SyncError(
@@ -184,6 +193,14 @@ def encode_part(weights: Sequence[tuple[str, torch.Tensor]]) -> list[memoryview]
 
 # safetensors' names of the dtypes in which an engine serves.
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def _mark(file: Path) -> tuple[int, ...]:
+    """Changes when a file that only we should have is written to."""
+    about = os.lstat(file)
+    if about.st_nlink != 1:
+        raise SyncError("taking weights: a part has another name as well. Push again.")
+    return about.st_ino, about.st_size, about.st_mtime_ns
 
 
 def _digest(file: Path) -> tuple[str, int]:

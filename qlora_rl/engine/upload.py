@@ -36,6 +36,7 @@ def upload(
     *,
     max_body_bytes: int,
     directory: Path | None,
+    commit: Ask,
 ) -> tuple[int, str]:
     """Send all weights; the server serves them when the last one has come.
 
@@ -45,6 +46,7 @@ def upload(
         version: that they get.
         max_body_bytes: of one request.
         directory: of the server, seen from here; `None` sends the bytes.
+        commit: asks as `ask` does, for the one request that changes what serves.
 
     Returns:
         Bytes of the weights, and the server's name of this push, which stands for a digest of them.
@@ -89,7 +91,7 @@ def upload(
             f"pushing weights version={version}: {error} (after {count} tensors). What served goes on serving. Push again.",
             reasons=getattr(error, "reasons", ()),
         ) from error
-    ask("POST", f"/weights/commit?push={push}")
+    commit("POST", f"/weights/commit?push={push}")
     return nbytes, push
 
 

@@ -213,7 +213,7 @@ def test_a_stream_that_breaks_at_any_tenth_tensor_leaves_the_old_version_serving
     old, new = trained(pair.base, ADAPTER["plain"], seed=1), trained(pair.base, FULL_WEIGHTS["dora"], seed=2)
     DenseSync(old, pair.engine).push()
     version = pair.engine.version
-    for at in (0, 1, 10, 20, 26):
+    for at in (0, 10, 26):
         with pytest.raises(SyncError if isinstance(error, Exception) else KeyboardInterrupt):
             pair.engine.load_dense(breaking(iter_weights(new), at, error), version + 1)
         assert pair.engine.version == version
@@ -301,7 +301,7 @@ def test_a_connection_that_breaks_in_the_middle_goes_on_where_it_was(far, monkey
 
 
 PUSH = """
-import os, signal, sys, torch
+import httpx, os, signal, sys, torch
 sys.path[:0] = sys.argv[4:]
 from pair import trained
 from kinds import FULL_WEIGHTS
@@ -319,7 +319,7 @@ if place == "commit":
     true = engine._ask
     def ask(method, path, body=None):
         if "commit" in path:
-            engine._client.timeout = 0.01
+            engine._client.timeout = httpx.Timeout(60.0, read=0.01)  # it is sent, its answer not waited for
             try:
                 engine._ask_once(method, path, body)
             finally:
@@ -330,7 +330,7 @@ engine.load_dense(dying(), engine.version + 1)
 """
 
 
-@pytest.mark.parametrize("place", ["15", "commit"])
+@pytest.mark.parametrize("place", [pytest.param("15", marks=pytest.mark.full), "commit"])
 def test_a_trainer_that_is_killed_in_the_middle_leaves_the_old_version_or_all_of_the_new_one(
     server, untied, far, place
 ):
@@ -353,7 +353,10 @@ def test_a_trainer_that_is_killed_in_the_middle_leaves_the_old_version_or_all_of
         time.sleep(0.1)
     far.engine.wake()
     assert far.engine.version == version + (place == "commit")
-    assert far.apart(new if place == "commit" else old) < EXACT
+    with ServerEngine(server.url, api_key=server.key) as reader:  # who has pushed nothing is told what serves
+        far.engine, mine = reader, far.engine
+        assert far.apart(new if place == "commit" else old) < EXACT
+    far.engine = mine
     with pytest.raises(ServerTakenError):  # until it has been silent for long enough
         DenseSync(new, far.engine).push()
     far.engine.claim(force=True)
@@ -468,7 +471,8 @@ def test_a_push_cannot_fill_the_disk_or_lead_out_of_its_directory(server, far, t
 # --- under the trainer -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.full) for way in ("server",)] + ["url"])
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["server", "url"])
 def test_the_trainer_trains_dora_through_a_server(untied, server, tmp_path, way):
     """Started beside it, or running already."""
     key = tmp_path / "key"

@@ -11,7 +11,7 @@ from pair import trained
 from peft import get_peft_model
 from support import make_model, randomise
 
-from qlora_rl import AdapterRefusedError, load_base
+from qlora_rl import AdapterRefusedError, judge_adapter, load_base
 from qlora_rl.adapter import delta
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.base.checkpoint import adopt
@@ -124,6 +124,35 @@ def test_a_tied_head_with_an_adapter_on_one_side_only_is_refused(base, target):
                 parameter.normal_(std=0.1)
     with pytest.raises(AdapterRefusedError, match="tie_word_embeddings"):
         list(iter_weights(model))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "refuse"),
+        ({"modules_to_save": ["embed_tokens"]}, "refuse"),
+        ({"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}, "full_weights"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "refuse"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "refuse"),
+        ({"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}, "full_weights"),
+        ({"trainable_token_indices": [3, 4]}, "full_weights"),
+        ({"bias": "all"}, "full_weights"),
+        ({}, "adapter"),
+    ],
+)
+def test_a_tied_head_that_is_trained_apart_is_refused_before_the_first_step(model_dir, fields, kind):
+    """By what is trained: at the start both sides are still equal. What is accepted is so after a step as well."""
+    from transformers import AutoModelForCausalLM
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), lora(**fields))
+    verdict = judge_adapter(model)
+    assert verdict.kind == kind
+    assert any("tie_word_embeddings" in reason for reason in verdict.reasons) == (kind == "refuse")
+    if kind != "refuse":
+        with torch.no_grad():
+            for parameter in {p for p in model.parameters() if p.requires_grad}:
+                parameter.add_(0.01 * torch.randn_like(parameter))
+        assert "lm_head.weight" not in dict(iter_weights(model))
 
 
 def test_a_tied_head_with_the_same_rows_trained_on_both_sides_is_sent_once(base):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +70,43 @@ def test_what_comes_twice_or_is_more_than_the_model_is_refused(stage):
         stage.write(1, len(blob), b"x" * 100_000)
 
 
+def test_a_part_that_is_written_to_after_it_was_checked_is_refused(stage):
+    blob = encoded(WEIGHTS)
+    (stage.incoming / part_name(0)).write_bytes(blob)
+    with (stage.incoming / part_name(0)).open("r+b") as still_open:
+        os.utime(stage.incoming / part_name(0), (1, 1))
+        assert stage.take(0, hashlib.sha256(blob).hexdigest())
+        stage.require_all()
+        still_open.seek(len(blob) - 1)
+        still_open.write(b"\xff")
+    with pytest.raises(SyncError, match="changed after it had been checked"):
+        stage.require_all()
+
+
+def test_a_part_with_a_second_name_is_refused(stage, tmp_path):
+    (stage.incoming / part_name(0)).write_bytes(encoded(WEIGHTS))
+    os.link(stage.incoming / part_name(0), stage.incoming / "other")
+    with pytest.raises(SyncError, match="another name"):
+        stage.take(0, hashlib.sha256(encoded(WEIGHTS)).hexdigest())
+
+
+def test_what_lies_beside_a_part_counts(stage):
+    (stage.incoming / part_name(0)).write_bytes(encoded(WEIGHTS))
+    (stage.incoming / "more").write_bytes(b"0" * 100_000)
+    with pytest.raises(SyncError, match="more than the 76 of the model"):
+        stage.take(0, hashlib.sha256(encoded(WEIGHTS)).hexdigest())
+
+
+def test_what_a_killed_server_has_left_makes_room_even_when_it_is_young(tmp_path, monkeypatch):
+    left = tmp_path / "qlora-rl-weights-0f"
+    left.mkdir()
+    monkeypatch.setattr(
+        "qlora_rl.engine.stage.shutil.disk_usage", lambda _: SimpleNamespace(free=0 if left.exists() else 10**9)
+    )
+    Stage(tmp_path, {"a": digest_plain(WEIGHTS["a"])}, 1, "me").discard()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_room_is_said_before_anything_is_sent(tmp_path):
     huge = {"a": digest_plain(torch.zeros(1))}
     object.__setattr__(huge["a"], "shape", (2**40, 2**10))
@@ -91,11 +129,14 @@ def test_an_error_in_the_middle_is_said_and_the_push_thrown_away(tmp_path, near)
         raise OSError("no more")
 
     with pytest.raises(SyncError, match=r"no more \(after 1 tensors\). What served goes on serving"):
-        upload(ask, weights(), 1, max_body_bytes=100, directory=tmp_path if near else None)
+        upload(ask, weights(), 1, max_body_bytes=100, directory=tmp_path if near else None, commit=ask)
     assert asked[-1] == ("DELETE", "/weights")
     assert ("POST", "/weights/commit") not in asked
     asked.clear()
-    assert upload(ask, WEIGHTS.items(), 1, max_body_bytes=100, directory=tmp_path if near else None)[0] == 48 + 20 + 8
+    assert (
+        upload(ask, WEIGHTS.items(), 1, max_body_bytes=100, directory=tmp_path if near else None, commit=ask)[0]
+        == 48 + 20 + 8
+    )
     assert asked[-1] == ("POST", "/weights/commit")
     if near:
         assert load((tmp_path / name / part_name(0)).read_bytes()).keys() == WEIGHTS.keys()
@@ -104,7 +145,14 @@ def test_an_error_in_the_middle_is_said_and_the_push_thrown_away(tmp_path, near)
 @pytest.mark.parametrize("name", ["..", "../elsewhere", "/etc", ".", "qlora-rl-weights-0f/..", ""])
 def test_a_server_cannot_name_a_directory_that_is_no_stage(tmp_path, name):
     with pytest.raises(SyncError, match="which no server of ours does"):
-        upload(lambda *_: {"push": "p", "directory": name}, WEIGHTS.items(), 1, max_body_bytes=100, directory=tmp_path)
+        upload(
+            lambda *_: {"push": "p", "directory": name},
+            WEIGHTS.items(),
+            1,
+            max_body_bytes=100,
+            directory=tmp_path,
+            commit=None,
+        )
     assert list(tmp_path.iterdir()) == []
 
 
