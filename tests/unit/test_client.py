@@ -249,7 +249,8 @@ def test_full_weights_without_an_answer_are_taken_back_before_anything_is_proven
     """They may have arrived: then what the server holds is not the base."""
     server.about |= {"base": BaseFingerprint({}).digest, "takes_dense": True}
     engine._base, engine.wait_s = server.about["base"], 0.0
-    server.answers = [None]
+    begun = {"push": "p", "directory": "qlora-rl-weights-0f"}
+    server.answers = [httpx.Response(200, json=begun, headers=server.marks()), None]  # the commit
     with pytest.raises(errors.EngineBrokenError):
         engine.load_dense([], 1)
     server.asked.clear()

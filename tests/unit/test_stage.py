@@ -145,7 +145,14 @@ def test_an_error_in_the_middle_is_said_and_the_push_thrown_away(tmp_path, near)
 @pytest.mark.parametrize("name", ["..", "../elsewhere", "/etc", ".", "qlora-rl-weights-0f/..", ""])
 def test_a_server_cannot_name_a_directory_that_is_no_stage(tmp_path, name):
     with pytest.raises(SyncError, match="which no server of ours does"):
-        upload(lambda *_: {"push": "p", "directory": name}, WEIGHTS.items(), 1, max_body_bytes=100, directory=tmp_path)
+        upload(
+            lambda *_: {"push": "p", "directory": name},
+            WEIGHTS.items(),
+            1,
+            max_body_bytes=100,
+            directory=tmp_path,
+            commit=None,
+        )
     assert list(tmp_path.iterdir()) == []
 
 
