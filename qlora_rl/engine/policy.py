@@ -254,17 +254,21 @@ class ServedPolicy:
             # Not before: it may have waited for a push. Nothing is awaited until `held` is read.
             self._refuse_other(*wanted)
             version, outputs = await self._draw(ids, spec, None if bare else self.held, places)
-            self._is_stained |= await asyncio.to_thread(holds_nan, outputs)
+            if await asyncio.to_thread(holds_nan, outputs):  # no `|=`: it would forget what others find meanwhile
+                self._is_stained = True
         await self._clear_stains()
         return version, outputs
 
     async def _clear_stains(self) -> None:
-        if self._is_stained:
-            logger.warning(
-                "version %d gives NaN: the KV cache is cleared, so that no later request reads it", self.version
-            )
+        if not self._is_stained:
+            return
+        logger.warning("version %d gives NaN: the KV cache is cleared, so that no later request reads it", self.version)
+        self._is_stained = False  # what others find from here on counts
+        try:
             await self.weights.clear_cache()
-            self._is_stained = False
+        except BaseException:
+            self._is_stained = True
+            raise
 
     def _refuse_other(self, version: int | None, digest: str | None) -> None:
         is_other = digest is not None and digest != self.digest
