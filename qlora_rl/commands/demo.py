@@ -1,0 +1,69 @@
+"""`qlora-rl demo`: the small real job."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.commands.codes import INTERRUPTED
+
+
+def add(commands: Any) -> None:
+    """The command's arguments."""
+    demo = commands.add_parser("demo", help="the whole thing on this machine, no download, a few minutes")
+    demo.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
+    demo.add_argument("--seed", type=int, default=0, help="of adapter, data order and sampling (default: %(default)s)")
+    demo.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: a new one under runs/)")
+    demo.add_argument(
+        "--sync",
+        choices=["lora_adapter", "weights", "trl-merge"],
+        default="lora_adapter",
+        help="how the policy reaches vLLM; trl-merge is TRL's own way, to compare with (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--rollout",
+        default="colocate",
+        metavar="WHERE",
+        help="colocate, server (one is started beside it), or a URL with the key in QLORA_RL_API_KEY (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--adapter",
+        choices=["lora", "dora", "ia3"],
+        default="lora",
+        help="what is trained; the others need --sync weights (default: %(default)s)",
+    )
+    demo.add_argument("--temperature", type=float, default=1.0, help="of the rollouts (default: %(default)s)")
+    demo.add_argument(
+        "--against", type=Path, nargs="*", default=[], metavar="RUN", help="finished runs to draw into the same report"
+    )
+    demo.add_argument("--quiet", action="store_true", help="no progress bars")
+    demo.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train; an interrupted run says what it left."""
+    from qlora_rl.demo.job import DemoSettings, default_out, run_demo, table
+
+    settings = DemoSettings(
+        steps=arguments.steps,
+        seed=arguments.seed,
+        sync=arguments.sync,
+        temperature=arguments.temperature,
+        rollout=arguments.rollout,
+        adapter=arguments.adapter,
+    )
+    out = arguments.out or default_out(settings)
+    try:
+        summary = run_demo(settings, out, against=arguments.against, show_progress=not arguments.quiet)
+    except KeyboardInterrupt:
+        kept = (
+            "the run so far and the last adapter are"
+            if (out / "adapter").is_dir()
+            else "no step was done; what there is lies"
+        )
+        print(f"\nqlora-rl: interrupted; {kept} in {out}", file=sys.stderr)
+        return INTERRUPTED
+    print(f"\n{table(summary)}\n\n  run directory: {out}")
+    return 0

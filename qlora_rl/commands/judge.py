@@ -1,0 +1,40 @@
+"""`qlora-rl judge`: can this adapter travel alone?"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.commands.codes import VERDICTS
+
+
+def add(commands: Any) -> None:
+    """The command's arguments."""
+    judge = commands.add_parser("judge", help="can this adapter travel alone? and why not?")
+    judge.add_argument("adapter", type=Path, help="directory that PEFT's save_pretrained has written")
+    judge.add_argument("--base", type=Path, help="the model or prepared base that it is meant for")
+    judge.add_argument("--json", action="store_true", help="print JSON")
+    judge.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 0 adapter, 3 full weights, 4 refuse."""
+    import dataclasses
+    import json
+
+    from qlora_rl.adapter.verdict import judge_adapter
+
+    verdict = judge_adapter(arguments.adapter, base=arguments.base)
+    if arguments.json:
+        print(json.dumps({"adapter": str(arguments.adapter), **dataclasses.asdict(verdict)}, indent=1))
+        return VERDICTS[verdict.kind]
+    says = {
+        "adapter": f"adapter: plain LoRA of rank {verdict.rank}, it travels alone",
+        "full_weights": "full weights: no engine can serve it beside its base; sync='weights' carries it",
+        "refuse": "refuse: no engine can serve it",
+    }
+    print(f"{arguments.adapter}: {says[verdict.kind]}")
+    for reason in verdict.reasons:
+        print(f"  - {reason}")
+    return VERDICTS[verdict.kind]

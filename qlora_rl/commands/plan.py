@@ -1,0 +1,95 @@
+"""`qlora-rl plan`: what fits on my card."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from qlora_rl.commands.codes import DOES_NOT_FIT
+
+
+def add(commands: Any) -> None:
+    """The command's arguments."""
+    plan = commands.add_parser("plan", help="what fits on my card: the memory of a run, without loading the model")
+    plan.add_argument("model", help="checkpoint or base directory, config.json, or hub name")
+    plan.add_argument("--gpu-memory", type=float, metavar="GIB", help="all that the run may hold (default: no limit)")
+    plan.add_argument(
+        "--max-length",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="prompt plus completion, in tokens (default: %(default)s)",
+    )
+    plan.add_argument("--quant", choices=["nf4", "fp4", "none"], help="(default: as the base is held, otherwise nf4)")
+    plan.add_argument(
+        "--double-quant",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="quantise the scales too (default: on)",
+    )
+    plan.add_argument("--rank", type=int, default=16, metavar="R", help="of the adapter (default: %(default)s)")
+    plan.add_argument(
+        "--target-modules",
+        nargs="+",
+        default=["all-linear"],
+        metavar="NAME",
+        help="of the adapter (default: all-linear)",
+    )
+    plan.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="per_device_train_batch_size (default: %(default)s)"
+    )
+    plan.add_argument(
+        "--num-generations", type=int, default=8, metavar="N", help="completions of a prompt (default: %(default)s)"
+    )
+    plan.add_argument(
+        "--optim", default="adamw_torch_fused", metavar="NAME", help="transformers' name (default: %(default)s)"
+    )
+    plan.add_argument(
+        "--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="(default: on)"
+    )
+    plan.add_argument("--two-copies", action="store_true", help="trainer and engine hold a base each")
+    plan.add_argument("--sleep", action="store_true", help="the KV cache is given back between rollouts")
+    plan.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 0 fits (or no limit), 3 does not fit."""
+    import json
+
+    from qlora_rl.ledger.plan import largest_length, plan_memory
+    from qlora_rl.ledger.shape import read_config, stored_spec
+
+    spec = stored_spec(arguments.model, arguments.quant, double_quant=arguments.double_quant)
+    targets = arguments.target_modules
+    ledger = plan_memory(
+        read_config(arguments.model, trust_remote_code=arguments.trust_remote_code),
+        rank=arguments.rank,
+        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        spec=spec,
+        max_length=arguments.max_length,
+        batch_size=arguments.batch_size,
+        sequences=max(arguments.batch_size, arguments.num_generations),
+        optimizer=arguments.optim,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        shared=not arguments.two_copies,
+        sleeps=arguments.sleep,
+        gpu_memory_gib=arguments.gpu_memory,
+    )
+    longest = largest_length(ledger) if arguments.gpu_memory is not None else None
+    if arguments.json:
+        ways = [vars(saving) for saving in ledger.savings()]
+        print(json.dumps(ledger.as_dict() | {"longest_max_length": longest, "savings": ways}, indent=1))
+        return 0 if ledger.fits else DOES_NOT_FIT
+    print(ledger)
+    cache = f"{ledger.cache_sequences} sequences of {arguments.max_length} tokens"
+    print(f"\nKV cache: {cache} at once, {ledger.cache_tokens} tokens in all")
+    if longest is not None:
+        print(f"longest --max-length that fits: {longest or 'none'}")
+    if not ledger.fits:
+        print("lower one of these:")
+        for saving in ledger.savings():
+            enough = ", which is enough" if saving.is_enough else ""
+            print(f"  {saving.advice}: saves {saving.nbytes / 2**30:.2f} GiB{enough}")
+    return 0 if ledger.fits else DOES_NOT_FIT

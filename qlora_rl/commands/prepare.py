@@ -1,0 +1,53 @@
+"""`qlora-rl prepare`: quantise a model once."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """The command's arguments."""
+    prepare = commands.add_parser("prepare", help="quantise a model once, for trainer and engine")
+    prepare.add_argument("model", help="hub name or checkpoint directory")
+    prepare.add_argument("out", type=Path, help="directory to write")
+    prepare.add_argument("--quant", choices=["nf4", "fp4", "none"], default="nf4", help="(default: %(default)s)")
+    prepare.add_argument(
+        "--double-quant",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="quantise the scales too (default: on)",
+    )
+    prepare.add_argument(
+        "--blocksize", type=int, default=64, metavar="N", help="weights per scale (default: %(default)s)"
+    )
+    prepare.add_argument(
+        "--compute-dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="(default: %(default)s)"
+    )
+    prepare.add_argument(
+        "--skip", nargs="*", default=[], metavar="NAME", help="name endings of linears that stay unquantised"
+    )
+    prepare.add_argument("--revision", help="of a hub model")
+    prepare.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
+    prepare.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Quantise, and say what was written."""
+    from qlora_rl.base.checkpoint import prepare_base
+
+    base = prepare_base(
+        arguments.model,
+        arguments.quant,
+        double_quant=arguments.double_quant,
+        blocksize=arguments.blocksize,
+        compute_dtype=arguments.compute_dtype,
+        skip_modules=arguments.skip,
+        out=arguments.out,
+        revision=arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    size = sum(f.stat().st_size for f in base.path.iterdir()) / 2**20
+    print(f"{base}: {base.spec.label}, {size:.1f} MiB, digest {base.digest[:16]}")
+    return 0

@@ -1,0 +1,48 @@
+"""`qlora-rl serve`: vLLM's server on a base."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """The command's arguments."""
+    serve = commands.add_parser(
+        "serve",
+        help="a vLLM server on a base, LoRA on, locked down",
+        epilog="What follows -- goes to vLLM's own server.",
+    )
+    serve.add_argument("base", type=Path, help="directory made by `prepare`")
+    serve.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=8000, help="to listen on; 0 takes a free one (default: %(default)s)")
+    serve.add_argument(
+        "--api-key-file", type=Path, metavar="F", help="holds the key; one is made where there is no such file"
+    )
+    serve.add_argument("--adapter-dir", type=Path, metavar="D", help="the only place from which adapters are loaded")
+    serve.add_argument("--max-lora-rank", type=int, default=16, metavar="R", help="(default: %(default)s)")
+    serve.add_argument(
+        "--max-loras", type=int, default=2, metavar="N", help="adapters in memory (default: %(default)s)"
+    )
+    serve.add_argument(
+        "--max-model-length", type=int, metavar="N", help="prompt plus completion (default: the model's)"
+    )
+    serve.add_argument("--max-num-seqs", type=int, default=128, metavar="N", help="in flight (default: %(default)s)")
+    serve.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="(default: %(default)s)")
+    serve.add_argument("--kv-cache-gib", type=float, metavar="GIB", help="size of the KV cache")
+    serve.add_argument(
+        "--max-body-mib", type=float, metavar="MIB", help="largest request (default: by the largest adapter)"
+    )
+    serve.add_argument("--ready-file", type=Path, metavar="F", help="is written, as JSON, when the server answers")
+    serve.add_argument("vllm_options", nargs="*", metavar="-- OPTION", help="of vLLM's own server")
+    serve.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    from qlora_rl.engine.serve import serve
+
+    options = {name: value for name, value in vars(arguments).items() if name != "run" and value is not None}
+    serve(options.pop("base"), **options)
+    return 0

@@ -1,0 +1,102 @@
+"""`qlora-rl verify`: does vLLM hold the same base?"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """The command's arguments."""
+    verify = commands.add_parser("verify", help="does vLLM hold the same base? which weight differs?")
+    verify.add_argument("base", type=Path, help="directory made by `prepare`")
+    where = verify.add_mutually_exclusive_group(required=True)
+    where.add_argument("--local", action="store_true", help="start vLLM in this process")
+    where.add_argument(
+        "--server",
+        metavar="URL",
+        help="ask a running server: of `qlora-rl serve`, with --api-key-file, or a vLLM that loads our worker extension",
+    )
+    verify.add_argument(
+        "--api-key-file", type=Path, metavar="F", help="the key of a server started by `qlora-rl serve`"
+    )
+    verify.add_argument("--as-loaded", action="store_true", help="do not repair rounded scales first")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 0 equal (repaired or not), 1 different, 2 could not tell."""
+    from qlora_rl.base.checkpoint import MANIFEST, open_base
+    from qlora_rl.errors import BaseIncompleteError
+
+    found: dict[str, object] = {"base": str(arguments.base), "file": "unknown", "state": "unknown", "repaired": 0}
+    if not (arguments.base / MANIFEST).is_file():
+        return _tell(arguments, found, f"could not tell: {arguments.base} is no prepared base (no {MANIFEST})", 2)
+    try:
+        base = open_base(arguments.base)
+        found["file"] = "equal"
+    except BaseIncompleteError as error:
+        found |= {"file": "different", "differences": list(error.reasons)}
+        return _tell(arguments, found, str(error), 1)
+    from qlora_rl.base.fingerprint import fingerprint_stored
+    from qlora_rl.sync.admission import prove_base
+
+    try:
+        with _holder(arguments, base) as holder:
+            proof = prove_base(
+                fingerprint_stored(base), holder, allow_base_mismatch=True, repair=not arguments.as_loaded
+            )
+    except Exception as error:  # whatever stopped it: 1 would mean that the bases differ
+        return _tell(arguments, found, f"could not tell: {error}", 2)
+    found |= {
+        "state": proof.diff.state,
+        "weights": len(proof.ours.leaves),
+        "repaired": len(proof.repaired),
+        "largest_relative_error": max(proof.repaired.values(), default=0.0),
+        "differences": [str(entry) for entry in proof.diff.entries],
+        "digest": proof.ours.digest,
+    }
+    if not proof.is_proven:
+        lines = "\n".join(f"  {entry}" for entry in proof.diff.entries)
+        return _tell(arguments, found, f"{arguments.base}: {proof.diff.state}\n{lines}", 1)
+    how = f" after {len(proof.repaired)} weights got their exact scales back" if proof.repaired else ""
+    return _tell(arguments, found, f"{arguments.base}: all {len(proof.ours.leaves)} weights are equal in vLLM{how}", 0)
+
+
+@contextlib.contextmanager
+def _holder(arguments: argparse.Namespace, base: Any) -> Iterator[Any]:
+    """What is asked: a server, or an engine that is started for the question."""
+    if arguments.server:
+        if arguments.api_key_file is not None:
+            from qlora_rl.engine.client import ServerEngine
+
+            with ServerEngine(arguments.server, api_key_file=arguments.api_key_file, wait_s=0) as engine:
+                yield engine
+            return
+        from qlora_rl.engine.server import ServerProbe
+
+        yield ServerProbe(arguments.server)
+        return
+    from qlora_rl.demo.job import quieten
+
+    quieten()
+    from qlora_rl.engine.local import LocalEngine
+
+    options = {"max_model_length": 64, "max_num_seqs": 4, "repair_scales": False, "use_tqdm_on_load": False}
+    with LocalEngine(base, **options) as engine:
+        yield engine
+
+
+def _tell(arguments: argparse.Namespace, found: dict[str, object], text: str, code: int) -> int:
+    import json
+
+    if arguments.json:
+        print(json.dumps(found | ({} if code == 0 else {"message": text}), indent=1))
+    else:
+        print(text, file=sys.stderr if code == 2 else sys.stdout)
+    return code
