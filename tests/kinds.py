@@ -25,7 +25,7 @@ class AdapterKind:
         prepare: what is done to the live PeftModel before it is judged.
         needs: package that PEFT asks for.
         is_built: it can be built on the tiny Qwen2 (otherwise it is judged by name alone).
-        on_4bit: PEFT can start it on 4-bit weights.
+        on_4bit: PEFT can start it on 4-bit weights, and run it.
     """
 
     title: str
@@ -195,7 +195,9 @@ FULL_WEIGHTS = {
         "full_weights",
         "target_parameters",
     ),
-    "pissa": AdapterKind("PiSSA, not converted", lambda: lora(init_lora_weights="pissa"), "full_weights", "pissa"),
+    "pissa": AdapterKind(
+        "PiSSA, not converted", lambda: lora(init_lora_weights="pissa"), "full_weights", "pissa", on_4bit=False
+    ),
     "olora": AdapterKind("OLoRA, not converted", lambda: lora(init_lora_weights="olora"), "full_weights", "olora"),
     # PEFT needs a GPU, or gradients, to start these: here a plain one that says so of itself.
     "loftq": AdapterKind("LoftQ, not converted", lora, "full_weights", "loftq", prepare=_as_if("loftq")),
@@ -219,22 +221,29 @@ FULL_WEIGHTS = {
         "full_weights",
         "ADAMSS",
         needs="sklearn",
+        on_4bit=False,
     ),
     "BEFT": AdapterKind(
         "BEFT on layers with a bias", lambda: peft.BeftConfig(target_modules=["q_proj"]), "full_weights", "BEFT"
     ),
     "BOFT": AdapterKind("BOFT", lambda: peft.BOFTConfig(boft_block_size=4, target_modules=TWO), "full_weights", "BOFT"),
     "C3A": AdapterKind("C3A", lambda: peft.C3AConfig(block_size=16, target_modules=TWO), "full_weights", "C3A"),
-    "DEFT": AdapterKind("DEFT", lambda: peft.DeftConfig(r=4, target_modules=TWO), "full_weights", "DEFT"),
-    "DELORA": AdapterKind("DeLoRA", lambda: peft.DeloraConfig(r=4, target_modules=TWO), "full_weights", "DELORA"),
+    "DEFT": AdapterKind(
+        "DEFT", lambda: peft.DeftConfig(r=4, target_modules=TWO), "full_weights", "DEFT", on_4bit=False
+    ),
+    "DELORA": AdapterKind(
+        "DeLoRA", lambda: peft.DeloraConfig(r=4, target_modules=TWO), "full_weights", "DELORA", on_4bit=False
+    ),
     "FOURIERFT": AdapterKind(
         "FourierFT", lambda: peft.FourierFTConfig(n_frequency=10, target_modules=TWO), "full_weights", "FOURIERFT"
     ),
-    "FROD": AdapterKind("FRoD", lambda: peft.FrodConfig(target_modules=SQUARE), "full_weights", "FROD"),
-    "GLORA": AdapterKind("GLoRA", lambda: peft.GloraConfig(r=4, target_modules=TWO), "full_weights", "GLORA"),
+    "FROD": AdapterKind("FRoD", lambda: peft.FrodConfig(target_modules=SQUARE), "full_weights", "FROD", on_4bit=False),
+    "GLORA": AdapterKind(
+        "GLoRA", lambda: peft.GloraConfig(r=4, target_modules=TWO), "full_weights", "GLORA", on_4bit=False
+    ),
     "GRALORA": AdapterKind("GraLoRA", lambda: peft.GraloraConfig(r=4, target_modules=TWO), "full_weights", "GRALORA"),
     "HIRA": AdapterKind("HiRA", lambda: peft.HiraConfig(r=4, target_modules=TWO), "full_weights", "HIRA"),
-    "HRA": AdapterKind("HRA", lambda: peft.HRAConfig(r=4, target_modules=TWO), "full_weights", "HRA"),
+    "HRA": AdapterKind("HRA", lambda: peft.HRAConfig(r=4, target_modules=TWO), "full_weights", "HRA", on_4bit=False),
     "IA3": AdapterKind(
         "IA3", lambda: peft.IA3Config(target_modules=TWO, feedforward_modules=["down_proj"]), "full_weights", "IA3"
     ),
@@ -244,13 +253,23 @@ FULL_WEIGHTS = {
         "full_weights",
         "LN_TUNING",
     ),
-    "LOHA": AdapterKind("LoHa", lambda: peft.LoHaConfig(r=4, target_modules=TWO), "full_weights", "LOHA"),
-    "LOKR": AdapterKind("LoKr", lambda: peft.LoKrConfig(r=4, target_modules=TWO), "full_weights", "LOKR"),
+    "LOHA": AdapterKind(
+        "LoHa", lambda: peft.LoHaConfig(r=4, target_modules=TWO), "full_weights", "LOHA", on_4bit=False
+    ),
+    "LOKR": AdapterKind(
+        "LoKr", lambda: peft.LoKrConfig(r=4, target_modules=TWO), "full_weights", "LOKR", on_4bit=False
+    ),
     "MISS": AdapterKind("MiSS", lambda: peft.MissConfig(r=4, target_modules=TWO), "full_weights", "MISS"),
     "OFT": AdapterKind("OFT", lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=TWO), "full_weights", "OFT"),
-    "OSF": AdapterKind("OSF", lambda: peft.OSFConfig(target_modules=TWO, effective_rank=8), "full_weights", "OSF"),
-    "PEANUT": AdapterKind("PEANuT", lambda: peft.PeanutConfig(r=4, target_modules=TWO), "full_weights", "PEANUT"),
-    "PSOFT": AdapterKind("PSOFT", lambda: peft.PsoftConfig(r=4, target_modules=TWO), "full_weights", "PSOFT"),
+    "OSF": AdapterKind(
+        "OSF", lambda: peft.OSFConfig(target_modules=TWO, effective_rank=8), "full_weights", "OSF", on_4bit=False
+    ),
+    "PEANUT": AdapterKind(
+        "PEANuT", lambda: peft.PeanutConfig(r=4, target_modules=TWO), "full_weights", "PEANUT", on_4bit=False
+    ),
+    "PSOFT": AdapterKind(
+        "PSOFT", lambda: peft.PsoftConfig(r=4, target_modules=TWO), "full_weights", "PSOFT", on_4bit=False
+    ),
     "PVERA": AdapterKind("PVeRA", lambda: peft.PveraConfig(r=4, target_modules=SQUARE), "full_weights", "PVERA"),
     "RANDLORA": AdapterKind(
         "RandLoRA", lambda: peft.RandLoraConfig(r=4, target_modules=SQUARE), "full_weights", "RANDLORA"
@@ -258,10 +277,10 @@ FULL_WEIGHTS = {
     "ROAD": AdapterKind("RoAd", lambda: peft.RoadConfig(target_modules=TWO, group_size=4), "full_weights", "ROAD"),
     "SHIRA": AdapterKind("SHiRA", lambda: peft.ShiraConfig(r=4, target_modules=TWO), "full_weights", "SHIRA"),
     "SUPERTUNING": AdapterKind(
-        "Super-Tuning", lambda: peft.SupertuningConfig(target_modules=TWO), "full_weights", "SUPERTUNING"
+        "Super-Tuning", lambda: peft.SupertuningConfig(target_modules=TWO), "full_weights", "SUPERTUNING", on_4bit=False
     ),
     "TINYLORA": AdapterKind(
-        "TinyLoRA", lambda: peft.TinyLoraConfig(r=2, u=4, target_modules=TWO), "full_weights", "TINYLORA"
+        "TinyLoRA", lambda: peft.TinyLoraConfig(r=2, u=4, target_modules=TWO), "full_weights", "TINYLORA", on_4bit=False
     ),
     "TRAINABLE_TOKENS": AdapterKind(
         "trained tokens",

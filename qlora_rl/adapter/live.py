@@ -18,9 +18,6 @@ from qlora_rl.adapter.verdict import Verdict, judge_adapter
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.errors import AdapterRefusedError, collected
 
-# On a CPU: matrices that are copied and then scaled while they are still in a core's cache.
-_FEW = 4
-
 
 class LiveAdapter:
     """The active LoRA of a PeftModel; only read.
@@ -39,7 +36,6 @@ class LiveAdapter:
         self._bundle: AdapterBundle | None = None
         self._shape: tuple[tuple[str, int], ...] = ()
         self._places: tuple[Any, ...] = ()
-        self._staging: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -98,21 +94,12 @@ class LiveAdapter:
         a_sources, b_sources = [entry[0] for entry in self._seen], [entry[1] for entry in self._seen]
         scales = [entry[2] for entry in self._seen]
         torch._foreach_copy_(a_places, a_sources)
-        if all(is_folded_after(scale, place.dtype) for scale, place in zip(scales, b_places, strict=True)):
-            step = _FEW if b_sources[0].is_cpu else len(scales)
-            for i in range(0, len(scales), step):
-                few = slice(i, i + step)
-                torch._foreach_copy_(b_places[few], b_sources[few])
-                if any(scale != 1.0 for scale in scales[few]):
-                    torch._foreach_mul_(b_places[few], scales[few])
-        elif b_sources[0].is_cpu:
-            # Through one buffer that stays in the cache: fresh memory for all of them costs more than the copy itself.
-            size = max(b.numel() for b in b_sources)
-            if self._staging is None or self._staging.numel() < size:
-                self._staging = torch.empty(size)
+        if b_sources[0].is_cpu:
             for b_OR, place, scale in zip(b_sources, b_places, scales, strict=True):
-                scaled_OR = self._staging[: b_OR.numel()].view(b_OR.shape).copy_(b_OR).mul_(scale)
-                place.copy_(scaled_OR if not is_folded_after(scale, place.dtype) else b_OR.to(place.dtype) * scale)
+                if b_OR.dtype in (torch.float32, place.dtype):
+                    torch.mul(b_OR, scale, out=place)  # one pass, rounded once
+                else:
+                    place.copy_(b_OR.float() * scale)
         else:
             scaled = [
                 b.to(place.dtype) * scale if is_folded_after(scale, place.dtype) else b.float() * scale

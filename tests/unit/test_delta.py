@@ -74,7 +74,7 @@ def test_what_is_refused_gives_no_weights(bare, name):
 CHANGES_THE_BASE = {"pissa", "olora", "kasa", "OSF", "unfrozen", "bias", "bias-lora-only", "two-active", "BEFT"}
 
 
-@pytest.mark.parametrize("name", [n for n, kind in KINDS.items() if kind.on_4bit and n not in CHANGES_THE_BASE])
+@pytest.mark.parametrize("name", [n for n in KINDS if n not in CHANGES_THE_BASE])
 def test_the_fingerprint_of_a_base_does_not_see_the_adapter(bare, name):
     assert fingerprint_base(build(bare, KINDS[name])).leaves == fingerprint_base(bare).leaves
 
