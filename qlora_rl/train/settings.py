@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,20 @@ def own_copy(args: GRPOConfig) -> GRPOConfig:
         if isinstance(value, dict | list) or name == "accelerator_config":
             setattr(mine, name, copy.deepcopy(value))
     return mine
+
+
+@contextmanager
+def told_no_vllm(args: GRPOConfig, reward_funcs: list[Any]) -> Iterator[None]:
+    """While TRL's `__init__` runs: it would build its own VLLMGeneration and feed vLLM's sampling arguments to transformers."""
+    wishes = {name: getattr(args, name) for name in ("use_vllm", "generation_kwargs", "model_init_kwargs")}
+    args.use_vllm, args.generation_kwargs = False, None
+    if not any(isinstance(reward, str) for reward in reward_funcs):  # TRL loads reward models with these
+        args.model_init_kwargs = None
+    try:
+        yield
+    finally:
+        for name, value in wishes.items():
+            setattr(args, name, value)
 
 
 def check(args: GRPOConfig, rollout: str | RolloutEngine) -> None:
