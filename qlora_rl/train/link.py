@@ -20,6 +20,7 @@ from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import transport_for
 from qlora_rl.train.bridge import EngineBridge
 from qlora_rl.train.engines import EngineChoice
+from qlora_rl.train.run import SYNCS, RunDirectory
 from qlora_rl.train.whole import judge_policy
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,24 @@ class Link:
     def close(self) -> None:
         """Remove the versions on their way, and close the engine if it was started here."""
         release(self.strategy, self.close_engine)
+
+    def rollout_facts(self, run: RunDirectory | None) -> dict[str, float]:
+        """What was drawn and pushed since the last call, for the step's record; the pushes also go to `run`."""
+        reports, tokens, seconds = self.bridge.drain()
+        facts: dict[str, float] = {
+            "base_is_proven": float(self.admission.is_proven),
+            "rollout_tokens": tokens,
+            "rollout_seconds": seconds,
+            "rollout_tokens_per_s": tokens / seconds if seconds else float("nan"),
+        }
+        for report in reports:
+            facts |= {"sync_seconds": report.seconds, "sync_bytes": report.bytes, "policy_version": report.version}
+            facts["canary_seconds"] = report.canary_seconds
+            if report.canary_difference is not None:
+                facts["canary_difference"] = report.canary_difference
+            if run is not None:
+                run.append(SYNCS, report.as_dict())
+        return facts
 
     def facts(self) -> dict[str, Any]:
         """For config.json."""

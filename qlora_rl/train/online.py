@@ -24,7 +24,7 @@ from qlora_rl.train.link import Link, link_policy, release, why_dense
 from qlora_rl.train.logprobs import use_small_tiles
 from qlora_rl.train.pairing import SHARE, Pair, expects_one_copy, make_pair
 from qlora_rl.train.rewards import as_list, guard
-from qlora_rl.train.run import CONFIG, FINGERPRINTS, SYNCS, RunDirectory
+from qlora_rl.train.run import CONFIG, FINGERPRINTS, RunDirectory
 from qlora_rl.train.trained_run import (
     TrainedRun,
     check_adapter_dtype,
@@ -69,8 +69,14 @@ class OnlineTrainer(TrainedRun):
         bridge: what TRL generates through.
         plan: how the policy travels.
         admission: the proof that both sides hold one base.
-        memory: what the run will hold.
+        memory: what the run will hold; `None` where the ledger does not know this trainer's step.
     """
+
+    memory: MemoryBudget | None
+    # The ledger knows the trainer's step.
+    _is_planned = True
+    # TRL makes a frozen copy of a PeftModel's adapter; `None`: where beta is not 0.
+    _refers: bool | None = None
 
     def set_up(
         self,
@@ -107,9 +113,11 @@ class OnlineTrainer(TrainedRun):
             vllm_version()  # before minutes of loading
         self.run = RunDirectory(args.output_dir, options.existing_run) if args.process_index == 0 else None
         is_whole = trains_whole(model, peft_config, options.sync)
-        self.memory = _budget(
-            model, args, options, rollout, peft_config, quantization_config, optimizers[0], is_whole=is_whole
-        )
+        self.memory = None
+        if self._is_planned:
+            self.memory = _budget(
+                model, args, options, rollout, peft_config, quantization_config, optimizers[0], is_whole=is_whole
+            )
         source = resolve_model(
             model,
             args,
@@ -117,6 +125,7 @@ class OnlineTrainer(TrainedRun):
             peft_config=peft_config,
             processing_class=processing_class,
             is_whole=is_whole,
+            refers=self._refers,
         )
         self.base = source.base
         if is_whole:
@@ -126,8 +135,8 @@ class OnlineTrainer(TrainedRun):
         # The handshake below finds what was rounded, repairs it, and says so.
         engine_options = {
             "repair_scales": False,
-            **settings.engine_options(args),
-            **self.memory.engine_options(),
+            **self._engine_options(args),
+            **(self.memory.engine_options() if self.memory is not None else {}),
             **(options.engine_options or {}),
         }
         choice = EngineChoice(rollout, engine_options, api_key_file=options.api_key_file, sync_dir=options.sync_dir)
@@ -135,7 +144,8 @@ class OnlineTrainer(TrainedRun):
         engine, link = pair.engine, None
         try:
             # What TRL rounds in a 4-bit model, which a model that is trained itself is not.
-            before = {} if is_whole else trained_values(pair.model)
+            model_of_trl = self._model_for_trl(pair.model, peft_config, args)
+            before = {} if is_whole else trained_values(model_of_trl["model"])
             if is_whole:
                 unfreeze(pair.model)
             sampling = settings.sampling_spec(args)
@@ -144,7 +154,6 @@ class OnlineTrainer(TrainedRun):
                 reward_processing_classes = list(reward_processing_classes)  # TRL fills it in
             with settings.told_no_vllm(args, reward_funcs):
                 super().__init__(
-                    model=pair.model,
                     reward_funcs=reward_funcs,
                     args=args,
                     train_dataset=train_dataset,
@@ -152,7 +161,7 @@ class OnlineTrainer(TrainedRun):
                     processing_class=processing_class,
                     reward_processing_classes=reward_processing_classes,
                     optimizers=optimizers,
-                    peft_config=peft_config,
+                    **model_of_trl,
                     **of_trl,
                 )
             set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
@@ -180,7 +189,7 @@ class OnlineTrainer(TrainedRun):
                     "base_held": pair.describe(),
                     "rollout": choice.name,
                     **link.facts(),
-                    "memory": self.memory.as_dict(),
+                    "memory": self.memory.as_dict() if self.memory is not None else {"reason": "not planned here"},
                 }
                 self.run.write_json(CONFIG, self._describe(options.adapter_dtype, held))
                 self.run.write_json(FINGERPRINTS, self.admission.as_dict())
@@ -198,16 +207,28 @@ class OnlineTrainer(TrainedRun):
         """Close the engine (if the trainer made it) and remove the adapter versions on tmpfs; harmless when repeated."""
         self._finalizer()
 
+    def _engine_options(self, args: Any) -> dict[str, Any]:
+        """Arguments of an engine that is started, as far as TRL's config says them; the base is known."""
+        return settings.engine_options(args)
+
+    def _model_for_trl(self, model: Any, peft_config: Any, args: Any) -> dict[str, Any]:
+        """The arguments by which TRL gets its model."""
+        return {"model": model, "peft_config": peft_config}
+
     def _after_trl(self, args: Any) -> None:
         """What TRL has built is made ready; `args` are the user's again."""
-        if not args.cast_lm_head_to_fp32:
+        if not getattr(args, "cast_lm_head_to_fp32", False):
             use_small_tiles(bare_model(self.model), self.temperature)
+        self._guard_rewards()
+
+    def _guard_rewards(self) -> None:
         # Only now: an environment's own reward is among them, and TRL has named them all.
         self.reward_funcs = [
             guard(reward, name) for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
 
     def _take(self, link: Link) -> None:
+        self._link = link
         self.engine: RolloutEngine = link.engine
         self.admission, self.plan, self.bridge = link.admission, link.plan, link.bridge
 
@@ -219,21 +240,7 @@ class OnlineTrainer(TrainedRun):
         self._rollout_facts()  # a push whose rollout or reward failed is still written down
 
     def _rollout_facts(self) -> dict[str, float]:
-        reports, tokens, seconds = self.bridge.drain()
-        facts: dict[str, float] = {
-            "base_is_proven": float(self.admission.is_proven),
-            "rollout_tokens": tokens,
-            "rollout_seconds": seconds,
-            "rollout_tokens_per_s": tokens / seconds if seconds else float("nan"),
-        }
-        for report in reports:
-            facts |= {"sync_seconds": report.seconds, "sync_bytes": report.bytes, "policy_version": report.version}
-            facts["canary_seconds"] = report.canary_seconds
-            if report.canary_difference is not None:
-                facts["canary_difference"] = report.canary_difference
-            if self.run is not None:
-                self.run.append(SYNCS, report.as_dict())
-        return facts
+        return self._link.rollout_facts(self.run)
 
 
 def _budget(
