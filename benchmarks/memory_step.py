@@ -115,11 +115,11 @@ def point(way: str, length: int, base: str, measure: str) -> dict:
     from peft import LoraConfig
     from trl import GRPOConfig
 
-    import qlora_rl.train.trainers as trainers
+    import qlora_rl.train.online as online
     from qlora_rl import FakeEngine, QLoRAGRPOTrainer, load_base
 
     if way != "ours":
-        trainers.use_small_tiles = lambda *_: False
+        online.use_small_tiles = lambda *_: False
     with tempfile.TemporaryDirectory() as directory, FakeEngine(load_base(base), max_model_length=4096) as engine:
         trainer = QLoRAGRPOTrainer(
             model=base,

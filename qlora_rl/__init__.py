@@ -40,6 +40,11 @@ _HOMES = {
     "SyncReport": "qlora_rl.contracts",
     "FidelityMonitor": "qlora_rl.fidelity",
     "QLoRAGRPOTrainer": "qlora_rl.train.trainers",
+    "QLoRARLOOTrainer": "qlora_rl.train.rloo",
+    "QLoRAOnlineDPOTrainer": "qlora_rl.train.online_dpo",
+    "QLoRASFTTrainer": "qlora_rl.train.offline",
+    "QLoRADPOTrainer": "qlora_rl.train.offline",
+    "attach": "qlora_rl.train.attach",
 }
 _ERRORS = [
     "AccessDeniedError",

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from qlora_rl.contracts import RolloutEngine, SamplingSpec, SyncReport, SyncStrategy
+from qlora_rl.contracts import Rollout, RolloutEngine, SamplingSpec, SyncReport, SyncStrategy
 from qlora_rl.errors import EngineBrokenError, NotYetSupportedError
 
 
@@ -23,6 +23,9 @@ class EngineBridge:
         sampling: how to draw; every call gets a seed of its own, derived from `seed` and its number.
         seed: of the run.
         sleeps: the engine sleeps between rollouts.
+
+    Attributes:
+        last: the newest rollout; RLOO of TRL drops its logprobs.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class EngineBridge:
         self._reports: list[SyncReport] = []
         self._tokens = 0
         self._seconds = 0.0
+        self.last: Rollout | None = None
 
     def install(self, trainer: Any) -> None:
         """Make `trainer` (built with use_vllm=False) generate through this bridge."""
@@ -92,6 +96,7 @@ class EngineBridge:
                 rollout = self.engine.generate(prompts, spec)
         if self.sleeps:
             self.engine.sleep()
+        self.last = rollout
         self._tokens += rollout.tokens
         self._seconds += rollout.seconds
         return (

@@ -49,6 +49,7 @@ def resolve_model(
     peft_config: Any,
     processing_class: Any,
     is_whole: bool = False,
+    refers: bool | None = None,
 ) -> Source:
     """Check what was passed, and find or make its prepared base; nothing is loaded for training yet.
 
@@ -59,6 +60,7 @@ def resolve_model(
         peft_config: the adapter to make; required unless `model` is a PeftModel.
         processing_class: stored with a base that is made from a model object.
         is_whole: the base itself is trained (`train.whole`).
+        refers: TRL makes a frozen copy of a PeftModel's adapter, to refer to; by default where `args.beta` is not 0.
 
     Raises:
         ConfigConflictError: nothing to train, or two adapters.
@@ -97,7 +99,25 @@ def resolve_model(
             "already. Give them where the model is loaded, or pass the model's name."
         )
     if is_peft:
-        _check_trainable(model, args)
+        _check_trainable(model, args, bool(getattr(args, "beta", 0.0)) if refers is None else refers)
+    base = base_of(model, args, processing_class)
+    if is_peft:
+        logger.info("training goes on with the adapter of the PeftModel")
+    return Source(base, model)
+
+
+def base_of(model: Any, args: Any, processing_class: Any = None) -> PreparedBase:
+    """The prepared base of a model that is loaded already, written down with its own bytes; the model is frozen but for its adapter.
+
+    Args:
+        model: of transformers, or a PeftModel.
+        args: of TRL, for `trust_remote_code`.
+        processing_class: stored with the base; by default the tokenizer of the model's name.
+
+    Raises:
+        ConfigConflictError: no tokenizer is found, or its weights were lifted to float32.
+    """
+    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     bare = model.get_base_model() if is_peft else model
     if processing_class is None and not getattr(bare, "qlora_base", None):
         from transformers import AutoTokenizer
@@ -117,12 +137,10 @@ def resolve_model(
     if is_peft and getattr(model.peft_config[active_adapter(model)], "bias", "none") != "none":
         for bias in biases:  # of the base, and trained with the adapter
             bias.requires_grad_(True)
-    if is_peft:
-        logger.info("training goes on with the adapter of the PeftModel")
-    return Source(base, model)
+    return base
 
 
-def _check_trainable(model: Any, args: GRPOConfig) -> None:
+def _check_trainable(model: Any, args: Any, refers: bool) -> None:
     """Refuse a PeftModel whose adapter cannot be trained on."""
     verdict = judge_adapter(model)
     if verdict.kind == "refuse":
@@ -133,12 +151,12 @@ def _check_trainable(model: Any, args: GRPOConfig) -> None:
             f"reading the PeftModel: its adapter {name!r} is frozen, so nothing would be trained. Load it with "
             "PeftModel.from_pretrained(base, path, is_trainable=True)."
         )
-    if args.beta and name != "default":
+    if refers and name != "default":
         raise ConfigConflictError(
             f"reading the PeftModel: beta={args.beta} and its adapter is called {name!r}; TRL makes the frozen reference of "
-            "an adapter called 'default' only. Load it under that name, or set beta=0."
+            "an adapter called 'default' only. Load it under that name, or train by GRPO with beta=0."
         )
-    if args.beta and "ref" in model.peft_config:
+    if refers and "ref" in model.peft_config:
         raise ConfigConflictError(
             f"reading the PeftModel: beta={args.beta} and it holds an adapter 'ref' already (another trainer's frozen "
             "reference?). Remove it: model.delete_adapter('ref')."

@@ -1,9 +1,10 @@
-"""What a caller's GRPOConfig means for our engine, and where it contradicts the other arguments."""
+"""What a caller's GRPOConfig, RLOOConfig or OnlineDPOConfig means for our engine, and where it contradicts the other arguments."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ _OWN_SAMPLING = {
 _CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
+# Completions of a prompt that online DPO compares.
+PAIR = 2
 # What the trainer starts, and stops at the end.
 STARTED = ("colocate", "server")
 
@@ -62,6 +65,20 @@ def own_copy(args: GRPOConfig) -> GRPOConfig:
         if isinstance(value, dict | list) or name == "accelerator_config":
             setattr(mine, name, copy.deepcopy(value))
     return mine
+
+
+@contextmanager
+def told_no_vllm(args: GRPOConfig, reward_funcs: list[Any]) -> Iterator[None]:
+    """While TRL's `__init__` runs: it would build its own VLLMGeneration and feed vLLM's sampling arguments to transformers."""
+    wishes = {name: getattr(args, name) for name in ("use_vllm", "generation_kwargs", "model_init_kwargs")}
+    args.use_vllm, args.generation_kwargs = False, None
+    if not any(isinstance(reward, str) for reward in reward_funcs):  # TRL loads reward models with these
+        args.model_init_kwargs = None
+    try:
+        yield
+    finally:
+        for name, value in wishes.items():
+            setattr(args, name, value)
 
 
 def check(args: GRPOConfig, rollout: str | RolloutEngine) -> None:
@@ -113,16 +130,17 @@ def check(args: GRPOConfig, rollout: str | RolloutEngine) -> None:
         reasons.append(
             f"generation_kwargs sets {', '.join(taken)}, which the trainer sets itself ({ways}): leave it out"
         )
-    if args.vllm_importance_sampling_correction and args.vllm_importance_sampling_mode not in _CORRECTIONS:
+    corrects = getattr(args, "vllm_importance_sampling_correction", False)  # GRPO alone
+    if corrects and args.vllm_importance_sampling_mode not in _CORRECTIONS:
         # TRL says so only after the first rollout.
         reasons.append(
             f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}: use one of {', '.join(_CORRECTIONS)}"
         )
-    if args.use_transformers_continuous_batching:
+    if getattr(args, "use_transformers_continuous_batching", False):
         reasons.append("use_transformers_continuous_batching=True: rollouts come from vLLM here, leave it out")
     if (
-        args.loss_type == "vespo"
-        and args.vllm_importance_sampling_correction
+        corrects
+        and args.loss_type == "vespo"
         and args.vllm_importance_sampling_mode not in ("token_truncate", "token_mask")
     ):
         # TRL makes this check only under use_vllm=True, which it is not told at construction.
@@ -154,8 +172,8 @@ def check_datasets(*datasets: Any) -> None:
 def engine_options(args: GRPOConfig) -> dict[str, Any]:
     """Arguments of LocalEngine out of the `vllm_*` fields, with TRL's meaning of each."""
     return {
-        "max_model_length": args.vllm_max_model_length,
-        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+        "max_model_length": getattr(args, "vllm_max_model_length", None),
+        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * _completions(args),
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "enable_sleep": args.vllm_enable_sleep_mode,
@@ -165,11 +183,16 @@ def engine_options(args: GRPOConfig) -> dict[str, Any]:
     }
 
 
+def _completions(args: Any) -> int:
+    """How many completions one row of a training batch stands for in one rollout."""
+    return getattr(args, "steps_per_generation", None) or PAIR
+
+
 def sampling_spec(args: GRPOConfig) -> SamplingSpec:
     """How TRL's config wants completions drawn; without a seed, which the bridge gives to each call."""
     extra: Mapping[str, Any] = args.generation_kwargs or {}
     return SamplingSpec(
-        max_tokens=args.max_completion_length,
+        max_tokens=args.max_new_tokens if hasattr(args, "max_new_tokens") else args.max_completion_length,
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
@@ -181,7 +204,9 @@ def sampling_spec(args: GRPOConfig) -> SamplingSpec:
 
 
 def _is_set(args: GRPOConfig, name: str) -> bool:
-    """The field differs from its default."""
-    field = next(f for f in fields(args) if f.name == name)
+    """The config has the field, and it differs from its default."""
+    field = next((f for f in fields(args) if f.name == name), None)
+    if field is None:
+        return False
     default = field.default if field.default is not MISSING else None
     return getattr(args, name) != default

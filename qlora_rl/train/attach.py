@@ -1,0 +1,181 @@
+"""`attach`: our engine under a GRPOTrainer or RLOOTrainer of TRL that somebody has built already."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from trl import GRPOTrainer, RLOOTrainer
+
+from qlora_rl.adapter.subject import active_adapter
+from qlora_rl.contracts import RolloutEngine, SyncReport
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.fidelity import FidelityMonitor
+from qlora_rl.train import settings
+from qlora_rl.train.engines import EngineChoice
+from qlora_rl.train.entry import base_of
+from qlora_rl.train.link import Link, link_policy
+from qlora_rl.train.measure import MeasuredSteps
+from qlora_rl.train.rloo import SampledLogprobs
+from qlora_rl.train.whole import is_bare
+
+logger = logging.getLogger(__name__)
+
+# What `EngineBridge.install` sets.
+_ATTRIBUTES = ("use_vllm", "vllm_mode", "vllm_generation", "_last_loaded_step")
+
+
+class Attachment:
+    """What `attach` returns; a context manager.
+
+    Attributes:
+        engine: generates from now on.
+        admission: the proof that both sides hold one base.
+        plan: how the policy travels.
+        bridge: what TRL generates through.
+    """
+
+    def __init__(self, trainer: Any, link: Link, kind: type, before: dict[str, Any], callbacks: list[Any]):
+        self.engine: RolloutEngine = link.engine
+        self.admission, self.plan, self.bridge = link.admission, link.plan, link.bridge
+        self._trainer, self._link, self._kind, self._before, self._callbacks = trainer, link, kind, before, callbacks
+
+    @property
+    def fidelity(self) -> FidelityMonitor:
+        """The distance of trainer and engine, rollout by rollout."""
+        return self._trainer.fidelity
+
+    def push(self) -> SyncReport:
+        """Hand the current policy over now; by itself that happens before the first rollout of every step."""
+        return self._link.strategy.push()
+
+    def close(self) -> None:
+        """Give the trainer back as it was, and close the engine if it was started here; harmless when repeated."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is None:
+            return
+        trainer.__class__ = self._kind
+        for name in _ATTRIBUTES:
+            if name in self._before:
+                setattr(trainer, name, self._before[name])
+            else:
+                trainer.__dict__.pop(name, None)
+        trainer.callback_handler.callbacks = [c for c in trainer.callback_handler.callbacks if c not in self._callbacks]
+        for name in ("bridge", "engine", "_link"):
+            trainer.__dict__.pop(name, None)
+        self._link.close()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Attached:
+    """The methods that an attached trainer has while it is attached."""
+
+    _link: Link
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; a second call pushes again, although its steps are counted from 0."""
+        self._link.bridge.install(self)
+        return super().train(*args, **kwargs)
+
+    def _rollout_facts(self) -> dict[str, float]:
+        return self._link.rollout_facts(None)
+
+
+def attach(
+    trainer: GRPOTrainer | RLOOTrainer,
+    rollout: str | list[str] | RolloutEngine = "colocate",
+    sync: str = "auto",
+    *,
+    engine_options: dict[str, Any] | None = None,
+    sync_dir: str | os.PathLike[str] | None = None,
+    canary_every: int = 2,
+    allow_base_mismatch: bool = False,
+    api_key_file: str | os.PathLike[str] | None = None,
+) -> Attachment:
+    """Let a trainer of TRL that is built already sample from our engine, on its own base, with only the adapter travelling.
+
+    ::
+
+        trainer = GRPOTrainer(model=four_bit_model, ..., args=GRPOConfig(use_vllm=False), peft_config=...)
+        with attach(trainer):
+            trainer.train()
+
+    Its base is written down with its own bytes and loaded by the engine; the handshake, the canary and the measurement (TRL's log,
+    names `qlora_rl/…`) are those of `QLoRAGRPOTrainer`. Its config is not changed; its LoRA weights stay in the dtype that TRL
+    gave them. While it is attached, the trainer's class is a subclass of its own; `close()` undoes that.
+
+    Args:
+        trainer: GRPOTrainer or RLOOTrainer, built with use_vllm=False and a PeftModel or peft_config.
+        rollout: and all further arguments: as `QLoRAGRPOTrainer` takes them. The base is held twice.
+
+    Raises:
+        ConfigConflictError: another trainer, one with vLLM of TRL's, without an adapter, or attached already.
+        BaseMismatchError, AdapterRefusedError, EngineUnsupportedError: as there.
+    """
+    _check(trainer, canary_every)
+    rollout = settings.as_one(rollout)
+    settings.check(trainer.args, rollout)
+    settings.check_datasets(trainer.train_dataset, trainer.eval_dataset)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    base = base_of(model, trainer.args, trainer.processing_class)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[name])
+    options = {"repair_scales": False, **settings.engine_options(trainer.args), **(engine_options or {})}
+    choice = EngineChoice(rollout, options, api_key_file=api_key_file, sync_dir=sync_dir)
+    link = link_policy(
+        model,
+        base,
+        choice,
+        choice.engine,
+        trainer.args,
+        settings.sampling_spec(trainer.args),
+        sync=sync,
+        sync_dir=sync_dir,
+        canary_every=canary_every,
+        allow_base_mismatch=allow_base_mismatch,
+    )
+    kind = type(trainer)
+    before = {name: trainer.__dict__[name] for name in _ATTRIBUTES if name in trainer.__dict__}
+    parts = (
+        (Attached, MeasuredSteps, SampledLogprobs) if isinstance(trainer, RLOOTrainer) else (Attached, MeasuredSteps)
+    )
+    trainer.__class__ = type(kind.__name__, (*parts, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    trainer._link, trainer.bridge, trainer.engine = link, link.bridge, link.engine
+    callbacks = list(trainer.callback_handler.callbacks)
+    link.bridge.install(trainer)
+    trainer.measure_into(None)
+    added = [c for c in trainer.callback_handler.callbacks if c not in callbacks]
+    logger.info("%s samples from %s", kind.__name__, link.engine.capabilities().name)
+    return Attachment(trainer, link, kind, before, added)
+
+
+def _check(trainer: Any, canary_every: int) -> None:
+    doing = "attaching to a trainer"
+    if canary_every < 0:
+        raise ConfigConflictError(f"{doing}: canary_every={canary_every} < 0. Use 0 for none.")
+    if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
+        raise ConfigConflictError(
+            f"{doing}: it is a {type(trainer).__name__}. GRPOTrainer and RLOOTrainer of TRL sample through a backend that can be set; "
+            "for others use the trainers of qlora_rl."
+        )
+    if isinstance(trainer, MeasuredSteps):
+        raise ConfigConflictError(
+            f"{doing}: this {type(trainer).__name__} has an engine of ours already. Close that one first."
+        )
+    if trainer.use_vllm:
+        raise ConfigConflictError(
+            f"{doing}: it was built with use_vllm=True and has started or joined a vLLM of TRL's. Build it with use_vllm=False."
+        )
+    if is_bare(trainer.model):
+        raise ConfigConflictError(
+            f"{doing}: its model carries no adapter. Build it with peft_config=LoraConfig(...), or use "
+            "QLoRAGRPOTrainer(sync='weights') to train all weights of a base that is not 4-bit."
+        )
+    active_adapter(trainer.model)  # exactly one

@@ -1,0 +1,94 @@
+"""The engine that `rollout=` names: started here, connected to, or passed in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from qlora_rl.base.bake import bake_base
+from qlora_rl.base.checkpoint import PreparedBase
+from qlora_rl.contracts import RolloutEngine
+from qlora_rl.train.pairing import closer
+from qlora_rl.train.settings import is_url
+
+
+class EngineChoice:
+    """What `rollout=` means, and whose engine it is.
+
+    Attributes:
+        is_ours: it is started or connected to here, and closed with the trainer.
+        engine: the one that was passed or connected to; `None` where one is to be started.
+        name: for the record.
+
+    Args:
+        rollout: "colocate", "server", URLs in one text, or an engine object; checked by `settings.check`.
+        options: arguments of an engine that is started.
+        api_key_file: holds the key of a server.
+        sync_dir: the adapter directory of a server, if this machine sees it.
+
+    Raises:
+        EngineBrokenError, AccessDeniedError, ServerTakenError: a server that cannot be used.
+    """
+
+    def __init__(
+        self,
+        rollout: str | RolloutEngine,
+        options: dict[str, Any],
+        *,
+        api_key_file: str | os.PathLike[str] | None = None,
+        sync_dir: str | os.PathLike[str] | None = None,
+    ):
+        self.rollout = rollout
+        self.options = options
+        self.is_ours = isinstance(rollout, str)
+        self.name = rollout if isinstance(rollout, str) else type(rollout).__name__
+        self.engine: RolloutEngine | None = None if isinstance(rollout, str) else rollout
+        if is_url(rollout):
+            self.engine = connect(rollout, api_key_file, sync_dir)
+
+    def start(self, base: PreparedBase, rank: int) -> RolloutEngine:
+        """An engine on `base` for adapters of `rank`."""
+        start = start_server if self.rollout == "server" else start_local
+        return start(base, rank, self.options)
+
+    def start_dense(self, base: PreparedBase) -> RolloutEngine:
+        """An engine that can be given all weights: on the baked base, or on one that is not 4-bit."""
+        start = start_server if self.rollout == "server" else start_local
+        baked = bake_base(base) if base.spec.is_4bit else base
+        return start(baked, 0, {**self.options, "max_lora_rank": 0})
+
+    def closer(self, engine: RolloutEngine | None) -> Callable[[], None] | None:
+        """What closes `engine`; `None` where that is its owner's business."""
+        return closer(engine) if self.is_ours and engine is not None else None
+
+
+def start_local(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
+    """vLLM in this process."""
+    from qlora_rl.engine.local import LocalEngine
+
+    return LocalEngine(base, **{"max_lora_rank": rank, **options})
+
+
+def start_server(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
+    """vLLM in a process of its own, which ends with the engine."""
+    from qlora_rl.engine.beside import ServerBeside
+
+    known = {name: value for name, value in options.items() if name not in ("repair_scales", "enable_sleep")}
+    return ServerBeside(base, **{"max_lora_rank": rank, **known})
+
+
+def connect(
+    url: str, api_key_file: str | os.PathLike[str] | None, sync_dir: str | os.PathLike[str] | None
+) -> RolloutEngine:
+    """The server, or several, as an engine; from here on no other trainer may push to it."""
+    from qlora_rl.engine.client import ServerEngine
+
+    engine = ServerEngine(url, api_key_file=api_key_file, shared_dir=sync_dir)
+    try:
+        engine.claim()
+        engine.drop_adapter()  # whatever an earlier run has left: the canary is calibrated on the bare base
+    except BaseException:
+        engine.close()
+        raise
+    return engine

@@ -1,0 +1,167 @@
+"""`Link`: a policy and an engine, proven to hold one base, and everything that keeps them equal."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qlora_rl.base.checkpoint import PreparedBase
+from qlora_rl.contracts import RolloutEngine, SamplingSpec, SyncStrategy
+from qlora_rl.sync.admission import Admission, prove_base
+from qlora_rl.sync.canary import Canary
+from qlora_rl.sync.dense import DenseSync
+from qlora_rl.sync.plan import SyncPlan, plan_sync
+from qlora_rl.sync.strategies import AdapterSync
+from qlora_rl.sync.transports import transport_for
+from qlora_rl.train.bridge import EngineBridge
+from qlora_rl.train.engines import EngineChoice
+from qlora_rl.train.run import SYNCS, RunDirectory
+from qlora_rl.train.whole import judge_policy
+
+logger = logging.getLogger(__name__)
+
+DENSE = "full weights travel, to an engine on the baked base"
+
+
+@dataclass
+class Link:
+    """What `link_policy` has made.
+
+    Attributes:
+        engine: generates.
+        admission: the proof that both sides hold one base.
+        plan: how the policy travels.
+        strategy: does it.
+        bridge: what TRL generates through.
+        close_engine: closes it with the link; `None` where the engine is somebody else's.
+    """
+
+    engine: RolloutEngine
+    admission: Admission
+    plan: SyncPlan
+    strategy: SyncStrategy
+    bridge: EngineBridge
+    close_engine: Callable[[], None] | None
+
+    def close(self) -> None:
+        """Remove the versions on their way, and close the engine if it was started here."""
+        release(self.strategy, self.close_engine)
+
+    def rollout_facts(self, run: RunDirectory | None) -> dict[str, float]:
+        """What was drawn and pushed since the last call, for the step's record; the pushes also go to `run`."""
+        reports, tokens, seconds = self.bridge.drain()
+        facts: dict[str, float] = {
+            "base_is_proven": float(self.admission.is_proven),
+            "rollout_tokens": tokens,
+            "rollout_seconds": seconds,
+            "rollout_tokens_per_s": tokens / seconds if seconds else float("nan"),
+        }
+        for report in reports:
+            facts |= {"sync_seconds": report.seconds, "sync_bytes": report.bytes, "policy_version": report.version}
+            facts["canary_seconds"] = report.canary_seconds
+            if report.canary_difference is not None:
+                facts["canary_difference"] = report.canary_difference
+            if run is not None:
+                run.append(SYNCS, report.as_dict())
+        return facts
+
+    def facts(self) -> dict[str, Any]:
+        """For config.json."""
+        return {
+            "engine": self.engine.capabilities().name,
+            "sync": self.plan.strategy,
+            "plan": self.plan.as_dict(),
+            "base_proof": {
+                "proven": self.admission.is_proven,
+                "digest": self.admission.ours.digest,
+                "repaired": len(self.admission.repaired),
+                "largest_relative_error": max(self.admission.repaired.values(), default=0.0),
+                "differences": len(self.admission.diff.entries),
+            },
+        }
+
+
+def link_policy(
+    model: Any,
+    base: PreparedBase,
+    choice: EngineChoice,
+    engine: RolloutEngine | None,
+    args: Any,
+    sampling: SamplingSpec,
+    *,
+    sync: str = "auto",
+    sync_dir: str | os.PathLike[str] | None = None,
+    canary_every: int = 2,
+    allow_base_mismatch: bool = False,
+) -> Link:
+    """Judge the adapter, start the engine if there is none, prove the base, calibrate the canary; nothing is pushed yet.
+
+    If it fails, the engine is closed where it is ours.
+
+    Args:
+        model: the policy as it is trained.
+        base: that it stands on.
+        choice: starts an engine.
+        engine: that runs already.
+        args: of TRL: seed, precision, sleep.
+        sampling: how completions are drawn.
+        sync, sync_dir, canary_every, allow_base_mismatch: as the trainers take them.
+
+    Raises:
+        AdapterRefusedError, BaseMismatchError, CanaryError, ConfigConflictError: with the way out.
+    """
+    strategy = None
+    try:
+        verdict = judge_policy(model)
+        # Refuses before an engine is started that is not there yet.
+        is_dense = bool(why_dense(plan_sync(verdict, wish=sync)))
+        if engine is None:
+            engine = choice.start_dense(base) if is_dense else choice.start(base, verdict.rank)
+        plan_sync(verdict, engine.capabilities(), wish=sync)  # before the bases are read
+        admission = prove_base(model, engine, allow_base_mismatch=allow_base_mismatch)
+        plan = plan_sync(verdict, engine.capabilities(), admission.diff, sync, allow_base_mismatch=allow_base_mismatch)
+        canary = None
+        if canary_every and admission.is_proven:
+            autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+            canary = Canary(model, engine, every=canary_every, autocast=autocast)
+            canary.calibrate()
+        strategy = (
+            DenseSync(model, engine, canary)
+            if is_dense
+            else AdapterSync(model, engine, transport_for(plan.transport, sync_dir), canary)
+        )
+        can_sleep = engine.capabilities().can_sleep
+        bridge = EngineBridge(
+            engine, strategy, sampling, seed=args.seed, sleeps=args.vllm_enable_sleep_mode and can_sleep
+        )
+        logger.info("%s", plan)
+        if canary is None:
+            logger.warning(
+                "pushes are not proven: %s", "canary_every=0" if not canary_every else "another base is allowed"
+            )
+        if args.vllm_enable_sleep_mode and not can_sleep:
+            logger.warning("vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake", engine.capabilities().name)
+    except BaseException:
+        release(strategy, choice.closer(engine))
+        raise
+    return Link(engine, admission, plan, strategy, bridge, choice.closer(engine))
+
+
+def why_dense(plan: SyncPlan) -> str:
+    """Why the base cannot be shared, as far as the plan tells."""
+    return DENSE if plan.strategy == "weights" else ""
+
+
+def release(strategy: Any, close_engine: Callable[[], None] | None) -> None:
+    """Close both, the engine also where the strategy fails to."""
+    try:
+        if strategy is not None:
+            strategy.close()
+    finally:
+        if close_engine is not None:
+            close_engine()

@@ -1,0 +1,253 @@
+"""`QLoRASFTTrainer`, `QLoRADPOTrainer`: TRL's trainers that learn from data alone. No engine; the base is checked against its directory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from qlora_rl.adapter.verdict import judge_adapter
+from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_fingerprint
+from qlora_rl.errors import BaseMismatchError, NotYetSupportedError
+from qlora_rl.train import settings
+from qlora_rl.train.entry import resolve_model
+from qlora_rl.train.run import CONFIG, RunDirectory, StepRecord
+from qlora_rl.train.trained_run import (
+    TrainedRun,
+    check_adapter_dtype,
+    check_optimizer,
+    load_tokenizer,
+    set_adapter_dtype,
+    trained_values,
+)
+
+
+class OfflineTrainer(TrainedRun):
+    """Comes before TRL's class; a trainer's `__init__` calls `set_up`, and nothing else."""
+
+    # TRL makes a frozen copy of a PeftModel's adapter, to refer to.
+    _refers = False
+
+    def set_up(
+        self,
+        model: Any,
+        args: Any,
+        *,
+        peft_config: Any,
+        quantization_config: Any,
+        processing_class: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        optimizers: tuple[Any, Any],
+        adapter_dtype: str,
+        existing_run: str,
+        **of_trl: Any,
+    ) -> None:
+        """Everything, TRL's `__init__` included.
+
+        Args:
+            model: as the trainer takes it.
+            args: TRL's config; it is copied.
+            of_trl: further arguments of TRL's class, handed through.
+        """
+        check_adapter_dtype(adapter_dtype)
+        args = settings.own_copy(args)
+        if args.world_size > 1:
+            raise NotYetSupportedError(
+                f"starting the training: {args.world_size} processes; this version trains in one. Start it with plain python, on "
+                "one GPU (CUDA_VISIBLE_DEVICES=0)."
+            )
+        settings.check_datasets(train_dataset, eval_dataset)
+        self.run = RunDirectory(args.output_dir, existing_run) if args.process_index == 0 else None
+        source = resolve_model(
+            model,
+            args,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            processing_class=processing_class,
+            refers=self._refers,
+        )
+        self.base = source.base
+        loaded = source.load()
+        check_base(loaded, self.base.path)
+        if processing_class is None:
+            processing_class = load_tokenizer(self.base, args)
+        before = trained_values(loaded)
+        init, args.model_init_kwargs = args.model_init_kwargs, None  # the model is loaded already
+        super().__init__(
+            model=loaded,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            peft_config=peft_config,
+            optimizers=optimizers,
+            **of_trl,
+        )
+        args.model_init_kwargs = init
+        set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
+        check_optimizer(optimizers[0], self.model)
+        self._record = StepRecord(self.run)
+        self.add_callback(_Recorder(self._record))
+        if self.run is not None:
+            self.run.begin()
+            verdict = judge_adapter(self.model)
+            travels = {"travels_as": verdict.kind, "reasons": list(verdict.reasons)}
+            self.run.write_json(CONFIG, self._describe(adapter_dtype, {"adapter": travels}))
+
+    def _write_rest(self) -> None:
+        self._record.flush()
+
+
+def check_base(model: Any, directory: Any) -> None:
+    """What was loaded is, weight by weight, what was written when the base was prepared.
+
+    Raises:
+        BaseMismatchError: names the first weight.
+    """
+    diff = compare(recorded_fingerprint(directory), fingerprint_base(model))
+    if diff.entries:
+        more = f", and {len(diff.modules) - 1} more weights do" if len(diff.modules) > 1 else ""
+        raise BaseMismatchError(
+            f"checking the base: {diff.entries[0]}{more} in the model that is to be trained, against {directory}. Something has "
+            "written into the model since it was loaded; load it again, or prepare the base again.",
+            reasons=[str(entry) for entry in diff.entries],
+            module=diff.modules[0],
+        )
+
+
+class _Recorder(TrainerCallback):
+    """Writes one line per optimizer step: its time, and what TRL logs in it."""
+
+    def __init__(self, record: StepRecord):
+        self._record = record
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._record.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._record.end(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if "loss" in logs:
+            self._record.add(**{name: value for name, value in logs.items() if name != "epoch"})
+            self._record.flush()
+
+
+class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
+    """Supervised fine-tuning of an adapter on a 4-bit base: TRL's SFTTrainer, its arguments and config, and these two.
+
+    ::
+
+        with QLoRASFTTrainer(
+            model=prepare_base("Qwen/Qwen3-8B"), train_dataset=dataset, args=SFTConfig(output_dir="run"),
+            peft_config=LoraConfig(r=16, target_modules="all-linear"),
+        ) as trainer:
+            trainer.train()
+
+    Its adapter, trained on the base that the engine will hold, can be trained on by the other trainers, or served. config.json says
+    under `adapter` how it will travel.
+
+    Args:
+        model: prepared base, hub name, checkpoint directory, model object, or PeftModel, as `QLoRAGRPOTrainer` takes it.
+        adapter_dtype: of the trained LoRA weights: "float32" (default), or "bfloat16" as TRL.
+        existing_run: what to do when `args.output_dir` holds a run: "refuse", "overwrite", "continue".
+
+    Raises:
+        BaseMismatchError, ConfigConflictError, AdapterRefusedError, UnsupportedQuantError, NotYetSupportedError, RunDirectoryError:
+            before anything is trained.
+    """
+
+    _tag_names = ["trl", "sft", "qlora-rl"]
+    _name = "SFT"
+    _config_name = "sft"
+
+    def __init__(
+        self,
+        model: Any,
+        args: SFTConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Any = None,
+        compute_metrics: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: Any = None,
+        preprocess_logits_for_metrics: Any = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Any = None,
+        *,
+        adapter_dtype: str = "float32",
+        existing_run: str = "refuse",
+    ):
+        self.set_up(
+            model,
+            args if args is not None else SFTConfig("qlora-sft"),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            adapter_dtype=adapter_dtype,
+            existing_run=existing_run,
+            data_collator=data_collator,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            formatting_func=formatting_func,
+        )
+
+
+class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):
+    """Direct preference optimisation of an adapter on a 4-bit base: TRL's DPOTrainer; otherwise as `QLoRASFTTrainer`.
+
+    The reference is the base without the adapter, or a frozen copy of the adapter that came with a PeftModel; so the base is held once.
+    """
+
+    _tag_names = ["trl", "dpo", "qlora-rl"]
+    _name = "DPO"
+    _config_name = "dpo"
+    _refers = True
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        args: DPOConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        *,
+        adapter_dtype: str = "float32",
+        existing_run: str = "refuse",
+    ):
+        self.set_up(
+            model,
+            args if args is not None else DPOConfig("qlora-dpo"),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            adapter_dtype=adapter_dtype,
+            existing_run=existing_run,
+            ref_model=ref_model,
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+        )

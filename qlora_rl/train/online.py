@@ -1,0 +1,289 @@
+"""`OnlineTrainer`: a mixin for TRL's trainers that sample. It does what has to be done around TRL's `__init__`.
+
+Before it: the model becomes a prepared base, model and engine are paired, TRL is told that there is no vLLM. After it: the
+adapter's dtype, the guarded rewards, the link to the engine, the run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qlora_rl.contracts import RolloutEngine
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.sync.plan import plan_sync
+from qlora_rl.train import settings
+from qlora_rl.train.budget import MemoryBudget, expects_full_weights
+from qlora_rl.train.engines import EngineChoice
+from qlora_rl.train.entry import resolve_model
+from qlora_rl.train.link import Link, link_policy, release, why_dense
+from qlora_rl.train.logprobs import use_small_tiles
+from qlora_rl.train.pairing import SHARE, Pair, expects_one_copy, make_pair
+from qlora_rl.train.rewards import as_list, guard
+from qlora_rl.train.run import CONFIG, FINGERPRINTS, RunDirectory
+from qlora_rl.train.trained_run import (
+    TrainedRun,
+    check_adapter_dtype,
+    check_optimizer,
+    load_tokenizer,
+    set_adapter_dtype,
+    trained_values,
+)
+from qlora_rl.train.whole import bare_model, check_whole, trains_whole, unfreeze
+
+
+@dataclass(frozen=True)
+class OnlineOptions:
+    """The keyword arguments that our online trainers add to TRL's; `QLoRAGRPOTrainer` says what each means."""
+
+    rollout: str | list[str] | RolloutEngine = "colocate"
+    sync: str = "auto"
+    adapter_dtype: str = "float32"
+    engine_options: dict[str, Any] | None = None
+    sync_dir: str | os.PathLike[str] | None = None
+    existing_run: str = "refuse"
+    allow_base_mismatch: bool = False
+    canary_every: int = 2
+    share_base: bool | str = "auto"
+    gpu_memory: str | float = "auto"
+    api_key_file: str | os.PathLike[str] | None = None
+
+    def check(self) -> None:
+        """Raises: ConfigConflictError: a word or number that means nothing."""
+        check_adapter_dtype(self.adapter_dtype)
+        if self.share_base not in SHARE:
+            raise ConfigConflictError(f"reading the arguments: share_base={self.share_base!r} is not one of {SHARE}.")
+        if self.canary_every < 0:
+            raise ConfigConflictError(f"reading the arguments: canary_every={self.canary_every} < 0. Use 0 for none.")
+
+
+class OnlineTrainer(TrainedRun):
+    """Comes before `MeasuredSteps` and TRL's class; a trainer's `__init__` calls `set_up`, and nothing else.
+
+    Attributes:
+        engine: generates.
+        bridge: what TRL generates through.
+        plan: how the policy travels.
+        admission: the proof that both sides hold one base.
+        memory: what the run will hold; `None` where the ledger does not know this trainer's step.
+    """
+
+    memory: MemoryBudget | None
+    # The ledger knows the trainer's step.
+    _is_planned = True
+    # TRL makes a frozen copy of a PeftModel's adapter; `None`: where beta is not 0.
+    _refers: bool | None = None
+
+    def set_up(
+        self,
+        model: Any,
+        args: Any,
+        options: OnlineOptions,
+        *,
+        peft_config: Any,
+        quantization_config: Any = None,
+        processing_class: Any = None,
+        reward_funcs: Any = None,
+        reward_processing_classes: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        **of_trl: Any,
+    ) -> None:
+        """Everything, TRL's `__init__` included.
+
+        Args:
+            model: as the trainer takes it.
+            args: TRL's config; it is copied.
+            options: ours.
+            of_trl: further arguments of TRL's class, handed through.
+        """
+        options.check()
+        args = settings.own_copy(args)
+        rollout = settings.as_one(options.rollout)
+        settings.check(args, rollout)
+        settings.check_datasets(train_dataset, eval_dataset)
+        if rollout in settings.STARTED:
+            from qlora_rl.engine.compat import vllm_version
+
+            vllm_version()  # before minutes of loading
+        self.run = RunDirectory(args.output_dir, options.existing_run) if args.process_index == 0 else None
+        is_whole = trains_whole(model, peft_config, options.sync)
+        self.memory = None
+        if self._is_planned:
+            self.memory = _budget(
+                model, args, options, rollout, peft_config, quantization_config, optimizers[0], is_whole=is_whole
+            )
+        source = resolve_model(
+            model,
+            args,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            processing_class=processing_class,
+            is_whole=is_whole,
+            refers=self._refers,
+        )
+        self.base = source.base
+        if is_whole:
+            check_whole(self.base, options.share_base)
+        if processing_class is None:
+            processing_class = load_tokenizer(self.base, args)
+        # The handshake below finds what was rounded, repairs it, and says so.
+        engine_options = {
+            "repair_scales": False,
+            **self._engine_options(args),
+            **(self.memory.engine_options() if self.memory is not None else {}),
+            **(options.engine_options or {}),
+        }
+        choice = EngineChoice(rollout, engine_options, api_key_file=options.api_key_file, sync_dir=options.sync_dir)
+        pair = _pair(source, choice, options, peft_config, is_whole=is_whole)
+        engine, link = pair.engine, None
+        try:
+            # What TRL rounds in a 4-bit model, which a model that is trained itself is not.
+            model_of_trl = self._model_for_trl(pair.model, peft_config, args)
+            before = {} if is_whole else trained_values(model_of_trl["model"])
+            if is_whole:
+                unfreeze(pair.model)
+            sampling = settings.sampling_spec(args)
+            reward_funcs = as_list(reward_funcs)
+            if isinstance(reward_processing_classes, list):
+                reward_processing_classes = list(reward_processing_classes)  # TRL fills it in
+            with settings.told_no_vllm(args, reward_funcs):
+                super().__init__(
+                    reward_funcs=reward_funcs,
+                    args=args,
+                    train_dataset=train_dataset,
+                    eval_dataset=eval_dataset,
+                    processing_class=processing_class,
+                    reward_processing_classes=reward_processing_classes,
+                    optimizers=optimizers,
+                    **model_of_trl,
+                    **of_trl,
+                )
+            set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
+            self._after_trl(args)
+            check_optimizer(optimizers[0], self.model)
+            owned, engine = engine, None  # from here on the link closes it
+            link = link_policy(
+                self.model,
+                self.base,
+                choice,
+                owned,
+                args,
+                sampling,
+                sync=options.sync,
+                sync_dir=options.sync_dir,
+                canary_every=options.canary_every,
+                allow_base_mismatch=options.allow_base_mismatch,
+            )
+            self._take(link)
+            self.bridge.install(self)
+            self.measure_into(self.run)
+            if self.run is not None:
+                self.run.begin()
+                held = {
+                    "base_held": pair.describe(),
+                    "rollout": choice.name,
+                    **link.facts(),
+                    "memory": self.memory.as_dict() if self.memory is not None else {"reason": "not planned here"},
+                }
+                self.run.write_json(CONFIG, self._describe(options.adapter_dtype, held))
+                self.run.write_json(FINGERPRINTS, self.admission.as_dict())
+        except BaseException:
+            # There will be no trainer to close.
+            if link is not None:
+                link.close()
+            else:
+                release(None, choice.closer(engine))
+            raise
+        # Also when nobody calls close().
+        self._finalizer = weakref.finalize(self, link.close)
+
+    def close(self) -> None:
+        """Close the engine (if the trainer made it) and remove the adapter versions on tmpfs; harmless when repeated."""
+        self._finalizer()
+
+    def _engine_options(self, args: Any) -> dict[str, Any]:
+        """Arguments of an engine that is started, as far as TRL's config says them; the base is known."""
+        return settings.engine_options(args)
+
+    def _model_for_trl(self, model: Any, peft_config: Any, args: Any) -> dict[str, Any]:
+        """The arguments by which TRL gets its model."""
+        return {"model": model, "peft_config": peft_config}
+
+    def _after_trl(self, args: Any) -> None:
+        """What TRL has built is made ready; `args` are the user's again."""
+        if not getattr(args, "cast_lm_head_to_fp32", False):
+            use_small_tiles(bare_model(self.model), self.temperature)
+        self._guard_rewards()
+
+    def _guard_rewards(self) -> None:
+        # Only now: an environment's own reward is among them, and TRL has named them all.
+        self.reward_funcs = [
+            guard(reward, name) for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
+
+    def _take(self, link: Link) -> None:
+        self._link = link
+        self.engine: RolloutEngine = link.engine
+        self.admission, self.plan, self.bridge = link.admission, link.plan, link.bridge
+
+    def _before_train(self) -> None:
+        self.bridge.install(self)  # a second call must push again, although its steps are counted from 0
+
+    def _write_rest(self) -> None:
+        self._record.flush()
+        self._rollout_facts()  # a push whose rollout or reward failed is still written down
+
+    def _rollout_facts(self) -> dict[str, float]:
+        return self._link.rollout_facts(self.run)
+
+
+def _budget(
+    model: Any,
+    args: Any,
+    options: OnlineOptions,
+    rollout: Any,
+    peft_config: Any,
+    quantization_config: Any,
+    optimizer: Any,
+    *,
+    is_whole: bool,
+) -> MemoryBudget:
+    if is_whole and not isinstance(options.gpu_memory, str):
+        raise ConfigConflictError(
+            f"reading the arguments: gpu_memory={options.gpu_memory} with peft_config=None: the memory of training all weights "
+            "is not planned. Leave gpu_memory out."
+        )
+    return MemoryBudget(
+        options.gpu_memory,
+        model,
+        args,
+        peft_config=peft_config,
+        quantization_config=quantization_config,
+        engine_options=options.engine_options,
+        optimizer=optimizer,
+        adapter_dtype=options.adapter_dtype,
+        shared=expects_one_copy(model, rollout, options.share_base),
+        has_engine=rollout == "colocate",
+        baked=expects_full_weights(model, peft_config, options.sync, trust_remote_code=args.trust_remote_code),
+    )
+
+
+def _pair(source: Any, choice: EngineChoice, options: OnlineOptions, peft_config: Any, *, is_whole: bool) -> Pair:
+    try:
+        return make_pair(
+            source,
+            choice.rollout if choice.engine is None else choice.engine,
+            False if is_whole else options.share_base,
+            peft_config,
+            check=lambda verdict: why_dense(plan_sync(verdict, wish=options.sync)),
+            start=lambda rank: choice.start(source.base, rank),
+        )
+    except BaseException:
+        release(None, choice.closer(choice.engine))  # a connection; what make_pair started it has closed
+        raise

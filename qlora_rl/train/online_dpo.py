@@ -1,0 +1,253 @@
+"""`QLoRAOnlineDPOTrainer`: what TRL's experimental OnlineDPOTrainer does by itself, done with our engine: the pair is drawn, the steps are measured.
+
+TRL 1.16 talks to vLLM here without the backend that GRPO and RLOO share: it merges the adapter into the weights of a vLLM that it
+has built. It also lifts parts of a 4-bit base to float32 on the way (`prepare_peft_model`), and copies a whole PeftModel to refer
+to it. So the adapter is made here, the reference is the same model under another adapter, and `_generate` asks the bridge.
+
+Shape letters: P prompts, B = 2 P completions (all first ones, then all second ones, as TRL has them), T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, TrainerCallback, set_seed
+from trl import maybe_apply_chat_template
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from trl.trainer.utils import is_async_callable, use_adapter
+
+from qlora_rl.adapter.start import REFERENCE, copy_adapter, start_adapter
+from qlora_rl.adapter.subject import active_adapter
+from qlora_rl.contracts import RolloutEngine
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.train import settings
+from qlora_rl.train.measure import MeasuredSteps
+from qlora_rl.train.online import OnlineOptions, OnlineTrainer
+from qlora_rl.train.whole import is_bare
+
+
+class Reference(torch.nn.Module):
+    """The policy as it was at the start: the same model, under a frozen adapter or under none.
+
+    Args:
+        model: the PeftModel in training.
+        adapter: the frozen one; `None` for the bare base.
+    """
+
+    def __init__(self, model: Any, adapter: str | None):
+        super().__init__()
+        self._held = (model,)  # no submodule: TRL puts this one into eval mode
+        self._adapter = adapter
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model says, as it was at the start."""
+        with use_adapter(self._held[0], self._adapter):
+            return self._held[0](*args, **kwargs)
+
+
+class SampledPairs:
+    """Comes between `MeasuredSteps` and TRL's OnlineDPOTrainer."""
+
+    _is_planned = False  # TRL holds logits of B x T x V here, which the ledger does not know
+    _refers = False  # the reference is made here
+    _drawn: list[list[float]] | None = None
+
+    def _engine_options(self, args: Any) -> dict[str, Any]:
+        limit = AutoConfig.from_pretrained(self.base.path, trust_remote_code=args.trust_remote_code)
+        positions = int(getattr(limit.get_text_config(), "max_position_embeddings", 0) or 0)
+        wanted = args.max_length + args.max_new_tokens  # as TRL
+        return settings.engine_options(args) | {"max_model_length": min(wanted, positions) if positions else wanted}
+
+    def _model_for_trl(self, model: Any, peft_config: Any, args: Any) -> dict[str, Any]:
+        self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        if peft_config is not None:
+            set_seed(args.seed)  # before the adapter is drawn, as TRL
+            model = start_adapter(model, peft_config)
+            reference = None
+        elif is_bare(model):
+            return {"model": model, "peft_config": None}
+        else:
+            if REFERENCE in model.peft_config:
+                raise ConfigConflictError(
+                    "reading the PeftModel: it holds an adapter 'ref' already (another trainer's frozen reference?). Remove it: "
+                    "model.delete_adapter('ref')."
+                )
+            copy_adapter(model, active_adapter(model))
+            reference = REFERENCE
+        return {"model": model, "peft_config": None, "ref_model": Reference(model, reference)}
+
+    def _after_trl(self, args: Any) -> None:
+        waits = [
+            name
+            for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+            if is_async_callable(reward)
+        ]
+        if waits:
+            raise ConfigConflictError(
+                f"reading the arguments: the reward {waits[0]!r} is asynchronous, which TRL's OnlineDPOTrainer does not wait for. "
+                "Make it a plain function."
+            )
+        self._guard_rewards()
+
+    # --- the rollout ------------------------------------------------------------------------------------------------
+
+    def _generate(self, model: Any, prompts: list[Any], images: Any = None) -> tuple[Any, ...]:
+        if images is not None:
+            raise NotYetSupportedError(
+                "generating: the prompts hold images, which this version does not hand to the engine. Use text prompts."
+            )
+        if self.state.global_step != self._last_loaded_step:
+            self.bridge.sync_weights()
+            self._last_loaded_step = self.state.global_step
+        texts = [maybe_apply_chat_template({"prompt": prompt}, self.processing_class)["prompt"] for prompt in prompts]
+        ids = self.processing_class(text=texts, add_special_tokens=False)["input_ids"]
+        prompt_ids, completion_ids, _, _ = self.bridge.generate(ids * settings.PAIR)
+        self._drawn = self.bridge.last.logprobs
+        prompts_BT, prompt_mask_BT = self._padded(prompt_ids, "left")
+        completions_BT, completion_mask_BT = self._padded(completion_ids, "right")
+        return prompts_BT, prompt_mask_BT, completions_BT, completion_mask_BT, None
+
+    def _generate_vllm(self, prompts: list[Any], images: Any = None) -> tuple[Any, ...]:
+        return self._generate(None, prompts, images)[:4]
+
+    def _padded(self, rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+        device, pad = self.accelerator.device, self._tokenizer.pad_token_id
+        tensors = [torch.tensor(row) for row in rows]
+        ids = pad_sequence(tensors, batch_first=True, padding_value=pad, padding_side=side)
+        mask = pad_sequence([torch.ones_like(t) for t in tensors], batch_first=True, padding_side=side)
+        return ids.to(device), mask.to(device)
+
+    # --- the measurement --------------------------------------------------------------------------------------------
+
+    def _forward(
+        self, model: Any, prompt_ids: Any, prompt_mask: Any, completion_ids: Any, completion_mask: Any, *rest: Any
+    ) -> Any:
+        """TRL's. The first one after a rollout is the policy's: its logits also give the logprobs at the rollout's temperature."""
+        drawn, self._drawn = self._drawn, None
+        arguments = (model, prompt_ids, prompt_mask, completion_ids, completion_mask, *rest)
+        if drawn is None:
+            return super()._forward(*arguments)
+        seen: list[torch.Tensor] = []
+        hook = model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits.detach()))
+        try:
+            logprobs_BT = super()._forward(*arguments)
+        finally:
+            hook.remove()
+        logits_BTV = seen[0][:, -completion_ids.shape[1] - 1 : -1]
+        if logits_BTV.shape[1] < completion_ids.shape[1]:  # max_length has left nothing of the prompts
+            return logprobs_BT
+        ours_BT = torch.stack(
+            [
+                (logits_TV.float() / self.temperature).log_softmax(-1).gather(1, ids_T[:, None])[:, 0]
+                for logits_TV, ids_T in zip(logits_BTV, completion_ids, strict=True)
+            ]
+        )
+        theirs_BT = pad_sequence([torch.tensor(row) for row in drawn], batch_first=True).to(ours_BT.device)
+        self._observe(ours_BT, theirs_BT, completion_mask)
+        return logprobs_BT
+
+    def _observe(self, ours_BT: torch.Tensor, theirs_BT: torch.Tensor, mask_BT: torch.Tensor) -> None:
+        fidelity = self.fidelity.observe(ours_BT, theirs_BT, mask_BT)
+        measured = dict(self._rollout_facts())
+        measured |= {k: v for k, v in fidelity.as_dict().items() if k != "tokens"}
+        for name, value in measured.items():
+            self._metrics["train"][f"qlora_rl/{name}"].append(value)
+        self._record.add(completion_length=float(mask_BT.sum(1).float().mean()), **measured)
+
+    def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rewards_B = super()._calculate_rewards_from_functions(*args, **kwargs)
+        self._record.add(reward=float(rewards_B.mean()), reward_std=float(rewards_B.std()))
+        return rewards_B
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's `log`, with ours."""
+        for name, values in self._metrics["train"].items():
+            logs[name] = sum(values) / len(values)
+        self._metrics["train"].clear()
+        super().log(logs, start_time)
+
+
+class QLoRAOnlineDPOTrainer(SampledPairs, OnlineTrainer, MeasuredSteps, OnlineDPOTrainer):
+    """Online DPO on a 4-bit base: TRL's (experimental) OnlineDPOTrainer, drawing its pairs from an engine of ours.
+
+    ::
+
+        trainer = QLoRAOnlineDPOTrainer(
+            model=prepare_base("Qwen/Qwen3-8B"), reward_funcs=reward, train_dataset=dataset,
+            args=OnlineDPOConfig(output_dir="run"), peft_config=LoraConfig(r=16, target_modules="all-linear"),
+        )
+        trainer.train()
+
+    Args:
+        model: as `QLoRAGRPOTrainer` takes it.
+        quantization_config: for a name or a checkpoint; TRL's trainer has no such argument.
+        rollout: and all further keyword arguments as `QLoRAGRPOTrainer` has them. There is no `gpu_memory`: TRL holds whole logits
+            here, which the ledger does not count.
+
+    TRL's `ref_model` is not taken: the reference is the base, or the adapter of the PeftModel as it came.
+    """
+
+    _tag_names = ["trl", "online-dpo", "qlora-rl"]
+    _name = "Online DPO"
+    _config_name = "online_dpo"
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: OnlineDPOConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        peft_config: Any = None,
+        compute_metrics: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Any = None,
+        *,
+        quantization_config: Any = None,
+        rollout: str | list[str] | RolloutEngine = "colocate",
+        sync: str = "auto",
+        adapter_dtype: str = "float32",
+        engine_options: dict[str, Any] | None = None,
+        sync_dir: str | os.PathLike[str] | None = None,
+        existing_run: str = "refuse",
+        allow_base_mismatch: bool = False,
+        canary_every: int = 2,
+        share_base: bool | str = "auto",
+        api_key_file: str | os.PathLike[str] | None = None,
+    ):
+        self.set_up(
+            model,
+            args if args is not None else OnlineDPOConfig("qlora-online-dpo"),
+            OnlineOptions(
+                rollout=rollout,
+                sync=sync,
+                adapter_dtype=adapter_dtype,
+                engine_options=engine_options,
+                sync_dir=sync_dir,
+                existing_run=existing_run,
+                allow_base_mismatch=allow_base_mismatch,
+                canary_every=canary_every,
+                share_base=share_base,
+                api_key_file=api_key_file,
+            ),
+            reward_funcs=reward_funcs,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )

@@ -1,0 +1,148 @@
+"""`TrainedRun`: a mixin for TRL's trainers that leaves a readable run directory, however the training ends."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from qlora_rl.adapter.subject import active_adapter
+from qlora_rl.base.checkpoint import PreparedBase
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.train.run import SUMMARY, RunDirectory, describe_machine, describe_versions
+from qlora_rl.train.whole import is_bare
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_DTYPES = ("float32", "bfloat16")
+
+
+class TrainedRun:
+    """Comes before TRL's class; its `__init__` sets `run` and `base`.
+
+    Attributes:
+        run: the run directory; `None` on other processes than the first.
+        base: the prepared base.
+    """
+
+    run: RunDirectory | None
+    base: PreparedBase
+    # Under which TRL's config stands in config.json.
+    _config_name: str
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `train`. However it ends, the run directory is readable and holds the last step's adapter."""
+        self._before_train()
+        try:
+            result = super().train(*args, **kwargs)
+        except KeyboardInterrupt:
+            self._finish("interrupted", None)
+            raise
+        except Exception as error:
+            self._finish("failed", error)
+            raise
+        self._finish("finished", None)
+        return result
+
+    def close(self) -> None:
+        """Give back what the trainer holds beside its model; harmless when repeated."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _before_train(self) -> None:
+        """Called before every `train`."""
+
+    def _write_rest(self) -> None:
+        """Write what is measured and not written yet."""
+
+    def _finish(self, status: str, error: Exception | None) -> None:
+        if self.run is None:
+            return
+        try:
+            self._write_rest()
+            summary = {"status": status, "steps": self.state.global_step}
+            self.run.write_json(SUMMARY, summary | ({"error": f"{type(error).__name__}: {error}"} if error else {}))
+            trained = self.accelerator.unwrap_model(self.model)
+            if is_bare(trained):
+                self.run.save_model(trained, self.base.path)
+            else:
+                self.run.save_adapter(trained, self.base.parent or self.base.digest)
+        except OSError:
+            # A full disk must not hide what ended the run.
+            if status == "finished":
+                raise
+            logger.exception("the run directory could not be completed")
+
+    def _describe(self, adapter_dtype: str, facts: dict[str, Any]) -> dict[str, Any]:
+        """The content of config.json; `facts` stand between the base and the seed."""
+        adapter = {} if is_bare(self.model) else self.model.peft_config[active_adapter(self.model)].to_dict()
+        return {
+            "command": type(self).__name__,
+            "model": self.base.path.name,
+            "base": {"path": str(self.base.path), "digest": self.base.digest, **self.base.spec.as_dict()},
+            **facts,
+            "seed": self.args.seed,
+            "adapter_dtype": adapter_dtype,
+            "lora": {k: sorted(v) if isinstance(v, set) else v for k, v in adapter.items() if v is not None},
+            self._config_name: self.args.to_dict(),
+            "versions": describe_versions(),
+            "machine": describe_machine(),
+        }
+
+
+def check_adapter_dtype(adapter_dtype: str) -> None:
+    """Raises: ConfigConflictError: it is none of those that are trained."""
+    if adapter_dtype not in ADAPTER_DTYPES:
+        raise ConfigConflictError(
+            f"reading the arguments: adapter_dtype={adapter_dtype!r} is not one of {ADAPTER_DTYPES}."
+        )
+
+
+def load_tokenizer(base: PreparedBase, args: Any) -> Any:
+    """The tokenizer that is stored with the base, set up as TRL's online trainers want it."""
+    return AutoTokenizer.from_pretrained(
+        base.path, padding_side="left", truncation_side="left", trust_remote_code=args.trust_remote_code
+    )
+
+
+def trained_values(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of what is trained, by name, before TRL rounds it; empty where TRL makes the adapter."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def set_adapter_dtype(model: Any, dtype: torch.dtype, before: dict[str, torch.Tensor]) -> None:
+    """Give the trained weights their dtype, with the values they had before TRL rounded them to bf16.
+
+    Args:
+        model: the PeftModel that TRL has built.
+        dtype: of the trained weights.
+        before: of `trained_values`.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            exact = before.get(name)
+            parameter.data = (exact if exact is not None else parameter.data).to(dtype)
+
+
+def check_optimizer(optimizer: Any, model: Any) -> None:
+    """Refuse an optimizer that was made for other parameters than those that are trained.
+
+    Raises:
+        ConfigConflictError: it holds none of them.
+    """
+    if optimizer is None:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in held for parameter in model.parameters() if parameter.requires_grad):
+        raise ConfigConflictError(
+            f"reading the arguments: the {type(optimizer).__name__} in optimizers= holds none of the adapter's parameters, so "
+            "nothing would be trained; peft_config= makes the adapter after it. Make the PeftModel first, the optimizer for "
+            "its parameters, and pass both; or leave optimizers out and use the config's optim."
+        )

@@ -1,0 +1,183 @@
+"""QLoRASFTTrainer and QLoRADPOTrainer on real bitsandbytes: they learn, they leave the base alone, they leave a whole run."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from support import randomise
+from test_models import NF4, adapter, assert_same, bytes_of_the_base
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import DPOConfig, SFTConfig
+
+from qlora_rl import (
+    BaseMismatchError,
+    ConfigConflictError,
+    QLoRADPOTrainer,
+    QLoRASFTTrainer,
+    RunDirectoryError,
+    load_base,
+)
+
+SENTENCES = Dataset.from_list([{"text": f"{a}+{a}={2 * a}"} for a in range(10, 26)])
+PAIRS = Dataset.from_list(
+    [{"prompt": f"{a}+{a}=", "chosen": str(2 * a), "rejected": str(2 * a + 7)} for a in range(10, 26)]
+)
+KINDS = {"sft": (QLoRASFTTrainer, SFTConfig, SENTENCES), "dpo": (QLoRADPOTrainer, DPOConfig, PAIRS)}
+
+
+@pytest.fixture
+def make(base, tmp_path):
+    """A trainer of a kind on the tiny base; arguments replace the usual ones, `fields` those of its config."""
+
+    def build(kind, fields=None, **arguments):
+        trainer, config, rows = KINDS[kind]
+        tiny = {
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 2,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "gradient_checkpointing": False,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": not torch.cuda.is_available(),
+            "bf16": True,
+        }
+        usual = {
+            "model": base,
+            "train_dataset": rows,
+            "peft_config": LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
+        }
+        return trainer(**usual | arguments, args=config(**tiny | (fields or {})))
+
+    return build
+
+
+def lines(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_sft_learns_its_sentences(make):
+    trainer = make("sft", {"max_steps": 40})
+    before = bytes_of_the_base(trainer.model)
+    trainer.train()
+    assert_same(before, bytes_of_the_base(trainer.model))
+    losses = [line["loss"] for line in lines(trainer.run.path)]
+    assert len(losses) == 40
+    # A random model's first loss is above that of a uniform guess (ln 63 = 4.1); chance among ten digits would be 2.3.
+    assert losses[0] > 4.0
+    assert sum(losses[-5:]) / 5 < 1.5, losses
+    assert lines(trainer.run.path)[-1]["mean_token_accuracy"] > 0.5
+
+
+def test_dpo_widens_the_margin_and_prefers_what_was_chosen(make):
+    trainer = make("dpo", {"max_steps": 30})
+    before = bytes_of_the_base(trainer.model)
+    trainer.train()
+    assert_same(before, bytes_of_the_base(trainer.model))
+    steps = lines(trainer.run.path)
+    assert steps[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the reference
+    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # ln 2
+    assert steps[-1]["rewards/margins"] > 1.0
+    assert steps[-1]["rewards/accuracies"] > 0.9
+    assert steps[-1]["loss"] < 0.35
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_run_directory_is_whole_and_its_adapter_is_the_trained_one(kind, make, base):
+    with make(kind) as trainer:
+        trainer.train()
+    run = trainer.run.path
+    assert json.loads((run / "summary.json").read_text()) == {"status": "finished", "steps": 2}
+    described = json.loads((run / "config.json").read_text())
+    assert described["command"] == type(trainer).__name__
+    assert described["base"]["digest"] == base.digest
+    assert described["adapter"] == {"travels_as": "adapter", "reasons": []}
+    assert described[kind]["learning_rate"] == 1e-2
+    assert [line["step"] for line in lines(run)] == [1, 2]
+    assert all(line["step_seconds"] > 0 and line["grad_norm"] > 0 for line in lines(run))
+    loaded = PeftModel.from_pretrained(load_base(base), run / "adapter")
+    assert_same(adapter(trainer.model), {n: p.float() for n, p in adapter(loaded).items()})
+    with pytest.raises(RunDirectoryError, match="holds another run"):
+        make(kind)
+    make(kind, existing_run="overwrite")
+    assert not (run / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_adapters_dtype_is_kept(kind, dtype, make):
+    trainer = make(kind, {"max_steps": 1}, adapter_dtype=dtype)
+    trainer.train()
+    assert {p.dtype for p in adapter(trainer.model).values()} == {getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["checkpoint", "quantised object", "PeftModel"])
+def test_every_form_of_model_is_taken(kind, form, make, base, model_dir):
+    arguments = {"model": str(model_dir)}
+    if form == "quantised object":
+        arguments = {"model": AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=NF4)}
+    if form == "PeftModel":
+        model = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]))
+        randomise(model)
+        arguments = {"model": model, "peft_config": None}
+        before = adapter(model)
+    trainer = make(kind, **arguments)
+    if form == "PeftModel":
+        assert_same(before, adapter(trainer.model))  # not rounded to bfloat16 and back
+    assert trainer.base.spec.label == "nf4-dq-64"
+    start = bytes_of_the_base(trainer.model)
+    trainer.train()
+    assert_same(start, bytes_of_the_base(trainer.model))
+    if kind == "dpo":  # the reference of a PeftModel is its adapter as it came
+        assert lines(trainer.run.path)[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_base_that_somebody_has_written_into_is_refused(kind, make, base):
+    model = load_base(base)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.data[7] += 1
+    with pytest.raises(BaseMismatchError, match="model.layers.1.mlp.up_proj"):
+        make(kind, model=model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_that_fails_leaves_a_readable_run(kind, make):
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 2:
+                raise ZeroDivisionError("planted")
+
+    trainer = make(kind, {"max_steps": 3}, callbacks=[Break()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    summary = json.loads((trainer.run.path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 2)
+    assert (trainer.run.path / "adapter" / "adapter_model.safetensors").exists()
+    assert len(lines(trainer.run.path)) >= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_an_adapter_and_with_an_unknown_dtype_there_is_a_way_out(kind, make):
+    with pytest.raises(ConfigConflictError, match="peft_config=LoraConfig"):
+        make(kind, peft_config=None)
+    with pytest.raises(ConfigConflictError, match="adapter_dtype='float16'"):
+        make(kind, adapter_dtype="float16")
+
+
+def test_sft_takes_conversations_and_evaluates(make, tmp_path):
+    chats = Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": f"{a}+1="}], "completion": [{"role": "assistant", "content": str(a + 1)}]}
+            for a in range(4)
+        ]
+    )  # fmt: skip
+    trainer = make("sft", train_dataset=chats, eval_dataset=chats)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
