@@ -9,6 +9,7 @@ from typing import Any
 from trl import GRPOTrainer, RLOOTrainer
 
 from qlora_rl.adapter.subject import active_adapter
+from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import FidelityMonitor
@@ -123,10 +124,7 @@ def attach(
     settings.check(trainer.args, rollout)
     settings.check_datasets(trainer.train_dataset, trainer.eval_dataset)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    trained = {name: p.requires_grad for name, p in model.named_parameters()}
-    base = base_of(model, trainer.args, trainer.processing_class)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained[name])
+    base = _written_down(model, trainer)
     options = {"repair_scales": False, **settings.engine_options(trainer.args), **(engine_options or {})}
     choice = EngineChoice(rollout, options, api_key_file=api_key_file, sync_dir=sync_dir)
     link = link_policy(
@@ -154,6 +152,21 @@ def attach(
     added = [c for c in trainer.callback_handler.callbacks if c not in callbacks]
     logger.info("%s samples from %s", kind.__name__, link.engine.capabilities().name)
     return Attachment(trainer, link, kind, before, added)
+
+
+def _written_down(model: Any, trainer: Any) -> PreparedBase:
+    """The base of a model that TRL has made ready for training; what is trained stays what it was."""
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    uses_cache, model.config.use_cache = (
+        model.config.use_cache,
+        True,
+    )  # TRL has switched it off, which is no part of the base
+    try:
+        return base_of(model, trainer.args, trainer.processing_class)
+    finally:
+        model.config.use_cache = uses_cache
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained[name])
 
 
 def _check(trainer: Any, canary_every: int) -> None:

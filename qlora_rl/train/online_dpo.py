@@ -93,6 +93,15 @@ class SampledPairs:
             )
         self._guard_rewards()
 
+    @property
+    def beta(self) -> float:
+        """Of this epoch; TRL 1.16 looks a list up by the fraction of the epoch that is done, and fails."""
+        return (
+            self._beta[min(int(self.state.epoch or 0), len(self._beta) - 1)]
+            if isinstance(self._beta, list)
+            else self._beta
+        )
+
     # --- the rollout ------------------------------------------------------------------------------------------------
 
     def _generate(self, model: Any, prompts: list[Any], images: Any = None) -> tuple[Any, ...]:

@@ -143,7 +143,7 @@ def test_a_base_that_somebody_has_written_into_is_refused(kind, make, base):
     model = load_base(base)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.data[7] += 1
-    with pytest.raises(BaseMismatchError, match="model.layers.1.mlp.up_proj"):
+    with pytest.raises(BaseMismatchError, match=r"model\.layers\.1\.mlp\.up_proj"):
         make(kind, model=model)
 
 

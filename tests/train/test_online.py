@@ -1,0 +1,361 @@
+"""RLOO, online DPO and `attach` with FakeEngine: what they share with GRPO, and what is theirs alone."""
+
+import json
+import os
+
+import pytest
+import torch
+from conftest import by_place
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from support import randomise
+from test_models import NF4, adapter, assert_same, bytes_of_the_base
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from qlora_rl import (
+    AdapterRefusedError,
+    BaseMismatchError,
+    ConfigConflictError,
+    NotYetSupportedError,
+    QLoRAOnlineDPOTrainer,
+    QLoRARLOOTrainer,
+    attach,
+    load_base,
+)
+from qlora_rl.engine.fake import FakeEngine
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+from trl.experimental.online_dpo import OnlineDPOConfig
+
+TINY = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": not torch.cuda.is_available(),
+    "bf16": True,
+}
+KINDS = {
+    "rloo": (QLoRARLOOTrainer, RLOOConfig, {"num_generations": 2, "max_completion_length": 3}),
+    "online_dpo": (QLoRAOnlineDPOTrainer, OnlineDPOConfig, {"max_new_tokens": 3, "max_length": 32}),
+}
+
+
+@pytest.fixture
+def make(base, engine, plain, lora, tmp_path):
+    """A trainer of a kind with FakeEngine; arguments replace the usual ones, `fields` those of its config."""
+    made = []
+
+    def build(kind, fields=None, **arguments):
+        trainer, config, own = KINDS[kind]
+        usual = {
+            "model": base,
+            "reward_funcs": by_place,
+            "train_dataset": plain,
+            "peft_config": lora,
+            "rollout": engine,
+        }
+        args = config(**TINY | own | {"output_dir": str(tmp_path / "run")} | (fields or {}))
+        made.append(trainer(**usual | arguments, args=args))
+        return made[-1]
+
+    yield build
+    for trainer in made:
+        trainer.close()
+
+
+def lines(run, name="metrics.jsonl"):
+    return [json.loads(line) for line in (run.path / name).read_text().splitlines()]
+
+
+# --- both -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_adapter_moves_and_every_step_is_pushed_and_measured(kind, make, engine):
+    trainer = make(kind, {"max_steps": 3})
+    base_before, before, version = bytes_of_the_base(trainer.model), adapter(trainer.model), engine.version
+    trainer.train()
+    assert_same(base_before, bytes_of_the_base(trainer.model))
+    assert any(not torch.equal(p, before[n]) for n, p in adapter(trainer.model).items() if "lora_B" in n)
+    assert {p.dtype for p in adapter(trainer.model).values()} == {torch.float32}
+    assert engine.version == version + 3
+    steps = lines(trainer.run)
+    assert [s["step"] for s in steps] == [1, 2, 3]
+    # Both compute in bf16 here, by the same kernels: what an engine one version behind would differ by is far above.
+    assert all(0 <= s["mismatch_kl"] < 1e-4 and s["base_is_proven"] == 1 for s in steps)
+    assert all(s["reward"] == 0.5 and s["rollout_tokens"] > 0 and s["sync_bytes"] > 0 for s in steps)
+    assert len(lines(trainer.run, "sync.jsonl")) == 3
+    assert trainer.state.log_history[0]["qlora_rl/mismatch_kl"] < 1e-4
+    described = json.loads((trainer.run.path / "config.json").read_text())
+    assert described["command"] == type(trainer).__name__
+    assert described["plan"]["strategy"] == "lora_adapter"
+    assert described[kind]["learning_rate"] == 1e-2
+    assert json.loads((trainer.run.path / "summary.json").read_text()) == {"status": "finished", "steps": 3}
+    assert (trainer.run.path / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["checkpoint", "quantised object", "PeftModel"])
+def test_every_form_of_model_is_taken(kind, form, make, base, model_dir):
+    arguments = {"model": str(model_dir)}
+    if form == "quantised object":
+        arguments = {"model": AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=NF4)}
+    if form == "PeftModel":
+        model = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]))
+        randomise(model)
+        arguments = {"model": model, "peft_config": None}
+        before = adapter(model)
+    trainer = make(kind, {"max_steps": 1}, **arguments)
+    if form == "PeftModel":
+        assert_same(before, adapter(trainer.model))
+    trainer.train()
+    assert lines(trainer.run)[0]["mismatch_kl"] < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_base_a_frozen_adapter_and_a_second_run_are_refused(kind, make, base, other_model_dir):
+    with pytest.raises(BaseMismatchError):
+        make(kind, model=str(other_model_dir))
+    frozen = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]))
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(AdapterRefusedError, match="is_trainable=True"):
+        make(kind, model=frozen, peft_config=None)
+    with pytest.raises(ConfigConflictError, match="vllm_server_host"):
+        make(kind, {"vllm_server_host": "10.0.0.1"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampling_fields_reach_every_request(kind, make, colocate):
+    fields = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.05, "repetition_penalty": 1.1, "use_vllm": True}
+    trainer = make(kind, {**fields, "generation_kwargs": {"stop": ["x"]}, "max_steps": 1}, rollout="colocate")
+    trainer.train()
+    (engine,) = colocate
+    spec = engine.specs[0]
+    assert (spec.max_tokens, spec.temperature, spec.top_p, spec.top_k, spec.min_p) == (3, 0.7, 0.9, 5, 0.05)
+    assert (spec.repetition_penalty, dict(spec.extra)) == (1.1, {"stop": ["x"]})
+    # 4 rows a step: of RLOO each is a completion, of online DPO two.
+    assert engine.options["max_num_seqs"] == {"rloo": 4, "online_dpo": 8}[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_weighted_rewards_with_columns_and_conversations(kind, make):
+    seen = []
+
+    def half(completions, answer, **_):
+        seen.extend(zip(completions, answer, strict=True))
+        return [0.5] * len(completions)
+
+    chats = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"1+{i}="}], "answer": str(i)} for i in range(4)]
+    )
+    trainer = make(
+        kind,
+        {"max_steps": 1, "reward_weights": [2.0, 4.0]},
+        reward_funcs=[half, by_place],
+        train_dataset=chats,
+    )
+    trainer.train()
+    assert lines(trainer.run)[0]["reward"] == pytest.approx(3.0)
+    assert {completion[0]["role"] for completion, _ in seen} == {"assistant"}
+    assert {answer for _, answer in seen} <= {"0", "1", "2", "3"}
+
+
+# --- RLOO -----------------------------------------------------------------------------------------------------------------
+
+
+async def by_index(completions, **_):
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def test_rloo_awaits_asynchronous_rewards_and_evaluates(make, plain):
+    trainer = make("rloo", reward_funcs=by_index, eval_dataset=plain.select(range(2)))
+    trainer.train()
+    assert trainer.evaluate()["eval_reward"] >= 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"beta": 0.0},
+        {"beta": 0.1, "normalize_advantages": True},
+        {"num_iterations": 2},
+        {"gradient_accumulation_steps": 2},
+        {"mask_truncated_completions": True},
+        {"reward_clip_range": (0.0, 0.5)},
+        {"epsilon": 0.1, "epsilon_high": 0.3},
+        {"shuffle_dataset": False, "log_completions": False, "pad_to_multiple_of": 8},
+    ],
+    ids=str,
+)
+def test_rloo_trains_with_every_option_of_its_config(fields, make):
+    trainer = make("rloo", fields)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    measured = [s["mismatch_kl"] for s in lines(trainer.run) if s.get("mismatch_kl") is not None]
+    assert all(value < 1e-4 for value in measured)
+    # Where all three tokens are cut off and masked, there is nothing to compare.
+    assert measured or "mask_truncated_completions" in fields
+
+
+# --- online DPO -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_pair_is_two_completions_of_each_prompt(make):
+    rows = []
+
+    def reward(prompts, completions, **_):
+        rows.append(list(prompts))
+        return by_place(completions)
+
+    make("online_dpo", {"max_steps": 1}, reward_funcs=reward).train()
+    assert rows[0][:4] == rows[0][4:]
+    assert len(set(rows[0][:4])) == 4
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"loss_type": "ipo"},
+        {"beta": [0.1, 0.2]},
+        {"missing_eos_penalty": 1.0},
+        {"gradient_checkpointing": True},
+        {"gradient_accumulation_steps": 2},
+        {"temperature": 1.0, "disable_dropout": False},
+        {"max_length": 4},  # the prompts are cut, as TRL does
+    ],
+    ids=str,
+)
+def test_online_dpo_trains_with_every_option_of_its_config(fields, make):
+    trainer = make("online_dpo", fields)
+    before = bytes_of_the_base(trainer.model)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert_same(before, bytes_of_the_base(trainer.model))
+
+
+def test_the_reference_is_the_policy_as_it_came(make, adapted):
+    trainer = make("online_dpo", {"max_steps": 4}, model=adapted, peft_config=None)
+    start = adapter(adapted)
+    trainer.train()
+    assert_same({n.replace(".default.", ".ref."): p for n, p in start.items()}, adapter(adapted, "ref"))
+    logs = [log for log in trainer.state.log_history if "objective/kl" in log]
+    assert logs[0]["objective/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert logs[-1]["objective/kl"] != 0.0
+    with pytest.raises(ConfigConflictError, match="delete_adapter"):
+        make("online_dpo", model=adapted, peft_config=None, existing_run="overwrite")
+
+
+def test_what_online_dpo_of_trl_cannot_is_said_before_the_first_step(make):
+    with pytest.raises(ConfigConflictError, match="'by_index' is asynchronous"):
+        make("online_dpo", reward_funcs=by_index)
+    pictures = Dataset.from_list([{"prompt": "a", "image": 1}] * 4)
+    with pytest.raises(NotYetSupportedError, match="image"):
+        make("online_dpo", train_dataset=pictures)
+
+
+# --- attach ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built(model_dir, plain, lora, tmp_path):
+    """A trainer as somebody builds it who knows TRL alone."""
+
+    def build(kind=GRPOTrainer, **arguments):
+        config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}[kind]
+        own = {"num_generations": 2, "max_completion_length": 3, "output_dir": str(tmp_path / "trl"), "beta": 0.0}
+        usual = {
+            "model": AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=NF4),
+            "processing_class": AutoTokenizer.from_pretrained(model_dir, padding_side="left"),
+            "reward_funcs": by_place,
+            "train_dataset": plain,
+            "peft_config": lora,
+            "args": config(**TINY | own),
+        }
+        return kind(**usual | arguments)
+
+    return build
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_attach_gives_an_engine_to_a_trainer_of_trl_and_takes_it_back(kind, built, engine):
+    trainer = built(kind)
+    config, before, version = trainer.args.to_dict(), bytes_of_the_base(trainer.model), engine.version
+    state = {name: value for name, value in vars(trainer).items() if name not in ("state", "control")}
+    dtypes = {n: p.dtype for n, p in trainer.model.named_parameters()}
+    with attach(trainer, rollout=engine) as held:
+        assert isinstance(trainer, kind)
+        trainer.train()
+        assert engine.version == version + 2
+        assert held.admission.is_proven
+        assert held.plan.strategy == "lora_adapter"
+        assert len(held.fidelity.history) == 2
+        assert held.fidelity.last.mismatch_kl < 1e-4
+        assert trainer.state.log_history[0]["qlora_rl/mismatch_kl"] < 1e-4
+        assert trainer.state.log_history[0]["qlora_rl/sync_bytes"] > 0
+        assert held.push().version == engine.version == version + 3
+    assert trainer.args.to_dict() == config
+    assert type(trainer) is kind
+    assert not trainer.use_vllm
+    assert {n: p.dtype for n, p in trainer.model.named_parameters()} == dtypes
+    assert_same(before, bytes_of_the_base(trainer.model))
+    assert set(vars(trainer)) >= set(state)
+    held.close()
+    # It draws by itself again, and what it has learnt is still there.
+    version = engine.version
+    trainer.train()
+    assert engine.version == version
+
+
+def test_attach_goes_on_with_a_second_call_of_train(built, engine):
+    trainer = built()
+    with attach(trainer, rollout=engine):
+        trainer.train()
+        version = engine.version
+        trainer.train()
+        assert engine.version == version + 2
+
+
+def test_attach_to_a_peft_model_and_a_rollout_func(built, engine, adapted, base):
+    def roll(prompts, trainer):
+        ids = trainer.processing_class(prompts)["input_ids"]
+        rollout = trainer.engine.generate(ids, max_tokens=3, seed=0)
+        return {"prompt_ids": ids, "completion_ids": rollout.completion_ids, "logprobs": rollout.logprobs}
+
+    trainer = built(model=adapted, peft_config=None, rollout_func=roll)
+    with attach(trainer, rollout=engine) as held:
+        trainer.train()
+        assert held.fidelity.last.mismatch_kl < 1e-4
+
+
+def test_attach_refuses_what_it_cannot_serve(built, engine, make, model_dir):
+    with pytest.raises(ConfigConflictError, match="has an engine of ours already"):
+        attach(make("rloo"), rollout=engine)
+    with pytest.raises(ConfigConflictError, match="it is a str"):
+        attach("trainer", rollout=engine)
+    with pytest.raises(ConfigConflictError, match="carries no adapter"):
+        attach(built(model=AutoModelForCausalLM.from_pretrained(model_dir), peft_config=None), rollout=engine)
+    trainer = built()
+    with attach(trainer, rollout=engine), pytest.raises(ConfigConflictError, match="has an engine of ours already"):
+        attach(trainer, rollout=engine)
+    trainer.use_vllm = True
+    with pytest.raises(ConfigConflictError, match="use_vllm=False"):
+        attach(trainer, rollout=engine)
+
+
+def test_attach_to_an_engine_on_another_base_leaves_the_trainer_as_it_was(built, other_model_dir):
+    from qlora_rl import prepare_base
+
+    trainer = built()
+    before = dict(vars(trainer))
+    with FakeEngine(load_base(prepare_base(other_model_dir))) as other, pytest.raises(BaseMismatchError):
+        attach(trainer, rollout=other)
+    assert type(trainer) is GRPOTrainer
+    assert vars(trainer).keys() == before.keys()
