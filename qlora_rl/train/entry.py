@@ -13,6 +13,7 @@ from qlora_rl.adapter.methods import BASE_CHANGING_INITS
 from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
+from qlora_rl.base.fingerprint import base_parameters
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import AdapterRefusedError, ConfigConflictError, UnsupportedQuantError, collected
 
@@ -279,7 +280,7 @@ def _refuse_lifted(model: Any) -> None:
     states = [p.quant_state for p in model.parameters() if getattr(p, "quant_state", None) is not None]
     if not states or states[0].dtype == torch.float32:
         return
-    for name, parameter in model.named_parameters():
+    for name, parameter in base_parameters(model):
         if parameter.dtype == torch.float32 and not parameter.requires_grad:
             raise ConfigConflictError(
                 f"reading the model: {name} is float32, its linears were quantised from {states[0].dtype}. "

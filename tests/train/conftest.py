@@ -95,6 +95,32 @@ def make_trainer(base, engine, plain, config, lora):
 
 
 @pytest.fixture
+def make_online(base, engine, plain, lora, tmp_path):
+    """QLoRARLOOTrainer or QLoRAOnlineDPOTrainer with FakeEngine; arguments replace the usual ones, `fields` those of its config."""
+    from online_kinds import KINDS, TINY
+    from online_kinds import by_place as reward
+
+    made = []
+
+    def build(kind, fields=None, **arguments):
+        trainer, config, own = KINDS[kind]
+        usual = {
+            "model": base,
+            "reward_funcs": reward,
+            "train_dataset": plain,
+            "peft_config": lora,
+            "rollout": engine,
+        }
+        args = config(**TINY | own | {"output_dir": str(tmp_path / "run")} | (fields or {}))
+        made.append(trainer(**usual | arguments, args=args))
+        return made[-1]
+
+    yield build
+    for trainer in made:
+        trainer.close()
+
+
+@pytest.fixture
 def colocate(monkeypatch):
     """`rollout="colocate"` without vLLM."""
     Recorded.made.clear()

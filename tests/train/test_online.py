@@ -1,12 +1,11 @@
 """RLOO, online DPO and `attach` with FakeEngine: what they share with GRPO, and what is theirs alone."""
 
 import json
-import os
 
 import pytest
 import torch
-from conftest import by_place
 from datasets import Dataset
+from online_kinds import KINDS, TINY, by_place
 from peft import LoraConfig, get_peft_model
 from support import randomise
 from test_models import NF4, adapter, assert_same, bytes_of_the_base
@@ -18,56 +17,10 @@ from qlora_rl import (
     BaseMismatchError,
     ConfigConflictError,
     NotYetSupportedError,
-    QLoRAOnlineDPOTrainer,
-    QLoRARLOOTrainer,
     attach,
     load_base,
 )
 from qlora_rl.engine.fake import FakeEngine
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-from trl.experimental.online_dpo import OnlineDPOConfig
-
-TINY = {
-    "max_steps": 2,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "disable_tqdm": True,
-    "use_cpu": not torch.cuda.is_available(),
-    "bf16": True,
-}
-KINDS = {
-    "rloo": (QLoRARLOOTrainer, RLOOConfig, {"num_generations": 2, "max_completion_length": 3}),
-    "online_dpo": (QLoRAOnlineDPOTrainer, OnlineDPOConfig, {"max_new_tokens": 3, "max_length": 32}),
-}
-
-
-@pytest.fixture
-def make(base, engine, plain, lora, tmp_path):
-    """A trainer of a kind with FakeEngine; arguments replace the usual ones, `fields` those of its config."""
-    made = []
-
-    def build(kind, fields=None, **arguments):
-        trainer, config, own = KINDS[kind]
-        usual = {
-            "model": base,
-            "reward_funcs": by_place,
-            "train_dataset": plain,
-            "peft_config": lora,
-            "rollout": engine,
-        }
-        args = config(**TINY | own | {"output_dir": str(tmp_path / "run")} | (fields or {}))
-        made.append(trainer(**usual | arguments, args=args))
-        return made[-1]
-
-    yield build
-    for trainer in made:
-        trainer.close()
 
 
 def lines(run, name="metrics.jsonl"):
@@ -78,8 +31,8 @@ def lines(run, name="metrics.jsonl"):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_the_adapter_moves_and_every_step_is_pushed_and_measured(kind, make, engine):
-    trainer = make(kind, {"max_steps": 3})
+def test_only_the_adapter_moves_and_every_step_is_pushed_and_measured(kind, make_online, engine):
+    trainer = make_online(kind, {"max_steps": 3})
     base_before, before, version = bytes_of_the_base(trainer.model), adapter(trainer.model), engine.version
     trainer.train()
     assert_same(base_before, bytes_of_the_base(trainer.model))
@@ -103,7 +56,7 @@ def test_only_the_adapter_moves_and_every_step_is_pushed_and_measured(kind, make
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["checkpoint", "quantised object", "PeftModel"])
-def test_every_form_of_model_is_taken(kind, form, make, base, model_dir):
+def test_every_form_of_model_is_taken(kind, form, make_online, base, model_dir):
     arguments = {"model": str(model_dir)}
     if form == "quantised object":
         arguments = {"model": AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=NF4)}
@@ -112,7 +65,7 @@ def test_every_form_of_model_is_taken(kind, form, make, base, model_dir):
         randomise(model)
         arguments = {"model": model, "peft_config": None}
         before = adapter(model)
-    trainer = make(kind, {"max_steps": 1}, **arguments)
+    trainer = make_online(kind, {"max_steps": 1}, **arguments)
     if form == "PeftModel":
         assert_same(before, adapter(trainer.model))
     trainer.train()
@@ -120,22 +73,22 @@ def test_every_form_of_model_is_taken(kind, form, make, base, model_dir):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_base_a_frozen_adapter_and_a_second_run_are_refused(kind, make, base, other_model_dir):
+def test_another_base_a_frozen_adapter_and_a_second_run_are_refused(kind, make_online, base, other_model_dir):
     with pytest.raises(BaseMismatchError):
-        make(kind, model=str(other_model_dir))
+        make_online(kind, model=str(other_model_dir))
     frozen = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]))
     for parameter in frozen.parameters():
         parameter.requires_grad_(False)
     with pytest.raises(AdapterRefusedError, match="is_trainable=True"):
-        make(kind, model=frozen, peft_config=None)
+        make_online(kind, model=frozen, peft_config=None)
     with pytest.raises(ConfigConflictError, match="vllm_server_host"):
-        make(kind, {"vllm_server_host": "10.0.0.1"})
+        make_online(kind, {"vllm_server_host": "10.0.0.1"})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sampling_fields_reach_every_request(kind, make, colocate):
+def test_sampling_fields_reach_every_request(kind, make_online, colocate):
     fields = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.05, "repetition_penalty": 1.1, "use_vllm": True}
-    trainer = make(kind, {**fields, "generation_kwargs": {"stop": ["x"]}, "max_steps": 1}, rollout="colocate")
+    trainer = make_online(kind, {**fields, "generation_kwargs": {"stop": ["x"]}, "max_steps": 1}, rollout="colocate")
     trainer.train()
     (engine,) = colocate
     spec = engine.specs[0]
@@ -146,7 +99,7 @@ def test_sampling_fields_reach_every_request(kind, make, colocate):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_weighted_rewards_with_columns_and_conversations(kind, make):
+def test_several_weighted_rewards_with_columns_and_conversations(kind, make_online):
     seen = []
 
     def half(completions, answer, **_):
@@ -156,7 +109,7 @@ def test_several_weighted_rewards_with_columns_and_conversations(kind, make):
     chats = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": f"1+{i}="}], "answer": str(i)} for i in range(4)]
     )
-    trainer = make(
+    trainer = make_online(
         kind,
         {"max_steps": 1, "reward_weights": [2.0, 4.0]},
         reward_funcs=[half, by_place],
@@ -175,8 +128,8 @@ async def by_index(completions, **_):
     return [float(i % 2) for i in range(len(completions))]
 
 
-def test_rloo_awaits_asynchronous_rewards_and_evaluates(make, plain):
-    trainer = make("rloo", reward_funcs=by_index, eval_dataset=plain.select(range(2)))
+def test_rloo_awaits_asynchronous_rewards_and_evaluates(make_online, plain):
+    trainer = make_online("rloo", reward_funcs=by_index, eval_dataset=plain.select(range(2)))
     trainer.train()
     assert trainer.evaluate()["eval_reward"] >= 0
 
@@ -195,8 +148,8 @@ def test_rloo_awaits_asynchronous_rewards_and_evaluates(make, plain):
     ],
     ids=str,
 )
-def test_rloo_trains_with_every_option_of_its_config(fields, make):
-    trainer = make("rloo", fields)
+def test_rloo_trains_with_every_option_of_its_config(fields, make_online):
+    trainer = make_online("rloo", fields)
     trainer.train()
     assert trainer.state.global_step == 2
     measured = [s["mismatch_kl"] for s in lines(trainer.run) if s.get("mismatch_kl") is not None]
@@ -208,14 +161,14 @@ def test_rloo_trains_with_every_option_of_its_config(fields, make):
 # --- online DPO -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_pair_is_two_completions_of_each_prompt(make):
+def test_the_pair_is_two_completions_of_each_prompt(make_online):
     rows = []
 
     def reward(prompts, completions, **_):
         rows.append(list(prompts))
         return by_place(completions)
 
-    make("online_dpo", {"max_steps": 1}, reward_funcs=reward).train()
+    make_online("online_dpo", {"max_steps": 1}, reward_funcs=reward).train()
     assert rows[0][:4] == rows[0][4:]
     assert len(set(rows[0][:4])) == 4
 
@@ -233,16 +186,16 @@ def test_the_pair_is_two_completions_of_each_prompt(make):
     ],
     ids=str,
 )
-def test_online_dpo_trains_with_every_option_of_its_config(fields, make):
-    trainer = make("online_dpo", fields)
+def test_online_dpo_trains_with_every_option_of_its_config(fields, make_online):
+    trainer = make_online("online_dpo", fields)
     before = bytes_of_the_base(trainer.model)
     trainer.train()
     assert trainer.state.global_step == 2
     assert_same(before, bytes_of_the_base(trainer.model))
 
 
-def test_the_reference_is_the_policy_as_it_came(make, adapted):
-    trainer = make("online_dpo", {"max_steps": 4}, model=adapted, peft_config=None)
+def test_the_reference_is_the_policy_as_it_came(make_online, adapted):
+    trainer = make_online("online_dpo", {"max_steps": 4}, model=adapted, peft_config=None)
     start = adapter(adapted)
     trainer.train()
     assert_same({n.replace(".default.", ".ref."): p for n, p in start.items()}, adapter(adapted, "ref"))
@@ -250,15 +203,15 @@ def test_the_reference_is_the_policy_as_it_came(make, adapted):
     assert logs[0]["objective/kl"] == pytest.approx(0.0, abs=1e-6)
     assert logs[-1]["objective/kl"] != 0.0
     with pytest.raises(ConfigConflictError, match="delete_adapter"):
-        make("online_dpo", model=adapted, peft_config=None, existing_run="overwrite")
+        make_online("online_dpo", model=adapted, peft_config=None, existing_run="overwrite")
 
 
-def test_what_online_dpo_of_trl_cannot_is_said_before_the_first_step(make):
+def test_what_online_dpo_of_trl_cannot_is_said_before_the_first_step(make_online):
     with pytest.raises(ConfigConflictError, match="'by_index' is asynchronous"):
-        make("online_dpo", reward_funcs=by_index)
+        make_online("online_dpo", reward_funcs=by_index)
     pictures = Dataset.from_list([{"prompt": "a", "image": 1}] * 4)
     with pytest.raises(NotYetSupportedError, match="image"):
-        make("online_dpo", train_dataset=pictures)
+        make_online("online_dpo", train_dataset=pictures)
 
 
 # --- attach ---------------------------------------------------------------------------------------------------------------
@@ -335,9 +288,9 @@ def test_attach_to_a_peft_model_and_a_rollout_func(built, engine, adapted, base)
         assert held.fidelity.last.mismatch_kl < 1e-4
 
 
-def test_attach_refuses_what_it_cannot_serve(built, engine, make, model_dir):
+def test_attach_refuses_what_it_cannot_serve(built, engine, make_online, model_dir):
     with pytest.raises(ConfigConflictError, match="has an engine of ours already"):
-        attach(make("rloo"), rollout=engine)
+        attach(make_online("rloo"), rollout=engine)
     with pytest.raises(ConfigConflictError, match="it is a str"):
         attach("trainer", rollout=engine)
     with pytest.raises(ConfigConflictError, match="carries no adapter"):
