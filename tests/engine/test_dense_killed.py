@@ -16,7 +16,7 @@ from qlora_rl import DenseSync, EngineBrokenError, ServerEngine, bake_base, prep
 from qlora_rl.engine.stage import STAGES
 
 EXACT = 1e-5
-OPTIONS = {"max_lora_rank": 0, "max_model_length": 32, "max_num_seqs": 8, "timeout_s": 180}
+OPTIONS = {"max_lora_rank": 0, "max_model_length": 32, "max_num_seqs": 8, "timeout_s": 600}
 
 
 @pytest.fixture(scope="module")
