@@ -131,7 +131,7 @@ def test_a_server_that_is_killed_in_the_very_commit_serves_the_base_and_the_trai
 
         monkeypatch.setattr(engine, "_ask_once", dying)
         try:
-            for place in ("whole", "reading"):
+            for place in ("reading", "whole"):
                 strategy = DenseSync(old, engine)
                 strategy.push()
                 assert pair.apart(old) < EXACT
