@@ -7,7 +7,7 @@ baked base. Of TRL 1.16's way only the trainer's side is timed (merge each modul
 is the whole push, vLLM's part included. Drift: of all dequantised weights together, |now - before| / |before|, after as many
 pushes. Memory: live bytes of every tensor that torch makes during a push and that was not there before, at their peak, seen
 through a dispatch mode; what vLLM's CPU kernels pack away inside is not seen, nor the memory of a server. A server on this host is
-given the weights through tmpfs and in requests, five times each. Four minutes.
+given the weights through tmpfs and in requests, five times each, in turns with a merge of TRL's. Four minutes.
 """
 
 from __future__ import annotations
@@ -79,6 +79,12 @@ def linears(model) -> list[torch.Tensor]:
     return [dequantised_weight(p).clone() for p in model.parameters() if getattr(p, "quant_state", None) is not None]
 
 
+def make_each(model) -> None:
+    """Every weight, and let go of it."""
+    for _, weight in iter_weights(model, dtype=torch.bfloat16):
+        del weight
+
+
 def drift(now: list[torch.Tensor], before: list[torch.Tensor]) -> float:
     off = sum(float((a - b).square().sum()) for a, b in zip(now, before, strict=True))
     return (off / sum(float(b.square().sum()) for b in before)) ** 0.5
@@ -106,8 +112,8 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
             times["trl_merge"].append(seconds(lambda: merge_cycle(merged)))
         for name, walk in {
             "push": strategy.push,
-            "making_lora": lambda: [None for _ in iter_weights(model, dtype=torch.bfloat16)],
-            "making_dora": lambda: [None for _ in iter_weights(other.model, dtype=torch.bfloat16)],
+            "making_lora": lambda: make_each(model),
+            "making_dora": lambda: make_each(other.model),
         }.items():
             with LiveBytes() as tracked:
                 walk()
@@ -117,7 +123,9 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
             engine._near = engine._near if way == "directory" else None
             strategy = DenseSync(model, engine)
             strategy.push()
-            times[f"server_{way}"] = [strategy.push().seconds for _ in range(5)]
+            for _ in range(5):
+                times.setdefault(f"server_{way}", []).append(strategy.push().seconds)
+                times.setdefault(f"trl_merge_beside_{way}", []).append(seconds(lambda: merge_cycle(merged)))
             with LiveBytes() as tracked:
                 strategy.push()
             memory[f"server_{way}"] = tracked.peak
@@ -132,14 +140,15 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
     return {
         "layers": layers,
         "pushes": pushes,
+        "threads": torch.get_num_threads(),
         "parameters": sum(w.numel() for w in start),
         "adapter_to_base": (delta / sum(float(w.square().sum()) for w in start)) ** 0.5,
         "seconds": found,
         "ratio": {
             "push_to_trl_merge": medians["push"] / medians["trl_merge"],
             "dora_push_to_trl_merge": medians["dora_push"] / medians["trl_merge"],
-            "server_directory_to_trl_merge": medians["server_directory"] / medians["trl_merge"],
-            "server_http_to_trl_merge": medians["server_http"] / medians["trl_merge"],
+            "server_directory_to_trl_merge": medians["server_directory"] / medians["trl_merge_beside_directory"],
+            "server_http_to_trl_merge": medians["server_http"] / medians["trl_merge_beside_http"],
         },
         "drift": {"ours": drift(linears(model), start), "trl": drift(linears(merged), start)},
         "largest_module_bytes": {"bfloat16": 2 * largest, "float32": 4 * largest},

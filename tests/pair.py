@@ -67,7 +67,7 @@ class Noisy:
 
     def start(self, kind):
         """A model of a kind on the 4-bit base, or on the baked one where PEFT cannot start or run it on 4 bits."""
-        return trained(self.base if kind.on_4bit else self.baked, kind)
+        return trained(self.base if kind.on_4bit else self.baked, kind, scale=kind.scale)
 
     def share(self, model):
         """Mean and largest |trainer - vLLM| over all logprobs with what serves now, of those of the bare base."""

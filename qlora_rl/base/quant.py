@@ -15,6 +15,8 @@ QUANT_TYPES = ("nf4", "fp4", "none")
 # The block sizes of bitsandbytes' 4-bit kernels that its CPU and CUDA builds share.
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
+# Weights that are dequantised at once: few, since they are held in several forms; a multiple of every block size.
+_SLICE = 2**18
 
 
 @dataclass(frozen=True)
@@ -177,11 +179,15 @@ def dequantize_exactly(
         blocksize: weights per scale.
         shape: of the weight.
     """
-    packed = codes.contiguous().flatten().view(torch.uint8)
-    halves = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[: math.prod(shape)]
-    values = table.float()[halves.long()]
-    scales = absmax.float().repeat_interleave(blocksize)[: values.numel()]
-    return (values * scales).reshape(*shape)
+    packed, count = codes.contiguous().flatten().view(torch.uint8), math.prod(shape)
+    pairs = torch.cartesian_prod(table.float(), table.float())  # what each byte stands for
+    # By 32-bit numbers of bytes, and multiplied where they are: of every other way some copies would be held.
+    values = pairs.index_select(0, packed.int()).flatten()[:count]
+    blocks = count // blocksize
+    values[: blocks * blocksize].view(blocks, blocksize).mul_(absmax[:blocks, None])
+    if count > blocks * blocksize:
+        values[blocks * blocksize :].mul_(absmax[blocks])
+    return values.reshape(*shape)
 
 
 def dequantised_rows(parameter: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -189,7 +195,7 @@ def dequantised_rows(parameter: torch.Tensor) -> Iterator[tuple[int, torch.Tenso
     state = getattr(parameter, "quant_state", None)
     shape = parameter.shape if state is None else state.shape
     unit = 1 if state is None else 2 * state.blocksize // math.gcd(shape[1], 2 * state.blocksize)
-    count = -(-(2**18 // shape[1] + 1) // unit) * unit  # whole blocks of scales
+    count = -(-(_SLICE // shape[1] + 1) // unit) * unit  # whole blocks of scales
     if state is None:
         yield from (
             (i, parameter.detach()[i : i + count].to(torch.float32, copy=True)) for i in range(0, shape[0], count)
@@ -214,9 +220,8 @@ def dequantised_weight(parameter: torch.Tensor) -> torch.Tensor:
         return parameter.detach().float()
     absmax, codes = exact_absmax(state), parameter.detach().contiguous().flatten().view(torch.uint8)
     weight = torch.empty(math.prod(state.shape), dtype=torch.float32, device=codes.device)
-    part = 2**18  # weights, of which some copies are made; a multiple of every block size
-    for start in range(0, weight.numel(), part):
-        size = min(part, weight.numel() - start)
+    for start in range(0, weight.numel(), _SLICE):
+        size = min(_SLICE, weight.numel() - start)
         bytes_here = codes[start // 2 : (start + size + 1) // 2]
         scales = absmax[start // state.blocksize : -(-(start + size) // state.blocksize)]
         weight[start : start + size] = dequantize_exactly(bytes_here, scales, state.code, state.blocksize, (size,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,12 @@ def as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
             "generating: a prompt is a string; a server takes token ids. Encode it with the base's tokenizer."
         )
     return [[int(token) for token in row] for row in rows]
+
+
+def near_directory(about: Mapping[str, Any]) -> Path | None:
+    """The adapter directory of a server that takes full weights, by its own account; `None` where we could not write to it."""
+    near = Path(about["adapter_dir"])
+    return near.resolve() if about.get("takes_dense", False) and os.access(near, os.W_OK) else None
 
 
 def read_directory(directory: Path) -> tuple[AdapterBundle, str]:

@@ -21,7 +21,7 @@ import httpx
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.engine.answers import AwayError, refusal, refuse_other_version, stranger
-from qlora_rl.engine.asking import as_ids, check_url, find_key, read_directory, split_urls
+from qlora_rl.engine.asking import as_ids, check_url, find_key, near_directory, read_directory, split_urls
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.engine.upload import upload
 from qlora_rl.errors import (
@@ -119,9 +119,7 @@ class ServerEngine:
         self._base, self.found = self._about["base"], (self._version, self._about.get("digest", ""))  # what served
         self.shared_dir = self._tried(Path(shared_dir).resolve()) if shared_dir is not None else None
         # Full weights go through the server's own directory where this machine has it, whether it was named or not.
-        near = Path(self._about["adapter_dir"])
-        is_here = self._about.get("takes_dense", False) and os.access(near, os.W_OK)
-        self._near = self.shared_dir or (self._tried(near.resolve(), quietly=True) if is_here else None)
+        self._near = self.shared_dir or self._tried(near_directory(self._about), quietly=True)
 
     # --- what people ask it -----------------------------------------------------------------------------------------
 
@@ -433,8 +431,10 @@ class ServerEngine:
         self._version = int(answer.headers[VERSION])
         return found
 
-    def _tried(self, directory: Path, *, quietly: bool = False) -> Path | None:
+    def _tried(self, directory: Path | None, *, quietly: bool = False) -> Path | None:
         """The directory, if the server sees there what we write."""
+        if directory is None:
+            return None
         content = uuid.uuid4().hex.encode()
         probe = directory / f".qlora-rl-probe-{uuid.uuid4().hex}"
         try:
@@ -447,12 +447,9 @@ class ServerEngine:
             probe.unlink(missing_ok=True)
         if seen == hashlib.sha256(content).hexdigest():
             return directory
+        level, where = logging.DEBUG if quietly else logging.WARNING, (directory, self.url, self._about["adapter_dir"])
         logger.log(
-            logging.DEBUG if quietly else logging.WARNING,
-            "%s is not the adapter directory of the server at %s (%s): adapters travel in requests",
-            directory,
-            self.url,
-            self._about["adapter_dir"],
+            level, "%s is not the adapter directory of the server at %s (%s): adapters travel in requests", *where
         )
         return None
 
@@ -478,6 +475,8 @@ class ServerEngine:
                 )
             self._about = about
             self._incarnation += 1
+            if self._near is not None:  # a directory that nobody has named is another one at each start
+                self._near = self.shared_dir or self._tried(near_directory(about), quietly=True)
             if self._pushed is not None:
                 self.load_packed(*self._pushed)
             elif self._dense or (is_in_doubt and about.get("takes_dense")):

@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -412,78 +412,6 @@ async def run_openai_server(arguments: Any, prepare: Callable[[Any, Any], Awaita
     await stopping
     if has_died:
         raise EngineBrokenError("serving: vLLM's engine process has died. Its log says why; start the server again.")
-
-
-def reload_dense(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Write dense weights over a loaded model, layer by layer; names of vLLM's parameters that were written.
-
-    The layerwise reload of vLLM's own `reload_weights`, which leaves the layers in pieces when a stream breaks in the middle:
-    here they get their own tensors back (of which some are new by then), so that the next attempt starts clean. And it keeps the
-    parts of a fused layer until all of them are there, and only then makes the layer: here each part is copied in when it comes.
-    Remove when `reload_weights` does both, and returns the names.
-
-    Raises:
-        EngineUnsupportedError: this vLLM has none.
-    """
-    try:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
-        from vllm.model_executor.model_loader.reload.meta import materialize_layer
-    except ImportError as error:
-        raise EngineUnsupportedError(
-            f"loading weights: vLLM {vllm_version()} has no layerwise reload ({error}). Upgrade: pip install 'vllm>=0.28,<0.32'"
-        ) from error
-    model = runner.get_model()
-
-    def fed() -> Iterator[tuple[str, torch.Tensor]]:
-        fused = [m for m in model.modules() if len(getattr(m, "output_sizes", ())) > 1]
-        layers = [(layer, get_layerwise_info(layer)) for layer in fused]
-        for name, weight in weights:
-            alias = weight.detach()
-            del weight
-            yield name, alias
-            for layer, info in layers:
-                if info.loaded_weights and info.load_numel < info.load_numel_total:
-                    _copy_in(layer, info, materialize_layer, alias)
-            del alias  # the loader's own loop still holds it, empty by now
-
-    try:
-        initialize_layerwise_reload(model)
-        with torch.no_grad():
-            loaded = set(model.load_weights(fed()))
-        finalize_layerwise_reload(model, runner.model_config)
-    except BaseException:
-        for layer in model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                if info.kernel_tensors is not None:
-                    _place_kernel_tensors(layer, info)
-                info.reset()
-        raise
-    finally:
-        runner.reset_lora_state()
-    return loaded
-
-
-def _copy_in(layer: Any, info: Any, materialize_layer: Callable[[Any, Any], None], alias: torch.Tensor) -> None:
-    """Copy the parts that a layer has been given so far into it, and let go of the newest one."""
-    if any(parameter.is_meta for parameter in layer.parameters(recurse=False)):
-        materialize_layer(layer, info)
-    kept = []
-    for name, call in info.loaded_weights:
-        values = list(call.arguments.values())
-        if not any(value is alias for value in values):
-            kept.append((name, call))
-            continue
-        parameter = getattr(layer, name)
-        loader = parameter.weight_loader
-        while loader.__name__ == "online_process_loader":  # vLLM's wrapper, which only notes the part
-            loader = loader.__wrapped__
-        call.arguments["param"] = parameter
-        loader(*call.args, **call.kwargs)
-    if len(kept) < len(info.loaded_weights):
-        info.loaded_weights[:] = kept
-        alias.data = alias.new_empty(0)
 
 
 def trim_memory() -> None:

@@ -20,8 +20,8 @@ import torch
 from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, facts_of
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
-from qlora_rl.engine import compat
 from qlora_rl.engine.base_compute import install
+from qlora_rl.engine.reload import reload_dense
 from qlora_rl.engine.stage import read_parts
 
 
@@ -131,7 +131,7 @@ class BaseExtension:
                 yield name, weight
                 del weight  # or two would be held while the next one is made
 
-        written = compat.reload_dense(self.model_runner, noted())
+        written = reload_dense(self.model_runner, noted())
         tied = getattr(self.model_runner.model_config.hf_text_config, "tie_word_embeddings", False)
         missing: set[str] = set()
         for name, _ in model.named_parameters():

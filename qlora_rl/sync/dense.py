@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -111,18 +112,33 @@ class DenseSync:
     def _load(self, *, digests: bool) -> tuple[_Stream, int, int]:
         stream = _Stream(self.model, self._dtype, digests=digests)
         version = max(self._version, self.engine.version) + 1  # one that was lost does not come again
-        nbytes = self.engine.load_dense(stream, version)
+        with self._shared_cores():
+            nbytes = self.engine.load_dense(stream, version)
         self._version = version
         return stream, version, nbytes
 
     def _check(self) -> float:
         try:
             if not self._sent:
-                self._sent = {n: digest_plain(weight) for n, weight in iter_weights(self.model, dtype=self._dtype)}
+                with self._shared_cores():  # on as many threads as when they were sent, or a last bit may differ
+                    weights = iter_weights(self.model, dtype=self._dtype)
+                    self._sent = {name: digest_plain(weight) for name, weight in weights}
             return self.canary.check_weights(self._sent)
         except BaseException as error:
             self.engine.withdraw_dense(f"the proof of version={self.engine.version} failed ({type(error).__name__})")
             raise
+
+    @contextlib.contextmanager
+    def _shared_cores(self) -> Iterator[None]:
+        """A server on this host reads while weights are made: threads that wait for each other in every product lose more, by far,
+        than a second one gains where somebody else is at work on its core."""
+        threads = torch.get_num_threads()
+        if self._way != "stream":
+            torch.set_num_threads(max(1, threads // 2))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _is_finite(weight: torch.Tensor) -> bool:

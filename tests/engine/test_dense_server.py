@@ -365,50 +365,6 @@ def test_a_trainer_that_is_killed_in_the_middle_leaves_the_old_version_or_all_of
     assert stages(far.engine) == []
 
 
-@pytest.mark.full
-def test_a_server_that_is_killed_serves_nothing_until_the_weights_were_pushed_again(untied, tmp_path, monkeypatch):
-    """kill -9 between two pushes, and in the middle of one; a server of its own."""
-    baked = bake_base(untied, "float32")
-    with start_server(baked, **OPTIONS) as first, ServerEngine(first.url, api_key=first.key, wait_s=300) as engine:
-        engine._near = None
-        pair, port = Pair(engine, baked, tmp_path), int(first.url.rsplit(":", 1)[1])
-        model = trained(pair.base, FULL_WEIGHTS["dora"])
-        strategy = DenseSync(model, engine)
-        strategy.push()
-        running = [first]
-
-        def kill_and_start():
-            os.kill(running[-1].process.pid, signal.SIGKILL)
-            running[-1].process.wait()
-            running.append(start_server(baked, port=port, key=first.key, **OPTIONS))
-
-        try:
-            kill_and_start()
-            for use in (lambda: engine.generate([[40, 41]], max_tokens=2), lambda: engine.score(SEQUENCES)):
-                with pytest.raises(EngineBrokenError, match="were lost when the server was started anew"):
-                    use()
-            assert engine.incarnation == 2
-            assert not engine.holds_dense
-            strategy.verify()  # what the trainer's bridge does when the engine was started anew
-            assert pair.apart(model) < EXACT
-
-            true, seen = engine._ask_once, []
-
-            def dying(method, path, body):
-                seen.append(path)
-                if len(seen) == 3:
-                    kill_and_start()
-                return true(method, path, body)
-
-            monkeypatch.setattr(engine, "_ask_once", dying)
-            strategy.push()  # broken in the middle, and sent again to the server that came back
-            assert engine.incarnation == 3
-            assert pair.apart(model) < EXACT
-        finally:
-            for each in running:
-                each.stop()
-
-
 # --- who may -----------------------------------------------------------------------------------------------------------------
 
 

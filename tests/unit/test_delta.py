@@ -11,7 +11,7 @@ from pair import trained
 from peft import get_peft_model
 from support import make_model, randomise
 
-from qlora_rl import AdapterRefusedError, judge_adapter, load_base
+from qlora_rl import AdapterRefusedError, DenseSync, SyncError, judge_adapter, load_base
 from qlora_rl.adapter import delta
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.base.checkpoint import adopt
@@ -175,3 +175,25 @@ def test_no_weight_is_held_while_the_next_one_is_made(adapted, monkeypatch):
     for _, weight in iter_weights(adapted, dtype=torch.bfloat16):
         del weight
     assert len(made) == 14
+
+
+@pytest.mark.parametrize(("way", "threads"), [("stream", 4), ("directory", 2), ("http", 2)])
+def test_weights_for_a_server_are_made_on_half_of_the_threads_and_the_others_come_back(bare, way, threads):
+    class Engine:
+        version = incarnation = 0
+
+        def capabilities(self):
+            return SimpleNamespace(adapter_dtype="float32", dense_way=way)
+
+        def load_dense(self, weights, version):
+            self.seen = {torch.get_num_threads() for _ in weights}
+            raise SyncError("it broke off")
+
+    engine, before = Engine(), torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with pytest.raises(SyncError):
+            DenseSync(build(bare, KINDS["plain"]), engine).push()
+        assert (engine.seen, torch.get_num_threads()) == ({threads}, 4)
+    finally:
+        torch.set_num_threads(before)
