@@ -106,6 +106,11 @@ class OnlineTrainer(TrainedRun):
         args = settings.own_copy(args)
         rollout = settings.as_one(options.rollout)
         settings.check(args, rollout)
+        if getattr(args, "cast_lm_head_to_fp32", False) and not options.allow_base_mismatch:
+            raise ConfigConflictError(
+                "reading the config: cast_lm_head_to_fp32=True lifts the output head of the trainer's base to float32, and the engine "
+                "multiplies with the original. Leave it out, or pass allow_base_mismatch=True to train on two different bases."
+            )
         settings.check_datasets(train_dataset, eval_dataset)
         if rollout in settings.STARTED:
             from qlora_rl.engine.compat import vllm_version

@@ -134,30 +134,6 @@ def test_rloo_awaits_asynchronous_rewards_and_evaluates(make_online, plain):
     assert trainer.evaluate()["eval_reward"] >= 0
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"beta": 0.0},
-        {"beta": 0.1, "normalize_advantages": True},
-        {"num_iterations": 2},
-        {"gradient_accumulation_steps": 2},
-        {"mask_truncated_completions": True},
-        {"reward_clip_range": (0.0, 0.5)},
-        {"epsilon": 0.1, "epsilon_high": 0.3},
-        {"shuffle_dataset": False, "log_completions": False, "pad_to_multiple_of": 8},
-    ],
-    ids=str,
-)
-def test_rloo_trains_with_every_option_of_its_config(fields, make_online):
-    trainer = make_online("rloo", fields)
-    trainer.train()
-    assert trainer.state.global_step == 2
-    measured = [s["mismatch_kl"] for s in lines(trainer.run) if s.get("mismatch_kl") is not None]
-    assert all(value < 1e-4 for value in measured)
-    # Where all three tokens are cut off and masked, there is nothing to compare.
-    assert measured or "mask_truncated_completions" in fields
-
-
 # --- online DPO -----------------------------------------------------------------------------------------------------------
 
 
@@ -176,9 +152,6 @@ def test_the_pair_is_two_completions_of_each_prompt(make_online):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"loss_type": "ipo"},
-        {"beta": [0.1, 0.2]},
-        {"missing_eos_penalty": 1.0},
         {"gradient_checkpointing": True},
         {"gradient_accumulation_steps": 2},
         {"temperature": 1.0, "disable_dropout": False},
@@ -186,7 +159,7 @@ def test_the_pair_is_two_completions_of_each_prompt(make_online):
     ],
     ids=str,
 )
-def test_online_dpo_trains_with_every_option_of_its_config(fields, make_online):
+def test_online_dpo_trains_on_a_cut_prompt_and_with_checkpointing_accumulation_and_dropout(fields, make_online):
     trainer = make_online("online_dpo", fields)
     before = bytes_of_the_base(trainer.model)
     trainer.train()
