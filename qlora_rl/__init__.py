@@ -61,6 +61,7 @@ _ERRORS = [
     "MemoryBudgetError",
     "MissingDependencyError",
     "NotYetSupportedError",
+    "PolicyMismatchError",
     "PromptTooLongError",
     "QloraRLError",
     "RewardFunctionError",
