@@ -31,7 +31,7 @@ _BOUNDS = {
     "16 bit": {"least": 1e-3, "usual": 0.01, "most": 0.1},
 }
 # The first batch, times this, is the threshold; noise that was examined, times the other.
-_FACTOR, _RAISED = 5.0, 2.0
+_FACTOR, _RAISED = 3.0, 2.0
 # Sequences, and tokens of each, that are scored anew.
 SEQUENCES, TOKENS = 16, 64
 
@@ -144,13 +144,16 @@ def filters_of(sampling: SamplingSpec) -> tuple[str, ...]:
     return tuple(f"{name}={value!r}" for name, value in set_here.items())
 
 
-def drawn_from(output: Mapping[str, Any], mask_BT: torch.Tensor, sampling: SamplingSpec) -> Drawn:
+def drawn_from(
+    output: Mapping[str, Any], mask_BT: torch.Tensor, temperature: float, filters: tuple[str, ...] = ()
+) -> Drawn:
     """Up to 16 completions of TRL's batch, evenly spread, as far as their first 64 tokens.
 
     Args:
         output: of TRL's `_generate_and_score_completions`.
         mask_BT: nonzero where the policy drew.
-        sampling: how it drew.
+        temperature: by which the trainer divides its logits.
+        filters: see `filters_of`.
     """
     rows = [i for i in range(mask_BT.shape[0]) if bool(mask_BT[i].any())]
     rows = rows[:: max(1, math.ceil(len(rows) / SEQUENCES))]
@@ -162,7 +165,7 @@ def drawn_from(output: Mapping[str, Any], mask_BT: torch.Tensor, sampling: Sampl
         values = output["sampling_per_token_logps"][i, :length].tolist()
         mask = mask_BT[i, :length].tolist()
         logprobs.append([None if not m or math.isnan(v) else v for v, m in zip(values, mask, strict=True)])
-    return Drawn(prompts, completions, logprobs, sampling.temperature or 1.0, filters_of(sampling))
+    return Drawn(prompts, completions, logprobs, temperature or 1.0, filters)
 
 
 def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_func: Any = None) -> MismatchAlarm:

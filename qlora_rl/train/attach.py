@@ -14,7 +14,7 @@ from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.train import settings
-from qlora_rl.train.alarm import alarm_for, check_word
+from qlora_rl.train.alarm import MismatchAlarm, alarm_for, check_word
 from qlora_rl.train.engines import EngineChoice
 from qlora_rl.train.entry import base_of
 from qlora_rl.train.link import Link, link_policy
@@ -48,6 +48,11 @@ class Attachment:
         """The distance of trainer and engine, rollout by rollout."""
         return self._trainer.fidelity
 
+    @property
+    def alarm(self) -> MismatchAlarm:
+        """What is normal for this pair, and what was examined."""
+        return self._trainer.alarm
+
     def push(self) -> SyncReport:
         """Hand the current policy over now; by itself that happens before the first rollout of every step."""
         return self._link.strategy.push()
@@ -64,7 +69,7 @@ class Attachment:
             else:
                 trainer.__dict__.pop(name, None)
         trainer.callback_handler.callbacks = [c for c in trainer.callback_handler.callbacks if c not in self._callbacks]
-        for name in ("bridge", "engine", "_link"):
+        for name in ("bridge", "engine", "_link", "alarm"):
             trainer.__dict__.pop(name, None)
         self._link.close()
 

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from qlora_rl.fidelity import Fidelity, FidelityMonitor
-from qlora_rl.train.alarm import MismatchAlarm, drawn_from
+from qlora_rl.train.alarm import MismatchAlarm, drawn_from, filters_of
 from qlora_rl.train.run import RunDirectory, StepRecord
 
 
@@ -62,7 +62,8 @@ class MeasuredSteps:
         return output
 
     def _watch(self, fidelity: Fidelity, output: Any, mask_BT: torch.Tensor) -> None:
-        found = self.alarm.observe(fidelity, lambda: drawn_from(output, mask_BT, self.bridge.sampling))
+        filters = filters_of(self.bridge.sampling)
+        found = self.alarm.observe(fidelity, lambda: drawn_from(output, mask_BT, self.temperature, filters))
         if found is not None:
             self._record.add(mismatch_cause=found.cause)
             if self.bridge.sleeps:
