@@ -96,15 +96,16 @@ class MismatchAlarm:
             f"batch {self._batches}: trainer and engine are {distance:.2g} apart (scaled, mean over {fidelity.tokens} drawn tokens; up to "
             f"{limit:.2g} is normal for them): {found.sentence}"
         )
-        is_large = distance > self._bounds["most"] and found.cause != "dropout" and not self.expected
+        is_noise = found.cause in ("noise", "dropout")  # scored anew, the sides agree
+        is_large = distance > self._bounds["most"] and not is_noise and not self.expected
         self._unexplained = self._unexplained + 1 if is_large else 0
         if found.is_fault or self._unexplained >= 2:
             self._stop(said, found)
-        log = logger.info if found.cause in ("noise", "dropout") else logger.warning
+        log = logger.info if is_noise else logger.warning
         log("%s%s", said, f" (expected: {', '.join(self.expected)})" if self.expected else "")
-        # Large noise must not hide a fault that is larger: up to `most`, unless there is a reason for it.
+        # What is not understood must not raise it without end.
         raised = _RAISED * distance
-        is_known = bool(self.expected) or found.cause == "dropout" or self.on_mismatch == "warn"
+        is_known = bool(self.expected) or is_noise or self.on_mismatch == "warn"
         self.threshold = max(limit, raised if is_known else min(raised, self._bounds["most"]))
         return found
 
