@@ -25,6 +25,8 @@ _HOMES = {
     "read_adapter": "qlora_rl.adapter.export",
     "plan_memory": "qlora_rl.ledger.plan",
     "MemoryLedger": "qlora_rl.ledger.plan",
+    "recommend": "qlora_rl.advice",
+    "Recommendation": "qlora_rl.advice",
     "plan_sync": "qlora_rl.sync.plan",
     "Canary": "qlora_rl.sync.canary",
     "AdapterSync": "qlora_rl.sync.strategies",

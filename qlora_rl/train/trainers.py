@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.train import settings
 from qlora_rl.train.measure import MeasuredSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 
@@ -94,7 +95,7 @@ class QLoRAGRPOTrainer(OnlineTrainer, MeasuredSteps, GRPOTrainer):
     ):
         self.set_up(
             model,
-            args if args is not None else GRPOConfig("qlora-grpo"),
+            args if args is not None else settings.default_args(),
             OnlineOptions(
                 rollout=rollout,
                 sync=sync,
