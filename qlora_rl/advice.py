@@ -19,9 +19,8 @@ from qlora_rl.ledger.plan import MemoryLedger, largest_length, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
 
 TASKS = ("grpo", "sft", "dpo")
-# TRL's defaults are for full fine-tuning; LWR finds LoRA's best rate at ten times that one, whatever the rank.
-_FULL_RATES = {"grpo": 1e-6, "sft": 2e-5, "dpo": 1e-6}
-_RATE_FACTOR = 10
+# Ten times TRL's defaults, which are for full fine-tuning: LWR finds LoRA's best rate there, whatever the rank.
+_RATES = {"grpo": 1e-5, "sft": 2e-4, "dpo": 1e-5}
 _LARGE = 30e9  # parameters, from which QLoRA halves the rate
 _RANKS = {"grpo": 16, "sft": 64, "dpo": 16}
 _ALPHA = 32
@@ -143,7 +142,7 @@ def recommend(
     batch = ledger.request.batch_size // (2 if task == "dpo" else 1)
     length = ledger.request.max_length
     size = ledger.shape.parameters
-    rate = _FULL_RATES[task] * _RATE_FACTOR / (2 if size >= _LARGE and task == "sft" else 1)
+    rate = _RATES[task] / (2 if size >= _LARGE and task == "sft" else 1)
     config: dict[str, Any] = {
         "learning_rate": rate,
         "lr_scheduler_type": "constant_with_warmup",
@@ -205,7 +204,9 @@ def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any])
 
 
 def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int) -> dict[str, str]:
-    fits = "the largest of 8, 4, 2, 1 that fits" if ledger.request.gpu_memory_gib is not None else "no limit was named"
+    fits = "the largest of 8, 4, 2, 1 that fits" if ledger.fits else "none fits: a larger card, or a smaller model"
+    if ledger.request.gpu_memory_gib is None:
+        fits = "no limit was named"
     length = "as asked" if ledger.request.max_length == wished else "what the model, or the card, allows"
     return {
         "quant": "NormalFloat, better than FP4 and int4 at equal size (QLoRA, table 4); or as the base is held",
