@@ -95,20 +95,20 @@ def measure(trainer_logprobs_BT: torch.Tensor, engine_logprobs_BT: torch.Tensor,
         ratio_p99=float(quantiles[2]),
         ess=float(ess),
         masked_share=1.0 - count / int(drawn.sum()),
-        scaled_diff=scaled_difference(d, engine_logprobs_BT.double()[known]),
+        scaled_diff=float(scaled_differences(d, engine_logprobs_BT.double()[known]).mean()),
         by_position=_by_position(delta_BT, known),
         tokens=count,
     )
 
 
-def scaled_difference(d: torch.Tensor, logprobs: torch.Tensor) -> float:
-    """Mean of min(|d| / max(1, |logprob|), 0.5): a distance that rare tokens do not decide.
+def scaled_differences(d: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """min(|d| / max(1, |logprob|), 0.5) of each token: a distance whose mean rare tokens do not decide.
 
     Args:
         d: differences in nats, one for each token.
         logprobs: of the same tokens.
     """
-    return float((d.abs() / logprobs.abs().clamp(min=1.0)).clamp(max=_LARGEST).mean())
+    return (d.abs() / logprobs.abs().clamp(min=1.0)).clamp(max=_LARGEST)
 
 
 def _by_position(delta_BT: torch.Tensor, known_BT: torch.Tensor) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from qlora_rl.adapter.subject import Subject, active_adapter
 from qlora_rl.base.fingerprint import compare, digest_bytes, fingerprint_base
 from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncStrategy
 from qlora_rl.errors import QloraRLError
-from qlora_rl.fidelity import scaled_difference
+from qlora_rl.fidelity import scaled_differences
 from qlora_rl.sync.admission import Admission
 
 # What a wrong factor usually is; the adapter's own scale comes to these.
@@ -31,8 +31,10 @@ _FACTORS = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125, 16.0, 0.0625, 32.0, 0.03125)
 _TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 # Modules that are tried one by one; of more, only those of the decoder layer that explains most.
 _FEW = 64
-# An explanation must leave at most this share of the distance.
-_EXPLAINED = 1 / 3
+# An explanation must leave at most this share of the distance, and be nearer than the policy at so many more of the tokens than
+# half that chance would be that many standard deviations off. Rounding falls anew under every other adapter: where a few tokens make
+# the distance, one of forty explanations is nearer in the mean by chance.
+_EXPLAINED, _DEVIATIONS = 1 / 3, 4.0
 # Faults that were shown to be there, and not merely supposed.
 FAULTS = ("scale", "stale", "layer", "bare", "adapter", "base", "sampling")
 
@@ -64,13 +66,16 @@ class Diagnosis:
         cause: one of `FAULTS`; "dropout" or "noise" (nothing is wrong), "dtype" or "unknown" (nothing was shown).
         sentence: for people.
         module: that is concerned, if one is.
-        distance: scaled difference (fidelity.scaled_difference) of the tokens, scored anew without dropout; NaN if that was not needed.
+        distance: mean scaled difference (fidelity.scaled_differences) of the tokens, scored anew without dropout; NaN if that was not
+            needed.
+        is_proven: bytes or fingerprints have shown it; otherwise it was tried, and should be found again to be believed.
     """
 
     cause: str
     sentence: str
     module: str | None = None
     distance: float = float("nan")
+    is_proven: bool = False
 
     @property
     def is_fault(self) -> bool:
@@ -114,8 +119,8 @@ class Examiner:
         try:
             proven = (self._held() if self._sends_adapter else None) or self._bases()
         except QloraRLError as error:  # the engine, or the live adapter, cannot even be asked
-            return Diagnosis("adapter", f"what the engine holds cannot be read: {error}", error.module)
-        return proven or self._tried(drawn, limit)
+            return Diagnosis("adapter", f"what the engine holds cannot be read: {error}", error.module, is_proven=True)
+        return replace(proven, is_proven=True) if proven else self._tried(drawn, limit)
 
     # --- proven -----------------------------------------------------------------------------------------------------
 
@@ -171,26 +176,25 @@ class Examiner:
 
     def _tried(self, drawn: Drawn, limit: float) -> Diagnosis:
         """Score the tokens under what may have drawn them."""
-        by_temperature = self._distances(drawn, (drawn.temperature, *_TEMPERATURES))
-        now = by_temperature[drawn.temperature]
+        by_temperature = self._scaled(drawn, (drawn.temperature, *_TEMPERATURES))
+        here = by_temperature.pop(drawn.temperature)
+        now = float(here.mean())
         if now <= limit * _EXPLAINED:
             return Diagnosis("dropout", "without the trainer's dropout both sides agree", distance=now)
-        found: list[tuple[float, Diagnosis]] = []
-        for temperature, distance in by_temperature.items():
-            if temperature != drawn.temperature:
-                found.append(
-                    (distance, Diagnosis("sampling", _of_temperature(temperature, drawn.temperature), distance=now))
-                )
+        found = [
+            (there, Diagnosis("sampling", _of_temperature(temperature, drawn.temperature), distance=now))
+            for temperature, there in by_temperature.items()
+        ]
         if self._sends_adapter:
             found += self._under_other_adapters(drawn, now)
-        best, diagnosis = min(found, key=lambda pair: pair[0])
-        if now > limit / 2 and best <= now * _EXPLAINED:
+        best, diagnosis = min(found, key=lambda pair: float(pair[0].mean()))
+        if now > limit / 2 and float(best.mean()) <= now * _EXPLAINED and _is_nearer(best, here, _first_seen(drawn)):
             return diagnosis
         if now <= limit:
             return Diagnosis("noise", "scored anew, the tokens are as near as rounding explains", distance=now)
         if self.autocast is not None:
-            plain = self._distances(drawn, (drawn.temperature,), autocast=False)[drawn.temperature]
-            if plain <= now * _EXPLAINED:
+            plain = self._scaled(drawn, (drawn.temperature,), autocast=False)[drawn.temperature]
+            if float(plain.mean()) <= now * _EXPLAINED:
                 return Diagnosis(
                     "dtype",
                     f"without autocast to {str(self.autocast).removeprefix('torch.')} the trainer agrees: the two sides compute in different dtypes",
@@ -198,12 +202,12 @@ class Examiner:
                 )
         return Diagnosis("unknown", self._guess(drawn, limit), distance=now)
 
-    def _under_other_adapters(self, drawn: Drawn, now: float) -> list[tuple[float, Diagnosis]]:
+    def _under_other_adapters(self, drawn: Drawn, now: float) -> list[tuple[torch.Tensor, Diagnosis]]:
         temperature = drawn.temperature
 
-        def under(tensors: Mapping[str, torch.Tensor]) -> float:
+        def under(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
             with self._exchanged(tensors):
-                return self._distances(drawn, (temperature,))[temperature]
+                return self._scaled(drawn, (temperature,))[temperature]
 
         live = self._bundle().tensors
         b_names = [name for name in live if ".lora_B." in name]
@@ -229,10 +233,10 @@ class Examiner:
         for name in b_names:
             groups.setdefault(_layer_of(name), []).append(name)
         tried = {group: under({n: nothing[n] for n in names}) for group, names in groups.items()}
-        nearest = min(tried, key=tried.__getitem__)
+        nearest = min(tried, key=lambda group: float(tried[group].mean()))
         names = b_names if len(b_names) <= _FEW else groups[nearest]
         tried |= {_module_of(name): under({name: nothing[name]}) for name in names}
-        lost = min(tried.items(), key=lambda item: item[1])
+        lost = min(tried.items(), key=lambda item: float(item[1].mean()))
         found.append(
             (lost[1], Diagnosis("layer", f"the engine does not apply the adapter of {lost[0]}", lost[0], distance=now))
         )
@@ -256,13 +260,15 @@ class Examiner:
         theirs = self.engine.score([p + c for p, c in kept])
         scored = [row[len(p) - 1 :] for row, (p, _) in zip(theirs, kept, strict=True)]
         again = Drawn([p for p, _ in kept], [c for _, c in kept], scored)
-        return self._distances(again, (1.0,))[1.0]
+        return float(self._scaled(again, (1.0,))[1.0].mean())
 
     # --- the trainer's side -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _distances(self, drawn: Drawn, temperatures: Sequence[float], *, autocast: bool = True) -> dict[float, float]:
-        """Scaled difference of the trainer's logprobs, at each temperature, from those that the engine reported."""
+    def _scaled(
+        self, drawn: Drawn, temperatures: Sequence[float], *, autocast: bool = True
+    ) -> dict[float, torch.Tensor]:
+        """Scaled difference of the trainer's logprob of every drawn token, at each temperature, from the one that was reported."""
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         device = next(base.parameters()).device
         takes_keep = "logits_to_keep" in inspect.signature(type(base).forward).parameters
@@ -291,7 +297,7 @@ class Examiner:
             if was_training:
                 self.model.train()
         theirs = torch.cat(reported)
-        return {t: scaled_difference(torch.cat(rows), theirs) for t, rows in differences.items()}
+        return {t: scaled_differences(torch.cat(rows), theirs) for t, rows in differences.items()}
 
     def _bundle(self) -> AdapterBundle:
         adapter = LiveAdapter(self.model, getattr(torch, self.engine.capabilities().adapter_dtype))
@@ -326,6 +332,31 @@ class Examiner:
         finally:
             for parameter, data in own:
                 parameter.data = data
+
+
+def _is_nearer(there: torch.Tensor, here: torch.Tensor, counted: torch.Tensor) -> bool:
+    """Under the explanation nearly all tokens are nearer, not only the few that make the mean; a sign test.
+
+    Args:
+        there: scaled differences under the explanation.
+        here: under the policy as it is.
+        counted: tokens that are independent of each other.
+    """
+    wins, losses = (int((one < other)[counted].sum()) for one, other in ((there, here), (here, there)))
+    return wins - losses >= _DEVIATIONS * max(1, wins + losses) ** 0.5
+
+
+def _first_seen(drawn: Drawn) -> torch.Tensor:
+    """True where a token and all before it were not seen in an earlier completion: copies are rounded alike."""
+    seen: set[tuple[int, ...]] = set()
+    first = []
+    for prompt, ids, logprobs in zip(drawn.prompts, drawn.completions, drawn.logprobs, strict=True):
+        for i, value in enumerate(logprobs):
+            if value is not None:
+                key = (len(prompt), *prompt, *ids[: i + 1])
+                first.append(key not in seen)
+                seen.add(key)
+    return torch.tensor(first, dtype=torch.bool)
 
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -2,15 +2,16 @@
 
 The threshold is calibrated on the first batch: rollouts of this task, at this temperature, on these two engines. A step above it
 is examined (`sync/diagnosis.py`). If nothing is wrong, that was noise, and the threshold is raised above it: the alarm learns
-what is normal and does not ask twice. If something is shown to be wrong, the run stops in that very step. A distance that
-nothing explains stops it only if it is large, and there in two steps in a row.
+what is normal and does not ask twice. If bytes show that something is wrong, the run stops in that very step; if only the tokens
+do, in the second step in a row that shows the same. A distance that nothing explains stops it only if it is large, and there in two
+steps in a row as well.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from qlora_rl.train.link import Link
 logger = logging.getLogger(__name__)
 
 ON_MISMATCH = ("stop", "warn")
-# Scaled differences (fidelity.scaled_difference) in the dtype in which the engine multiplies. `usual`: a first batch below it
+# Scaled differences (fidelity.scaled_differences) in the dtype in which the engine multiplies. `usual`: a first batch below it
 # needs no examination. `least`: no threshold goes below it. `most`: no noise goes above it.
 _BOUNDS = {
     "float32": {"least": 1e-6, "usual": 1e-4, "most": 0.01},
@@ -66,6 +67,7 @@ class MismatchAlarm:
         self._examine = examine
         self._bounds = _BOUNDS.get(dtype, _BOUNDS["16 bit"])
         self._batches = self._unexplained = 0
+        self._suspected = ""
 
     def observe(self, fidelity: Fidelity, drawn: Callable[[], Drawn]) -> Diagnosis | None:
         """Look at one batch.
@@ -86,7 +88,7 @@ class MismatchAlarm:
             return None  # nothing was drawn, or nothing reported
         limit = self._bounds["usual"] if self.threshold is None else self.threshold
         if distance <= limit:
-            self._unexplained = 0
+            self._unexplained, self._suspected = 0, ""
             if self.threshold is None:
                 self.threshold = max(self._bounds["least"], _FACTOR * distance)
             return None
@@ -99,10 +101,16 @@ class MismatchAlarm:
         is_noise = found.cause in ("noise", "dropout")  # scored anew, the sides agree
         is_large = distance > self._bounds["most"] and not is_noise and not self.expected
         self._unexplained = self._unexplained + 1 if is_large else 0
-        if found.is_fault or self._unexplained >= 2:
+        is_shown = found.is_fault and (found.is_proven or found.cause == self._suspected)
+        self._suspected = found.cause if found.is_fault else ""
+        if is_shown or self._unexplained >= 2:
             self._stop(said, found)
-        log = logger.info if is_noise else logger.warning
-        log("%s%s", said, f" (expected: {', '.join(self.expected)})" if self.expected else "")
+        elif found.is_fault:
+            logger.warning("%s; if the next batch shows it too, this is believed", said)
+            return found
+        else:
+            log = logger.info if is_noise else logger.warning
+            log("%s%s", said, f" (expected: {', '.join(self.expected)})" if self.expected else "")
         # What is not understood must not raise it without end.
         raised = _RAISED * distance
         is_known = bool(self.expected) or is_noise or self.on_mismatch == "warn"
@@ -156,7 +164,8 @@ def drawn_from(
         temperature: by which the trainer divides its logits.
         filters: see `filters_of`.
     """
-    rows = [i for i in range(mask_BT.shape[0]) if bool(mask_BT[i].any())]
+    texts = {(tuple(p), tuple(c)): i for i, (p, c) in enumerate(_rows(output)) if bool(mask_BT[i].any())}
+    rows = sorted(texts.values())  # each text once
     rows = rows[:: max(1, math.ceil(len(rows) / SEQUENCES))]
     prompts, completions, logprobs = [], [], []
     for i in rows:
@@ -167,6 +176,10 @@ def drawn_from(
         mask = mask_BT[i, :length].tolist()
         logprobs.append([None if not m or math.isnan(v) else v for v, m in zip(values, mask, strict=True)])
     return Drawn(prompts, completions, logprobs, temperature or 1.0, filters)
+
+
+def _rows(output: Mapping[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
+    yield from zip(output["prompt_ids"].tolist(), output["completion_ids"].tolist(), strict=True)
 
 
 def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_func: Any = None) -> MismatchAlarm:
