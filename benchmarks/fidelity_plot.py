@@ -42,7 +42,7 @@ class Panel:
         for tick in self._ticks():
             y = self.y(tick)
             self.parts.append(f'<path class="grid" d="M{self.x0} {y:.1f}h{WIDTH}"/>')
-            label = f"{tick:.0e}".replace("e-0", "e-").replace("e+00", "") if is_log else f"{tick:g}"
+            label = f"{tick:.0e}".replace("e-0", "e-") if tick < 0.01 else f"{tick:g}"
             self.parts.append(
                 f'<text class="tick" text-anchor="end" x="{self.x0 - 6}" y="{y + 3.5:.1f}">{label}</text>'
             )
@@ -110,8 +110,8 @@ def draw(runs: dict[str, dict[str, list]]) -> str:
 
     panel = Panel(
         1,
-        "scaled_diff, and what the alarm calls normal",
-        "mean over tokens; dashed: mismatch_threshold",
+        "scaled_diff and mismatch_threshold",
+        "mean over tokens; dashed: what the alarm calls normal",
         1e-6,
         1,
         steps,
@@ -181,6 +181,8 @@ def draw(runs: dict[str, dict[str, list]]) -> str:
 
 
 def _short(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _short(each) for name, each in value.items()}
     if isinstance(value, list):
         return [_short(each) for each in value]
     return float(f"{value:.3g}") if isinstance(value, float) else value

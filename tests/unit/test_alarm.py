@@ -110,6 +110,9 @@ def test_a_large_distance_that_nothing_explains_stops_in_its_second_step():
 
 
 def test_a_small_distance_that_nothing_explains_is_a_warning(caplog):
+    alarm, _ = alarm_that_saw(1e-3, 5e-3, cause="unknown")
+    assert [d.cause for d in alarm.diagnoses.values()] == ["noise"]
+    assert not caplog.records
     alarm_that_saw(1e-3, 0.02, 0.05, 0.08, 0.09, cause="dtype")
     assert [r.levelname for r in caplog.records] == ["WARNING", "WARNING"]
 
