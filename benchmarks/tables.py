@@ -221,6 +221,22 @@ def drift() -> str:
     return "\n".join(lines)
 
 
+def adapter_dtype() -> str:
+    """The demo with float32 and with bfloat16 adapters."""
+    result = _load("adapter_dtype.json")
+    lines = [
+        f"| {result['steps']} steps, 3 seeds | right afterwards | mismatch KL: median; worst step | mean of abs(d) |",
+        "|---|---|---|---|",
+    ]
+    for rate, by_dtype in result["runs"].items():
+        for dtype, runs in by_dtype.items():
+            kl = f"{_power(statistics.median(_values(runs, 'mismatch_kl_median')))}; {_power(max(_values(runs, 'mismatch_kl_max')))}"
+            mean = _power(statistics.fmean(_values(runs, "logprob_diff_mean")))
+            right = _percent(_values(runs, "accuracy_after"))
+            lines.append(f"| learning rate {rate}, {dtype} | {right} | {kl} | {mean} |")
+    return "\n".join(lines)
+
+
 def shared_base() -> str:
     """Resident memory with two copies of the base and with one."""
     result = _load("shared_base.json")
@@ -354,6 +370,7 @@ TABLES = {
     "demo": demo,
     "dense": dense,
     "drift": drift,
+    "adapter-dtype": adapter_dtype,
     "demo-seeds": demo_seeds,
     "base-proof": base_proof,
     "shared-base": shared_base,

@@ -396,6 +396,10 @@ class Transport(Protocol):
         """Take the newest version back and have the engine serve the one before it, or the bare base."""
         ...
 
+    def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
+        """The version before the newest, and its tensors in canonical form; `None` where it has them no more."""
+        ...
+
     def close(self) -> None:
         """Remove what the transport left behind."""
         ...

@@ -21,6 +21,7 @@
     ├── CannotShareError         (ValueError)           trainer and engine cannot hold one copy of the base
     ├── SyncError                (RuntimeError)         a push failed; the version before it still serves
     ├── CanaryError              (RuntimeError)         the engine does not multiply with what was pushed
+    ├── PolicyMismatchError      (RuntimeError)         rollouts were drawn by something else than the trainer's policy; says by what
     ├── RewardFunctionError      (ValueError)           a reward function raised or returned nonsense
     └── RunDirectoryError        (OSError)              a run directory that is taken, or a disk that is full
 
@@ -120,6 +121,16 @@ class SyncError(QloraRLError, RuntimeError):
 
 class CanaryError(QloraRLError, RuntimeError):
     """After a push, the engine does not hold or does not apply what was pushed; the version before it serves again."""
+
+
+class PolicyMismatchError(QloraRLError, RuntimeError):
+    """Rollouts were drawn by something else than the trainer's policy.
+
+    Attributes:
+        cause: "scale", "stale", "layer", "bare", "adapter", "base", "sampling", "dtype" or "unknown".
+    """
+
+    cause: str = "unknown"
 
 
 class RewardFunctionError(QloraRLError, ValueError):

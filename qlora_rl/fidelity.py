@@ -9,8 +9,13 @@ Shapes: B completions, T tokens (padded).
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+
+POSITION_BINS = 8
+# What a single token may add to the scaled difference.
+_LARGEST = 0.5
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,9 @@ class Fidelity:
         ess: effective sample size of the sequences weighted by exp(sum of d), as a share of their number: 1 when all
             weights are equal.
         masked_share: share of drawn tokens that were left out because the engine reported no logprob.
+        scaled_diff: mean of min(|d| / max(1, |engine's logprob|), 0.5). 16-bit logits are rounded in proportion to their size, so
+            a rare token may differ by more; and no single token can carry the mean away. The alarm watches this one.
+        by_position: mean of |d| over each eighth of the T positions, first to last; NaN where nothing was drawn.
         tokens: tokens that were compared.
     """
 
@@ -39,9 +47,11 @@ class Fidelity:
     ratio_p99: float
     ess: float
     masked_share: float
+    scaled_diff: float
+    by_position: tuple[float, ...]
     tokens: int
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         """The fields, for a log."""
         return asdict(self)
 
@@ -69,7 +79,8 @@ def measure(trainer_logprobs_BT: torch.Tensor, engine_logprobs_BT: torch.Tensor,
     count = int(d.numel())
     if count == 0:
         nan = float("nan")
-        return Fidelity(nan, nan, nan, nan, nan, nan, nan, masked_share=1.0 if bool(drawn.any()) else 0.0, tokens=0)
+        masked = 1.0 if bool(drawn.any()) else 0.0
+        return Fidelity(nan, nan, nan, nan, nan, nan, nan, masked, nan, (nan,) * POSITION_BINS, tokens=0)
     ratio = d.exp()
     quantiles = torch.quantile(ratio, torch.tensor([0.01, 0.5, 0.99], dtype=torch.double, device=ratio.device))
     log_weight_B = torch.where(known, delta_BT, torch.zeros_like(delta_BT)).sum(1)[known.any(1)]
@@ -84,8 +95,30 @@ def measure(trainer_logprobs_BT: torch.Tensor, engine_logprobs_BT: torch.Tensor,
         ratio_p99=float(quantiles[2]),
         ess=float(ess),
         masked_share=1.0 - count / int(drawn.sum()),
+        scaled_diff=float(scaled_differences(d, engine_logprobs_BT.double()[known]).mean()),
+        by_position=_by_position(delta_BT, known),
         tokens=count,
     )
+
+
+def scaled_differences(d: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """min(|d| / max(1, |logprob|), 0.5) of each token: a distance whose mean rare tokens do not decide.
+
+    Args:
+        d: differences in nats, one for each token.
+        logprobs: of the same tokens.
+    """
+    return (d.abs() / logprobs.abs().clamp(min=1.0)).clamp(max=_LARGEST)
+
+
+def _by_position(delta_BT: torch.Tensor, known_BT: torch.Tensor) -> tuple[float, ...]:
+    length = delta_BT.shape[1]
+    place_T = torch.arange(length, device=delta_BT.device) * POSITION_BINS // length
+    found = []
+    for place in range(POSITION_BINS):
+        here_BT = known_BT & (place_T == place)
+        found.append(float(delta_BT[here_BT].abs().mean()))  # NaN of none
+    return tuple(found)
 
 
 class FidelityMonitor:

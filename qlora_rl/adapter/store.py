@@ -8,9 +8,13 @@ import secrets
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.errors import SyncError
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -24,6 +28,13 @@ def write_adapter(bundle: AdapterBundle, directory: Path) -> None:
 
     save_file(dict(bundle.tensors), directory / WEIGHTS, metadata={"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(dict(bundle.config), indent=1))
+
+
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a canonical PEFT directory, by name."""
+    from safetensors.torch import load_file
+
+    return load_file(directory / WEIGHTS)
 
 
 def write_origin(directory: Path, base_digest: str) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qlora_rl.adapter.store import AdapterStore
+from qlora_rl.adapter.store import AdapterStore, read_tensors
 from qlora_rl.contracts import AdapterBundle, AdapterSlots, AdapterSource, Delivery, InPlaceEngine
 from qlora_rl.errors import SyncError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +92,16 @@ class InPlaceTransport:
         self._settle(newest)
         if newest.directory is not None:
             self.store.withdraw(newest.directory)
+
+    def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
+        """The version before the newest, and its tensors (views of its slot); `None` where there is none, or it was not kept."""
+        if len(self._live) < 2:
+            return None
+        placed = self._live[-2]
+        if placed.slots is self._slots and self._slots.is_valid():
+            places = placed.slots.places[placed.slot]
+            return placed.version, {name: places[name] for name in self._names}
+        return (placed.version, read_tensors(placed.directory)) if placed.directory is not None else None
 
     def close(self) -> None:
         """Remove all versions."""

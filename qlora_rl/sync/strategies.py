@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -100,6 +101,10 @@ class AdapterSync:
         """
         if self.canary is not None and self._pushed is not None:
             self.canary.check(self._pushed, scored=True)
+
+    def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
+        """The version before the newest, and its tensors in canonical form, where the transport still has them."""
+        return self.transport.before()
 
     def close(self) -> None:
         """Remove what lies between trainer and engine."""

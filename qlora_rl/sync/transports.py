@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from qlora_rl.adapter.store import AdapterStore
+from qlora_rl.adapter.store import AdapterStore, read_tensors
 from qlora_rl.contracts import AdapterSource, Delivery, RolloutEngine
 from qlora_rl.sync.in_place import InPlaceTransport
 from qlora_rl.sync.wire import HttpTransport
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DirectoryTransport:
@@ -60,6 +65,13 @@ class DirectoryTransport:
             engine.drop_adapter()
         self.store.withdraw(newest)
         self._live = before
+
+    def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
+        """The version before the newest, and its tensors; `None` where there is none."""
+        if len(self._live) < 2:
+            return None
+        directory, version = self._live[-2]
+        return version, read_tensors(directory)
 
     def close(self) -> None:
         """Remove all versions."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from qlora_rl.adapter.store import pack_adapter
+from qlora_rl.adapter.store import pack_adapter, unpack_adapter
 from qlora_rl.contracts import AdapterSource, ByteEngine, Delivery
+
+if TYPE_CHECKING:
+    import torch
 
 
 class HttpTransport:
@@ -45,6 +50,13 @@ class HttpTransport:
         else:
             engine.drop_adapter()
         self._live = before
+
+    def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
+        """The version before the newest, and its tensors; `None` where there is none."""
+        if len(self._live) < 2:
+            return None
+        blob, version = self._live[-2]
+        return version, unpack_adapter(blob).tensors
 
     def close(self) -> None:
         """Let go of the bytes."""

@@ -14,6 +14,7 @@ from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.train import settings
+from qlora_rl.train.alarm import MismatchAlarm, alarm_for, check_word
 from qlora_rl.train.engines import EngineChoice
 from qlora_rl.train.entry import base_of
 from qlora_rl.train.link import Link, link_policy
@@ -47,6 +48,11 @@ class Attachment:
         """The distance of trainer and engine, rollout by rollout."""
         return self._trainer.fidelity
 
+    @property
+    def alarm(self) -> MismatchAlarm:
+        """What is normal for this pair, and what was examined."""
+        return self._trainer.alarm
+
     def push(self) -> SyncReport:
         """Hand the current policy over now; by itself that happens before the first rollout of every step."""
         return self._link.strategy.push()
@@ -63,7 +69,7 @@ class Attachment:
             else:
                 trainer.__dict__.pop(name, None)
         trainer.callback_handler.callbacks = [c for c in trainer.callback_handler.callbacks if c not in self._callbacks]
-        for name in ("bridge", "engine", "_link"):
+        for name in ("bridge", "engine", "_link", "alarm"):
             trainer.__dict__.pop(name, None)
         self._link.close()
 
@@ -96,6 +102,7 @@ def attach(
     engine_options: dict[str, Any] | None = None,
     sync_dir: str | os.PathLike[str] | None = None,
     canary_every: int = 2,
+    on_mismatch: str = "stop",
     allow_base_mismatch: bool = False,
     api_key_file: str | os.PathLike[str] | None = None,
 ) -> Attachment:
@@ -120,6 +127,7 @@ def attach(
         BaseMismatchError, AdapterRefusedError, EngineUnsupportedError: as there.
     """
     _check(trainer, canary_every)
+    check_word(on_mismatch)
     rollout = settings.as_one(rollout)
     settings.check(trainer.args, rollout)
     settings.check_datasets(trainer.train_dataset, trainer.eval_dataset)
@@ -148,7 +156,8 @@ def attach(
     trainer._link, trainer.bridge, trainer.engine = link, link.bridge, link.engine
     callbacks = list(trainer.callback_handler.callbacks)
     link.bridge.install(trainer)
-    trainer.measure_into(None)
+    rollout_func = getattr(trainer, "rollout_func", None)
+    trainer.measure_into(None, alarm_for(link, model, trainer.args, on_mismatch, rollout_func=rollout_func))
     added = [c for c in trainer.callback_handler.callbacks if c not in callbacks]
     logger.info("%s samples from %s", kind.__name__, link.engine.capabilities().name)
     return Attachment(trainer, link, kind, before, added)

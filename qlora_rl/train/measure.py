@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from qlora_rl.fidelity import FidelityMonitor
+from qlora_rl.fidelity import Fidelity, FidelityMonitor
+from qlora_rl.train.alarm import MismatchAlarm, drawn_from, filters_of
 from qlora_rl.train.run import RunDirectory, StepRecord
 
 
@@ -18,11 +19,12 @@ class MeasuredSteps:
     """Call `measure_into` after the trainer's `__init__`; override `_rollout_facts`."""
 
     fidelity: FidelityMonitor
+    alarm: MismatchAlarm | None = None
     _record: StepRecord
 
-    def measure_into(self, run: RunDirectory | None) -> None:
-        """Record every step from now on, in `run` and in TRL's log (names `qlora_rl/…`)."""
-        self.fidelity = FidelityMonitor()
+    def measure_into(self, run: RunDirectory | None, alarm: MismatchAlarm | None = None) -> None:
+        """Record every step from now on, in `run` and in TRL's log (names `qlora_rl/…`); `alarm` looks at each of them."""
+        self.fidelity, self.alarm = FidelityMonitor(), alarm
         self._record = StepRecord(run)
         self.add_callback(_StepClock(self._record))
 
@@ -33,7 +35,7 @@ class MeasuredSteps:
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         mode = "train" if self.model.training else "eval"
         output = super()._generate_and_score_completions(inputs)
-        measured = dict(self._rollout_facts())
+        measured, fidelity = dict(self._rollout_facts()), None
         if "sampling_per_token_logps" in output:
             mask_BT = output["completion_mask"]
             if output.get("tool_mask") is not None:  # what a tool wrote was not drawn
@@ -42,8 +44,11 @@ class MeasuredSteps:
                 self._trainer_logprobs(output, mode), output["sampling_per_token_logps"], mask_BT
             )
             measured |= {k: v for k, v in fidelity.as_dict().items() if k != "tokens"}
+            if self.alarm is not None and self.alarm.threshold is not None:
+                measured["mismatch_threshold"] = self.alarm.threshold
         for name, value in measured.items():
-            self._metrics[mode][f"qlora_rl/{name}"].append(value)
+            if name != "by_position":  # TRL's log takes numbers
+                self._metrics[mode][f"qlora_rl/{name}"].append(value)
         if mode == "train":
             latest = {name: values[-1] for name, values in self._metrics[mode].items() if values}
             self._record.add(
@@ -52,7 +57,17 @@ class MeasuredSteps:
                 completion_length=latest.get("completions/mean_length"),
                 **measured,
             )
+        if self.alarm is not None and fidelity is not None:
+            self._watch(fidelity, output, mask_BT)
         return output
+
+    def _watch(self, fidelity: Fidelity, output: Any, mask_BT: torch.Tensor) -> None:
+        filters = filters_of(self.bridge.sampling)
+        found = self.alarm.observe(fidelity, lambda: drawn_from(output, mask_BT, self.temperature, filters))
+        if found is not None:
+            self._record.add(mismatch_cause=found.cause)
+            if self.bridge.sleeps:
+                self.bridge.engine.sleep()  # the examination has woken it
 
     def _trainer_logprobs(self, output: Any, mode: str) -> torch.Tensor:
         """[B, T] natural logs under the policy that drew the tokens; TRL has them unless its correction is off."""

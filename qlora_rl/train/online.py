@@ -17,6 +17,7 @@ from qlora_rl.contracts import RolloutEngine
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.sync.plan import plan_sync
 from qlora_rl.train import settings
+from qlora_rl.train.alarm import alarm_for, check_word
 from qlora_rl.train.budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.engines import EngineChoice
 from qlora_rl.train.entry import resolve_model
@@ -48,6 +49,7 @@ class OnlineOptions:
     existing_run: str = "refuse"
     allow_base_mismatch: bool = False
     canary_every: int = 2
+    on_mismatch: str = "stop"
     share_base: bool | str = "auto"
     gpu_memory: str | float = "auto"
     api_key_file: str | os.PathLike[str] | None = None
@@ -55,6 +57,7 @@ class OnlineOptions:
     def check(self) -> None:
         """Raises: ConfigConflictError: a word or number that means nothing."""
         check_adapter_dtype(self.adapter_dtype)
+        check_word(self.on_mismatch)
         if self.share_base not in SHARE:
             raise ConfigConflictError(f"reading the arguments: share_base={self.share_base!r} is not one of {SHARE}.")
         if self.canary_every < 0:
@@ -187,7 +190,10 @@ class OnlineTrainer(TrainedRun):
             )
             self._take(link)
             self.bridge.install(self)
-            self.measure_into(self.run)
+            rollout_func = of_trl.get("rollout_func")
+            self.measure_into(
+                self.run, alarm_for(link, self.model, args, options.on_mismatch, rollout_func=rollout_func)
+            )
             if self.run is not None:
                 self.run.begin()
                 held = {

@@ -164,7 +164,8 @@ class SampledPairs:
         measured = dict(self._rollout_facts())
         measured |= {k: v for k, v in fidelity.as_dict().items() if k != "tokens"}
         for name, value in measured.items():
-            self._metrics["train"][f"qlora_rl/{name}"].append(value)
+            if name != "by_position":  # TRL's log takes numbers
+                self._metrics["train"][f"qlora_rl/{name}"].append(value)
         self._record.add(completion_length=float(mask_BT.sum(1).float().mean()), **measured)
 
     def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
+from qlora_rl.advice import CORRECTION
 from qlora_rl.contracts import RolloutEngine, SamplingSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 
@@ -56,6 +57,13 @@ def as_one(rollout: Any) -> Any:
     if isinstance(rollout, list | tuple) and rollout and all(is_url(each) for each in rollout):
         return ",".join(rollout)
     return rollout
+
+
+def default_args() -> GRPOConfig:
+    """The config of a GRPO trainer that was given none: TRL's, with our correction. One that was given stays as it is."""
+    from trl import GRPOConfig
+
+    return GRPOConfig("qlora-grpo", **CORRECTION)
 
 
 def own_copy(args: GRPOConfig) -> GRPOConfig:

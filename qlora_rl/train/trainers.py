@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.train import settings
 from qlora_rl.train.measure import MeasuredSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 
@@ -44,6 +45,8 @@ class QLoRAGRPOTrainer(OnlineTrainer, MeasuredSteps, GRPOTrainer):
         existing_run: what to do when `args.output_dir` holds a run: "refuse", "overwrite", "continue".
         canary_every: what the engine's buffers hold is compared with what was sent after every push; fixed sequences are
             scored by both sides after each n-th one, which costs two small forwards. 0 switches both off.
+        on_mismatch: when rollouts were drawn by something else than the trainer's policy (docs/fidelity.md#the-alarm): "stop" ends
+            the run with the likely cause, "warn" logs it.
         share_base: "auto" (default): a model that is not loaded yet is trained on the tensors of the engine that the trainer
             starts, so that the base is held once, or a log line says why not. True: also on those of a LocalEngine that was
             passed; an error where it cannot be. False: two copies.
@@ -85,13 +88,14 @@ class QLoRAGRPOTrainer(OnlineTrainer, MeasuredSteps, GRPOTrainer):
         existing_run: str = "refuse",
         allow_base_mismatch: bool = False,
         canary_every: int = 2,
+        on_mismatch: str = "stop",
         share_base: bool | str = "auto",
         gpu_memory: str | float = "auto",
         api_key_file: str | os.PathLike[str] | None = None,
     ):
         self.set_up(
             model,
-            args if args is not None else GRPOConfig("qlora-grpo"),
+            args if args is not None else settings.default_args(),
             OnlineOptions(
                 rollout=rollout,
                 sync=sync,
@@ -101,6 +105,7 @@ class QLoRAGRPOTrainer(OnlineTrainer, MeasuredSteps, GRPOTrainer):
                 existing_run=existing_run,
                 allow_base_mismatch=allow_base_mismatch,
                 canary_every=canary_every,
+                on_mismatch=on_mismatch,
                 share_base=share_base,
                 gpu_memory=gpu_memory,
                 api_key_file=api_key_file,

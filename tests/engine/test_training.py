@@ -23,6 +23,7 @@ OURS = (
     "adapter_dtype",
     "api_key_file",
     "canary_every",
+    "on_mismatch",
     "gpu_memory",
 )
 

@@ -234,3 +234,13 @@ def test_a_seed_gives_the_same_adapter_again(make_trainer, config, tmp_path):
         return [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
 
     assert all(torch.equal(a, b) for a, b in zip(train("a"), train("b"), strict=True))
+
+
+def test_without_a_config_the_correction_is_ours_and_a_config_that_is_given_is_never_changed(config):
+    ours = settings.default_args()
+    assert (ours.vllm_importance_sampling_mode, ours.vllm_importance_sampling_clip_max) == ("token_truncate", 2.0)
+    given = config()
+    assert (
+        given.vllm_importance_sampling_mode == settings.own_copy(given).vllm_importance_sampling_mode == "sequence_mask"
+    )
+    assert settings.own_copy(given).vllm_importance_sampling_clip_max == 3.0

@@ -53,6 +53,31 @@ def test_one_heavy_sequence_lowers_the_effective_sample_size():
     assert measure(trainer, torch.zeros(4, 1), torch.ones(4, 1)).ess == pytest.approx(0.25, abs=1e-6)
 
 
+def test_no_rare_token_carries_the_scaled_difference_away():
+    engine = torch.full((1, 100), -1.0)
+    engine[0, 0] = -20.0
+    trainer = engine + 0.01
+    trainer[0, 0] = 0.0  # 20 nats apart
+    found = measure(trainer, engine, torch.ones(1, 100))
+    assert found.logprob_diff_mean > 0.2
+    assert found.scaled_diff == pytest.approx((99 * 0.01 + 0.5) / 100, rel=1e-4)
+    trainer[0, 0] = -20.2  # 16-bit logits are rounded in proportion to their size
+    assert measure(trainer, engine, torch.ones(1, 100)).scaled_diff == pytest.approx(0.01, rel=1e-4)
+
+
+def test_the_profile_says_where_in_a_completion_the_sides_part():
+    engine = torch.zeros(2, 16)
+    trainer = engine.clone()
+    trainer[:, 14:] = 0.5
+    found = measure(trainer, engine, torch.ones(2, 16))
+    assert found.by_position == (0.0,) * 7 + (0.5,)
+    mask = torch.ones(2, 16)
+    mask[:, 4:8] = 0
+    places = measure(trainer, engine, mask).by_position
+    assert [math.isnan(p) for p in places] == [False, False, True, True, False, False, False, False]
+    assert len(measure(engine[:, :3], engine[:, :3], torch.ones(2, 3)).by_position) == 8
+
+
 def test_shapes_that_differ_are_refused():
     with pytest.raises(ValueError, match="three \\[B, T\\] tensors"):
         measure(torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3))

@@ -16,7 +16,7 @@ FLOORS = {
     "errors": 0, "contracts": 0, "fidelity": 0, "rewards": 0,
     "base": 1,
     "adapter": 2, "ledger": 2,
-    "engine": 3, "sync": 3,
+    "engine": 3, "sync": 3, "advice": 3,
     "train": 4,
     "bench": 5, "demo": 5, "report": 5,
     "commands": 6, "cli": 6,

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from qlora_rl import ConfigConflictError
-from qlora_rl.rewards import exact_match, format_match, length_match, numeric_match, program_match
+from qlora_rl.rewards import (
+    exact_match,
+    format_match,
+    formulas,
+    length_match,
+    math_match,
+    numeric_match,
+    program_match,
+    weighted,
+)
 from qlora_rl.rewards.numbers import final_number
 
 DATA = Path(__file__).parents[1] / "data" / "gsm8k" / "train-128.jsonl"
@@ -155,3 +164,62 @@ def test_a_program_sees_nothing_of_this_process(monkeypatch):
         + "import os, sys\nassert not {'QLORA_RL_SECRET', 'HOME', 'PATH'} & {*os.environ} and os.listdir('.') == []\nassert not any('site-packages' in p for p in sys.path)"
     )
     assert passes(look)
+
+
+def test_without_math_verify_formulas_are_compared_as_numbers_and_a_line_says_so(monkeypatch, caplog):
+    formulas._has_math_verify.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    answers = [p["answer"] for p in PROBLEMS]
+    assert math_match(answers, answer=answers) == [1.0] * len(PROBLEMS)
+    assert math_match(["x + 1", "3"], answer=["none", "4"]) == [None, 0.0]
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "qlora-rl[math]" in caplog.text
+    formulas._has_math_verify.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted", "reward"),
+    [
+        (r"So it is $\boxed{\frac{1}{2}}$.", "0.5", 1.0),
+        (r"\boxed{x^2 + 2x + 1}", r"$(x+1)^2$", 1.0),
+        (r"The answer is $\sqrt{2}/2$", r"$\frac{1}{\sqrt{2}}$", 1.0),
+        (r"\boxed{(1, 3]}", r"$(1,3]$", 1.0),
+        (r"\boxed{\{2, 1\}}", r"$\{1,2\}$", 1.0),
+        (r"\boxed{x^2 + 1}", r"$(x+1)^2$", 0.0),
+        (r"\boxed{\frac{1}{3}}", "0.5", 0.0),
+        ("no idea", r"$\sqrt{2}$", 0.0),
+    ],
+)
+def test_formulas_are_compared_as_mathematics(said, wanted, reward):
+    pytest.importorskip("math_verify")
+    formulas._has_math_verify.cache_clear()
+    assert math_match([said], answer=[wanted]) == [reward]
+
+
+def test_with_math_verify_gsm8k_is_as_right_as_without():
+    pytest.importorskip("math_verify")
+    formulas._has_math_verify.cache_clear()
+    answers = [p["answer"] for p in PROBLEMS]
+    assert math_match([rf"\boxed{{{number_of(p)}}}" for p in PROBLEMS], answer=answers) == [1.0] * len(PROBLEMS)
+    assert math_match([rf"\boxed{{{int(number_of(p)) + 1}}}" for p in PROBLEMS], answer=answers) == [0.0] * len(
+        PROBLEMS
+    )
+
+
+def test_weighted_sums_what_each_part_says():
+    form = partial(format_match, pattern="<think>.+</think>.+")
+    both = weighted((numeric_match, 1.0), (form, 0.25))
+    said = ["<think>2+2</think>4", "4", "<think>2+2</think>5", "5"]
+    assert both(said, answer=["4"] * 4, prompts=said, completion_ids=[[1]] * 4) == [1.25, 1.0, 0.25, 0.0]
+    assert both(["<think>a</think>b", "b"], answer=["?", "?"]) == [
+        0.25,
+        0.0,
+    ]  # no number to compare: that part is left out
+    assert weighted((numeric_match, 2.0))(["4"], answer=["?"]) == [None]
+    assert weighted((both, 2.0), (exact_match, 1.0))(["4"], answer=["4"]) == [3.0]
+
+
+@pytest.mark.parametrize("parts", [(), (numeric_match,), ((1.0, numeric_match),)])
+def test_weighted_of_no_pairs_is_refused(parts):
+    with pytest.raises(ConfigConflictError, match=r"weighted\(\(numeric_match, 1.0\)"):
+        weighted(*parts)

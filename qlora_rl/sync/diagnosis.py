@@ -1,0 +1,389 @@
+"""`Examiner`: rollouts are further from the trainer's policy than rounding explains. Which policy drew them?
+
+First what can be proven: the engine must hold the live adapter, byte for byte, and both bases must be what they were at the
+start. Then what can be tried: the very tokens are scored anew under what the engine may have multiplied with instead (alpha wrong by
+a factor, the version before, no adapter, one layer lost, another temperature). The one under which the distance falls to noise
+is the cause. It costs some forwards over a few sequences, and is paid only when the alarm asks.
+
+Shape letters: T drawn tokens of one completion, V vocabulary, R rank, O out-features.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from qlora_rl.adapter.live import LiveAdapter
+from qlora_rl.adapter.subject import Subject, active_adapter
+from qlora_rl.base.fingerprint import compare, digest_bytes, fingerprint_base
+from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncStrategy
+from qlora_rl.errors import QloraRLError
+from qlora_rl.fidelity import scaled_differences
+from qlora_rl.sync.admission import Admission
+
+# What a wrong factor usually is; the adapter's own scale comes to these.
+_FACTORS = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125, 16.0, 0.0625, 32.0, 0.03125)
+_TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
+# Modules that are tried one by one; of more, only those of the decoder layer that explains most.
+_FEW = 64
+# An explanation must leave at most this share of the distance, and be nearer than the policy at so many more of the tokens than
+# half that chance would be that many standard deviations off. Rounding falls anew under every other adapter: where a few tokens make
+# the distance, one of forty explanations is nearer in the mean by chance.
+_EXPLAINED, _DEVIATIONS = 1 / 3, 4.0
+# Faults that were shown to be there, and not merely supposed.
+FAULTS = ("scale", "stale", "layer", "bare", "adapter", "base", "sampling")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Some completions that the engine has drawn.
+
+    Attributes:
+        prompts: token ids.
+        completions: token ids.
+        logprobs: those that the engine reported, `None` where a token was not drawn by it or has none.
+        temperature: with which they were asked for.
+        filters: what else shaped the distribution, such as "top_p=0.9".
+    """
+
+    prompts: list[list[int]]
+    completions: list[list[int]]
+    logprobs: list[list[float | None]]
+    temperature: float = 1.0
+    filters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why rollouts are far from the policy.
+
+    Attributes:
+        cause: one of `FAULTS`; "dropout" or "noise" (nothing is wrong), "dtype" or "unknown" (nothing was shown).
+        sentence: for people.
+        module: that is concerned, if one is.
+        distance: mean scaled difference (fidelity.scaled_differences) of the tokens, scored anew without dropout; NaN if that was not
+            needed.
+        is_proven: bytes or fingerprints have shown it; otherwise it was tried, and should be found again to be believed.
+    """
+
+    cause: str
+    sentence: str
+    module: str | None = None
+    distance: float = float("nan")
+    is_proven: bool = False
+
+    @property
+    def is_fault(self) -> bool:
+        """Something was shown to be wrong."""
+        return self.cause in FAULTS
+
+
+class Examiner:
+    """Finds out what the engine multiplies with.
+
+    Args:
+        model: the trainer's; while it is asked what another adapter would have drawn, its adapter is exchanged, and put back.
+        engine: that has drawn.
+        strategy: that pushed the policy.
+        admission: what both bases were at the start.
+        autocast: dtype in which the trainer's forward runs while training (`None`: as the weights are).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        engine: RolloutEngine,
+        strategy: SyncStrategy,
+        admission: Admission,
+        autocast: torch.dtype | None = None,
+    ):
+        self.model = model
+        self.engine = engine
+        self.strategy = strategy
+        self.admission = admission
+        self.autocast = autocast
+        self._sends_adapter = getattr(strategy, "mode", "") == "lora_adapter"
+
+    def examine(self, drawn: Drawn, limit: float) -> Diagnosis:
+        """Find the cause.
+
+        Args:
+            drawn: some of the completions.
+            limit: scaled difference that rounding explains.
+        """
+        try:
+            proven = (self._held() if self._sends_adapter else None) or self._bases()
+        except QloraRLError as error:  # the engine, or the live adapter, cannot even be asked
+            return Diagnosis("adapter", f"what the engine holds cannot be read: {error}", error.module, is_proven=True)
+        return replace(proven, is_proven=True) if proven else self._tried(drawn, limit)
+
+    # --- proven -----------------------------------------------------------------------------------------------------
+
+    def _held(self) -> Diagnosis | None:
+        """Compare what lies in the engine with the live adapter, byte for byte."""
+        bundle = self._bundle()
+        wanted = _digests(bundle.tensors)
+        held = self.engine.held_adapter(bundle.rank)
+        wrong = sorted(name for name in {*wanted, *held} if wanted.get(name) != held.get(name))
+        if not wrong:
+            return None
+        module = _module_of(wrong[0])
+        if not held:
+            return Diagnosis("bare", "the engine holds no adapter: it draws with the bare base")
+        before = self.strategy.before()
+        if before is not None and held == _digests(before[1]):
+            return Diagnosis(
+                "stale", f"the engine holds version {before[0]}, which is not the newest: it was not updated"
+            )
+        missing = [name for name in wrong if name not in held]
+        if missing == wrong:
+            layers = sorted({_module_of(name) for name in missing})
+            more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+            return Diagnosis(
+                "layer", f"the engine has lost the adapter of {layers[0]}{more}; all others are right", layers[0]
+            )
+        if all(".lora_B." in name for name in wrong):
+            for factor in self._factors():
+                if all(held.get(name) == digest_bytes(bundle.tensors[name] * factor) for name in wrong):
+                    return Diagnosis("scale", _of_scale(factor), module)
+        return Diagnosis(
+            "adapter",
+            f"the engine holds another adapter: {len(wrong)} matrices are not what was pushed, first {wrong[0]}",
+            module,
+        )
+
+    def _bases(self) -> Diagnosis | None:
+        """Compare both bases with what they were at the start; full weights lie over them."""
+        if not self._sends_adapter:
+            return None
+        before, ours = self.admission.ours.leaves, fingerprint_base(self.model)
+        sides = [("engine", self.admission.theirs, self.engine.describe_base())]
+        if all(name in before and before[name].kind == leaf.kind for name, leaf in ours.leaves.items()):
+            sides.append(("trainer", self.admission.ours, ours))  # otherwise its baked form was compared
+        for side, then, now in sides:
+            diff = compare(then, now)
+            if diff.entries:
+                said = f"the base of the {side} has changed since the start: {diff.entries[0]}"
+                return Diagnosis("base", said, diff.modules[0])
+        return None
+
+    # --- tried ------------------------------------------------------------------------------------------------------
+
+    def _tried(self, drawn: Drawn, limit: float) -> Diagnosis:
+        """Score the tokens under what may have drawn them."""
+        by_temperature = self._scaled(drawn, (drawn.temperature, *_TEMPERATURES))
+        here = by_temperature.pop(drawn.temperature)
+        now = float(here.mean())
+        if now <= limit * _EXPLAINED:
+            return Diagnosis("dropout", "without the trainer's dropout both sides agree", distance=now)
+        found = [
+            (there, Diagnosis("sampling", _of_temperature(temperature, drawn.temperature), distance=now))
+            for temperature, there in by_temperature.items()
+        ]
+        if self._sends_adapter:
+            found += self._under_other_adapters(drawn, now)
+        best, diagnosis = min(found, key=lambda pair: float(pair[0].mean()))
+        if now > limit / 2 and float(best.mean()) <= now * _EXPLAINED and _is_nearer(best, here, _first_seen(drawn)):
+            return diagnosis
+        if now <= limit:
+            return Diagnosis("noise", "scored anew, the tokens are as near as rounding explains", distance=now)
+        if self.autocast is not None:
+            plain = self._scaled(drawn, (drawn.temperature,), autocast=False)[drawn.temperature]
+            if float(plain.mean()) <= now * _EXPLAINED:
+                return Diagnosis(
+                    "dtype",
+                    f"without autocast to {str(self.autocast).removeprefix('torch.')} the trainer agrees: the two sides compute in different dtypes",
+                    distance=now,
+                )
+        return Diagnosis("unknown", self._guess(drawn, limit), distance=now)
+
+    def _under_other_adapters(self, drawn: Drawn, now: float) -> list[tuple[torch.Tensor, Diagnosis]]:
+        temperature = drawn.temperature
+
+        def under(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            with self._exchanged(tensors):
+                return self._scaled(drawn, (temperature,))[temperature]
+
+        live = self._bundle().tensors
+        b_names = [name for name in live if ".lora_B." in name]
+        found = [
+            (
+                under({name: live[name] * factor for name in b_names}),
+                Diagnosis("scale", _of_scale(factor), distance=now),
+            )
+            for factor in self._factors()
+        ]
+        nothing = {name: torch.zeros_like(live[name]) for name in b_names}
+        found.append(
+            (
+                under(nothing),
+                Diagnosis("bare", "the engine applies no adapter: it draws with the bare base", distance=now),
+            )
+        )
+        before = self.strategy.before()
+        if before is not None:
+            said = f"the tokens were drawn by version {before[0]}, which is not the newest: the engine goes on with an old one"
+            found.append((under(before[1]), Diagnosis("stale", said, distance=now)))
+        groups: dict[str, list[str]] = {}
+        for name in b_names:
+            groups.setdefault(_layer_of(name), []).append(name)
+        tried = {group: under({n: nothing[n] for n in names}) for group, names in groups.items()}
+        nearest = min(tried, key=lambda group: float(tried[group].mean()))
+        names = b_names if len(b_names) <= _FEW else groups[nearest]
+        tried |= {_module_of(name): under({name: nothing[name]}) for name in names}
+        lost = min(tried.items(), key=lambda item: float(item[1].mean()))
+        found.append(
+            (lost[1], Diagnosis("layer", f"the engine does not apply the adapter of {lost[0]}", lost[0], distance=now))
+        )
+        return found
+
+    def _guess(self, drawn: Drawn, limit: float) -> str:
+        if drawn.filters:
+            return f"{', '.join(drawn.filters)}: the engine's probabilities know of it, the trainer's do not"
+        if self._scores_apart(drawn) <= limit:
+            return (
+                "the engine scores these tokens as the trainer does, and reported other probabilities when it drew them: a filter of the "
+                "sampling (top_p, top_k, a penalty), or a cache of an older version"
+            )
+        return "adapter and base are right, byte for byte, and no temperature explains it: the two sides compute differently (dtype, kernel)"
+
+    def _scores_apart(self, drawn: Drawn) -> float:
+        """Scaled difference of both sides' scores of the sequences as they are now, at temperature 1."""
+        longest = self.engine.capabilities().max_model_length - 1
+        pairs = zip(drawn.prompts, drawn.completions, strict=True)
+        kept = [(p, c[: longest - len(p)]) for p, c in pairs if len(p) < longest]
+        theirs = self.engine.score([p + c for p, c in kept])
+        scored = [row[len(p) - 1 :] for row, (p, _) in zip(theirs, kept, strict=True)]
+        again = Drawn([p for p, _ in kept], [c for _, c in kept], scored)
+        return float(self._scaled(again, (1.0,))[1.0].mean())
+
+    # --- the trainer's side -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _scaled(
+        self, drawn: Drawn, temperatures: Sequence[float], *, autocast: bool = True
+    ) -> dict[float, torch.Tensor]:
+        """Scaled difference of the trainer's logprob of every drawn token, at each temperature, from the one that was reported."""
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        device = next(base.parameters()).device
+        takes_keep = "logits_to_keep" in inspect.signature(type(base).forward).parameters
+        uses = autocast and self.autocast is not None
+        context = torch.autocast(device.type, self.autocast) if uses else contextlib.nullcontext()
+        differences: dict[float, list[torch.Tensor]] = {t: [] for t in temperatures}
+        reported: list[torch.Tensor] = []
+        was_training = self.model.training
+        self.model.eval()  # dropout is not what is looked for
+        try:
+            with context:
+                for prompt, ids, logprobs in zip(drawn.prompts, drawn.completions, drawn.logprobs, strict=True):
+                    kept = {"logits_to_keep": len(ids) + 1} if takes_keep else {}
+                    # TRL puts a forward of its own on the model, which returns no logits.
+                    row = torch.tensor([prompt + ids], device=device)
+                    logits_TV = type(base).forward(base, input_ids=row, use_cache=False, **kept).logits[0]
+                    logits_TV = logits_TV[-len(ids) - 1 : -1].float()
+                    known = [i for i, value in enumerate(logprobs) if value is not None]
+                    ids_T = torch.tensor(ids, device=device)[known, None]
+                    theirs_T = torch.tensor([logprobs[i] for i in known], dtype=torch.double)
+                    reported.append(theirs_T)
+                    for temperature, rows in differences.items():
+                        ours_T = (logits_TV[known] / temperature).log_softmax(-1).gather(1, ids_T)[:, 0]
+                        rows.append(ours_T.double().cpu() - theirs_T)
+        finally:
+            if was_training:
+                self.model.train()
+        theirs = torch.cat(reported)
+        return {t: scaled_differences(torch.cat(rows), theirs) for t, rows in differences.items()}
+
+    def _bundle(self) -> AdapterBundle:
+        adapter = LiveAdapter(self.model, getattr(torch, self.engine.capabilities().adapter_dtype))
+        adapter.look()
+        return adapter.bundle()
+
+    def _factors(self) -> list[float]:
+        """Factors by which alpha may be wrong: small powers of two; the scale itself, which is left out or applied twice."""
+        layers = Subject(self.model, active_adapter(self.model)).layers
+        scales = {float(s) for layer in layers.values() for s in layer.scaling.values()} - {0.0, 1.0}
+        own = [f for s in sorted(scales)[:2] for f in (s, 1 / s)]
+        return list(dict.fromkeys([*own, *_FACTORS]))
+
+    @contextlib.contextmanager
+    def _exchanged(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """The model with these matrices (canonical: the scale is folded into B) in the place of its own; then as it was."""
+        adapter = active_adapter(self.model)
+        layers = Subject(self.model, adapter).layers
+        own: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        try:
+            for name, tensor in tensors.items():
+                layer = layers[_module_of(name)]
+                is_b = ".lora_B." in name
+                parameter = (layer.lora_B if is_b else layer.lora_A)[adapter].weight
+                scale = float(layer.scaling[adapter]) if is_b else 1.0
+                if scale == 0.0:
+                    continue
+                cut = tensor[:, : parameter.shape[1]] if is_b else tensor[: parameter.shape[0]]
+                own.append((parameter, parameter.data))
+                parameter.data = (cut.to(parameter.device, torch.float32) / scale).to(parameter.dtype)
+            yield
+        finally:
+            for parameter, data in own:
+                parameter.data = data
+
+
+def _is_nearer(there: torch.Tensor, here: torch.Tensor, counted: torch.Tensor) -> bool:
+    """Under the explanation nearly all tokens are nearer, not only the few that make the mean; a sign test.
+
+    Args:
+        there: scaled differences under the explanation.
+        here: under the policy as it is.
+        counted: tokens that are independent of each other.
+    """
+    wins, losses = (int((one < other)[counted].sum()) for one, other in ((there, here), (here, there)))
+    return wins - losses >= _DEVIATIONS * max(1, wins + losses) ** 0.5
+
+
+def _first_seen(drawn: Drawn) -> torch.Tensor:
+    """True where a token and all before it were not seen in an earlier completion: copies are rounded alike."""
+    seen: set[tuple[int, ...]] = set()
+    first = []
+    for prompt, ids, logprobs in zip(drawn.prompts, drawn.completions, drawn.logprobs, strict=True):
+        for i, value in enumerate(logprobs):
+            if value is not None:
+                key = (len(prompt), *prompt, *ids[: i + 1])
+                first.append(key not in seen)
+                seen.add(key)
+    return torch.tensor(first, dtype=torch.bool)
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: digest_bytes(tensor) for name, tensor in tensors.items() if bool(tensor.any())}
+
+
+def _module_of(name: str) -> str:
+    return name.removeprefix("base_model.model.").rsplit(".lora_", 1)[0]
+
+
+def _layer_of(name: str) -> str:
+    """The decoder layer of a canonical name: all up to the first number."""
+    parts = _module_of(name).split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: number + 1])
+
+
+def _of_scale(factor: float) -> str:
+    return (
+        f"the engine applies the adapter {factor:g} times as strongly as the trainer: lora_alpha, or the scale that is made of it, is "
+        "wrong by this factor"
+    )
+
+
+def _of_temperature(found: float, asked: float) -> str:
+    if found == 1.0:
+        return (
+            f"the engine reports raw logprobs, without the temperature={asked:g} (vLLM's logprobs_mode), or draws at 1"
+        )
+    return f"the engine draws at temperature={found:g}, and was asked for {asked:g}"

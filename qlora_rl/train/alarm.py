@@ -1,0 +1,207 @@
+"""`MismatchAlarm`: every step's distance of trainer and engine against what is normal for this pair; what is not is examined.
+
+The threshold is calibrated on the first batch: rollouts of this task, at this temperature, on these two engines. A step above it
+is examined (`sync/diagnosis.py`). If nothing is wrong, that was noise, and the threshold is raised above it: the alarm learns
+what is normal and does not ask twice. If bytes show that something is wrong, the run stops in that very step; if only the tokens
+do, in the second step in a row that shows the same. A distance that nothing explains stops it only if it is large, and there in two
+steps in a row as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from qlora_rl.contracts import SamplingSpec
+from qlora_rl.errors import ConfigConflictError, PolicyMismatchError
+from qlora_rl.fidelity import Fidelity
+from qlora_rl.sync.diagnosis import Diagnosis, Drawn, Examiner
+from qlora_rl.train.link import Link
+
+logger = logging.getLogger(__name__)
+
+ON_MISMATCH = ("stop", "warn")
+# Scaled differences (fidelity.scaled_differences) in the dtype in which the engine multiplies. `usual`: a first batch below it
+# needs no examination, and what is below it is rounding where nothing is shown to be wrong. `least`: no threshold goes below it. `most`: no noise goes above it.
+_BOUNDS = {
+    "float32": {"least": 1e-6, "usual": 1e-4, "most": 0.01},
+    "16 bit": {"least": 1e-3, "usual": 0.01, "most": 0.1},
+}
+# The first batch, times this, is the threshold; noise that was examined, times the other.
+_FACTOR, _RAISED = 3.0, 2.0
+# Sequences, and tokens of each, that are scored anew.
+SEQUENCES, TOKENS = 16, 64
+
+
+class MismatchAlarm:
+    """Watches `Fidelity.scaled_diff`.
+
+    Args:
+        examine: finds the cause (`Examiner.examine`).
+        on_mismatch: "stop" raises `PolicyMismatchError`; "warn" logs it and goes on.
+        dtype: in which the engine multiplies adapters.
+        expected: why the sides are known to differ, such as "top_p=0.9": then only what is shown to be wrong stops a run.
+
+    Attributes:
+        threshold: of the next step; `None` before the first batch.
+        diagnoses: of every step that was examined, by number of the batch.
+    """
+
+    def __init__(
+        self,
+        examine: Callable[[Drawn, float], Diagnosis],
+        *,
+        on_mismatch: str = "stop",
+        dtype: str = "bfloat16",
+        expected: Sequence[str] = (),
+    ):
+        check_word(on_mismatch)
+        self.on_mismatch = on_mismatch
+        self.expected = tuple(expected)
+        self.threshold: float | None = None
+        self.diagnoses: dict[int, Diagnosis] = {}
+        self._examine = examine
+        self._bounds = _BOUNDS.get(dtype, _BOUNDS["16 bit"])
+        self._batches = self._unexplained = 0
+        self._suspected = ""
+
+    def observe(self, fidelity: Fidelity, drawn: Callable[[], Drawn]) -> Diagnosis | None:
+        """Look at one batch.
+
+        Args:
+            fidelity: of the batch.
+            drawn: gives some of its completions; called only if it is examined.
+
+        Returns:
+            What an examination has found; `None` where there was no need of one.
+
+        Raises:
+            PolicyMismatchError: with the likely cause.
+        """
+        self._batches += 1
+        distance = fidelity.scaled_diff
+        if math.isnan(distance):
+            return None  # nothing was drawn, or nothing reported
+        limit = self._bounds["usual"] if self.threshold is None else self.threshold
+        if distance <= limit:
+            self._unexplained, self._suspected = 0, ""
+            if self.threshold is None:
+                self.threshold = max(self._bounds["least"], _FACTOR * distance)
+            return None
+        found = self._examine(drawn(), limit)
+        if found.cause in ("dtype", "unknown") and distance <= self._bounds["usual"]:
+            found = replace(found, cause="noise", sentence="adapter and base are right, and rounding may be this large")
+        self.diagnoses[self._batches] = found
+        said = (
+            f"batch {self._batches}: trainer and engine are {distance:.2g} apart (scaled, mean over {fidelity.tokens} drawn tokens; up to "
+            f"{limit:.2g} is normal for them): {found.sentence}"
+        )
+        is_noise = found.cause in ("noise", "dropout")  # scored anew, the sides agree
+        is_large = distance > self._bounds["most"] and not is_noise and not self.expected
+        self._unexplained = self._unexplained + 1 if is_large else 0
+        is_shown = found.is_fault and (found.is_proven or found.cause == self._suspected)
+        self._suspected = found.cause if found.is_fault else ""
+        if is_shown or self._unexplained >= 2:
+            self._stop(said, found)
+        elif found.is_fault:
+            logger.warning("%s; if the next batch shows it too, this is believed", said)
+            return found
+        else:
+            log = logger.info if is_noise else logger.warning
+            log("%s%s", said, f" (expected: {', '.join(self.expected)})" if self.expected else "")
+        # What is not understood must not raise it without end.
+        raised = _RAISED * distance
+        is_known = bool(self.expected) or is_noise or self.on_mismatch == "warn"
+        self.threshold = max(limit, raised if is_known else min(raised, self._bounds["most"]))
+        return found
+
+    def _stop(self, said: str, found: Diagnosis) -> None:
+        if self.on_mismatch == "warn":
+            logger.warning("%s (on_mismatch='warn': going on)", said)
+            return
+        error = PolicyMismatchError(
+            f"watching the rollouts: {said}. The policy would learn from what another one has drawn. The run directory holds the last "
+            "adapter; mend the cause, or pass on_mismatch='warn' to go on.",
+            reasons=[found.sentence],
+            module=found.module,
+        )
+        error.cause = found.cause
+        raise error
+
+
+def check_word(on_mismatch: str) -> None:
+    """Refuse another word.
+
+    Raises:
+        ConfigConflictError: it is none of `ON_MISMATCH`.
+    """
+    if on_mismatch not in ON_MISMATCH:
+        raise ConfigConflictError(f"reading the arguments: on_mismatch={on_mismatch!r} is not one of {ON_MISMATCH}.")
+
+
+def filters_of(sampling: SamplingSpec) -> tuple[str, ...]:
+    """What shapes the engine's distribution beside the temperature, and the trainer does not know of."""
+    plain = SamplingSpec()
+    names = ("top_p", "top_k", "min_p", "repetition_penalty", "regex")
+    set_here = {name: getattr(sampling, name) for name in names if getattr(sampling, name) != getattr(plain, name)}
+    quiet = {"stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "detokenize"}
+    set_here |= {name: value for name, value in sampling.extra.items() if name not in quiet}
+    if set_here.get("top_k") == -1:
+        del set_here["top_k"]
+    return tuple(f"{name}={value!r}" for name, value in set_here.items())
+
+
+def drawn_from(
+    output: Mapping[str, Any], mask_BT: torch.Tensor, temperature: float, filters: tuple[str, ...] = ()
+) -> Drawn:
+    """Up to 16 completions of TRL's batch, evenly spread, as far as their first 64 tokens.
+
+    Args:
+        output: of TRL's `_generate_and_score_completions`.
+        mask_BT: nonzero where the policy drew.
+        temperature: by which the trainer divides its logits.
+        filters: see `filters_of`.
+    """
+    texts = {(tuple(p), tuple(c)): i for i, (p, c) in enumerate(_rows(output)) if bool(mask_BT[i].any())}
+    rows = sorted(texts.values())  # each text once
+    rows = rows[:: max(1, math.ceil(len(rows) / SEQUENCES))]
+    prompts, completions, logprobs = [], [], []
+    for i in rows:
+        prompts.append(output["prompt_ids"][i][output["prompt_mask"][i].bool()].tolist())
+        length = min(TOKENS, int(mask_BT[i].nonzero().max()) + 1)
+        completions.append(output["completion_ids"][i, :length].tolist())
+        values = output["sampling_per_token_logps"][i, :length].tolist()
+        mask = mask_BT[i, :length].tolist()
+        logprobs.append([None if not m or math.isnan(v) else v for v, m in zip(values, mask, strict=True)])
+    return Drawn(prompts, completions, logprobs, temperature or 1.0, filters)
+
+
+def _rows(output: Mapping[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
+    yield from zip(output["prompt_ids"].tolist(), output["completion_ids"].tolist(), strict=True)
+
+
+def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_func: Any = None) -> MismatchAlarm:
+    """The alarm of a trainer.
+
+    Args:
+        link: policy and engine.
+        model: the policy.
+        args: of TRL: precision.
+        on_mismatch: as the trainer takes it.
+        rollout_func: TRL's: what it returns was not drawn by the bridge.
+    """
+    autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    expected = list(filters_of(link.bridge.sampling))
+    expected += ["rollout_func"] if rollout_func is not None else []
+    expected += [] if link.admission.is_proven else ["another base is allowed"]
+    return MismatchAlarm(
+        Examiner(model, link.engine, link.strategy, link.admission, autocast).examine,
+        on_mismatch=on_mismatch,
+        dtype=link.engine.capabilities().adapter_dtype,
+        expected=expected,
+    )

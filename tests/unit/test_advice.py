@@ -1,0 +1,83 @@
+"""`recommend`: what it says can be passed on, and fits."""
+
+import json
+
+import pytest
+
+from qlora_rl import ConfigConflictError, recommend
+from qlora_rl.advice import CORRECTION
+from qlora_rl.cli import main
+
+SHAPES = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "32b": {"hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 64, "num_attention_heads": 40},
+}
+
+
+@pytest.fixture(scope="module")
+def config_of(tmp_path_factory):
+    def write(name, positions=40_960):
+        path = tmp_path_factory.mktemp("configs") / f"{name}.json"
+        fields = {"model_type": "qwen3", "vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128}
+        path.write_text(json.dumps(fields | SHAPES[name] | {"max_position_embeddings": positions}))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("task", ["grpo", "sft", "dpo"])
+def test_what_is_recommended_is_what_peft_and_trl_take(config_of, task, tmp_path):
+    import trl
+    from peft import LoraConfig
+
+    advice = recommend(config_of("8b"), task, 80, device="cuda")
+    assert advice.fits
+    lora = LoraConfig(**advice.lora)
+    assert (lora.target_modules, lora.lora_alpha) == ("all-linear", 32)
+    kind = {"grpo": trl.GRPOConfig, "sft": trl.SFTConfig, "dpo": trl.DPOConfig}[task]
+    config = kind(output_dir=str(tmp_path), use_cpu=True, **advice.config)
+    assert config.optim == "paged_adamw_8bit"
+    assert config.learning_rate == pytest.approx(10 * kind.__dataclass_fields__["learning_rate"].default)
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps in (32, 64)
+    assert advice.base == {"quant": "nf4", "double_quant": True}
+    for part in (advice.base, advice.lora, advice.config, advice.trainer):
+        assert not [n for n in part if n not in advice.reasons and n not in ("task_type", "warmup_steps", *CORRECTION)]
+
+
+def test_a_smaller_card_gets_a_smaller_batch_and_then_a_shorter_length(config_of):
+    batches, lengths = [], []
+    for gib in (80, 24, 16, 12, 10):
+        advice = recommend(config_of("8b"), "grpo", gib, max_length=4096)
+        batches.append(advice.config["per_device_train_batch_size"])
+        lengths.append(advice.config["vllm_max_model_length"])
+        if advice.fits:
+            assert advice.ledger.peak_bytes <= gib * 2**30
+    assert batches == sorted(batches, reverse=True)
+    assert lengths == sorted(lengths, reverse=True)
+    assert (batches[0], lengths[0]) == (8, 4096)
+    assert batches[-1] == 1
+    assert lengths[-1] < 4096
+
+
+def test_large_models_get_half_the_rate_in_sft_and_a_cpu_no_paged_optimizer(config_of):
+    assert recommend(config_of("32b"), "sft", 80).config["learning_rate"] == pytest.approx(1e-4)
+    assert recommend(config_of("8b"), "sft", 80).config["learning_rate"] == pytest.approx(2e-4)
+    assert recommend(config_of("8b"), "sft", device="cpu").config["optim"] == "adamw_torch_fused"
+    assert recommend(config_of("8b", positions=1024), "sft").config["max_length"] == 1024
+
+
+def test_the_command_says_what_and_why_and_whether_it_fits(config_of, capsys):
+    path = str(config_of("8b"))
+    assert main(["recommend", path, "--task", "dpo", "--gpu-memory", "48"]) == 0
+    said = capsys.readouterr().out
+    assert "learning_rate = 1e-05" in said
+    assert "LWR" in said
+    assert main(["recommend", path, "--gpu-memory", "2"]) == 3
+    capsys.readouterr()
+    assert main(["recommend", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lora"]["r"] == 16
+
+
+def test_another_task_is_refused(config_of):
+    with pytest.raises(ConfigConflictError, match="task='ppo' is not one of"):
+        recommend(config_of("8b"), "ppo")

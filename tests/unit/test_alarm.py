@@ -1,0 +1,166 @@
+"""What the alarm makes of distances and examinations; the examinations themselves: tests/engine/test_mismatch.py."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+from qlora_rl import PolicyMismatchError, SamplingSpec
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.fidelity import measure
+from qlora_rl.sync.diagnosis import Diagnosis, Drawn, _first_seen, _is_nearer
+from qlora_rl.train.alarm import MismatchAlarm, drawn_from, filters_of
+
+LIKE = measure(torch.zeros(2, 8), torch.zeros(2, 8), torch.ones(2, 8))
+
+
+class Examined:
+    """An examination that finds what it is told to, and counts."""
+
+    def __init__(self, cause="noise", is_proven=False):
+        self.cause, self.is_proven, self.limits = cause, is_proven, []
+
+    def __call__(self, drawn, limit):
+        self.limits.append(limit)
+        module = "layers.0" if self.cause == "layer" else None
+        return Diagnosis(self.cause, f"it is {self.cause}", module, is_proven=self.is_proven)
+
+
+def alarm_that_saw(*distances, cause="noise", is_proven=False, **arguments):
+    examined = Examined(cause, is_proven)
+    alarm = MismatchAlarm(examined, **arguments)
+    for distance in distances:
+        see(alarm, distance)
+    return alarm, examined
+
+
+def see(alarm, distance):
+    return alarm.observe(dataclasses.replace(LIKE, scaled_diff=distance), lambda: Drawn([], [], []))
+
+
+def test_the_first_batch_calibrates_and_what_is_near_it_is_not_examined():
+    alarm, examined = alarm_that_saw(1e-3, 2.9e-3, 1e-5)
+    assert alarm.threshold == pytest.approx(3e-3)
+    assert not examined.limits
+
+
+def test_no_threshold_is_so_low_that_rounding_is_examined():
+    assert alarm_that_saw(0.0)[0].threshold == 1e-3
+    assert alarm_that_saw(0.0, dtype="float32")[0].threshold == 1e-6
+
+
+def test_noise_raises_the_threshold_and_is_not_examined_twice():
+    alarm, examined = alarm_that_saw(1e-3, 4e-3, 7e-3, 4e-3)
+    assert len(examined.limits) == 1
+    assert alarm.threshold == pytest.approx(8e-3)
+    assert {n: d.cause for n, d in alarm.diagnoses.items()} == {2: "noise"}
+
+
+def test_a_first_batch_that_is_far_off_is_examined_before_it_calibrates():
+    alarm, examined = alarm_that_saw(0.02)
+    assert examined.limits == [0.01]
+    assert alarm.threshold == pytest.approx(0.04)
+    with pytest.raises(PolicyMismatchError):
+        alarm_that_saw(0.02, cause="scale", is_proven=True)
+
+
+@pytest.mark.parametrize("cause", ["scale", "stale", "layer", "bare", "adapter", "base", "sampling"])
+@pytest.mark.parametrize("is_proven", [True, False], ids=["by bytes", "by tokens"])
+def test_what_was_shown_to_be_wrong_stops_at_once_by_bytes_and_in_the_second_step_by_tokens(cause, is_proven):
+    alarm, _ = alarm_that_saw(1e-3, cause=cause, is_proven=is_proven)
+    if not is_proven:
+        assert see(alarm, 4e-3).cause == cause
+        assert alarm.threshold == pytest.approx(3e-3)  # what may be a fault is not learnt as noise
+    with pytest.raises(PolicyMismatchError, match=f"it is {cause}.*on_mismatch='warn'") as stopped:
+        see(alarm, 4e-3)
+    assert stopped.value.cause == cause
+    assert stopped.value.module == ("layers.0" if cause == "layer" else None)
+
+
+def test_a_suspicion_that_the_next_batch_does_not_share_is_forgotten():
+    alarm, examined = alarm_that_saw(1e-3, 4e-3, 1e-3, 4e-3, cause="scale")
+    examined.cause = "stale"
+    see(alarm, 4e-3)
+    examined.cause = "noise"
+    see(alarm, 4e-3)
+    assert [d.cause for d in alarm.diagnoses.values()] == ["scale", "scale", "stale", "noise"]
+
+
+def test_one_token_is_no_evidence_and_many_are():
+    here = torch.full((64,), 1e-3)
+    here[0] = 0.5
+    there = here * torch.where(torch.arange(64) % 2 == 0, 0.9, 1.1)
+    there[0] = 0.0  # in the mean a thousand times nearer
+    every = torch.ones(64, dtype=torch.bool)
+    assert there.mean() < here.mean() / 3
+    assert not _is_nearer(there, here, every)
+    assert _is_nearer(here * 0.3, here, every)
+    assert not _is_nearer(here * 0.3, here, torch.arange(64) < 8)  # too few of them
+    copies = Drawn([[1], [1], [2]], [[5, 6], [5, 7], [5, 6]], [[-1.0, -1.0]] * 3)
+    assert _first_seen(copies).tolist() == [True, True, False, True, True, True]
+
+
+def test_a_large_distance_that_nothing_explains_stops_in_its_second_step():
+    alarm, _ = alarm_that_saw(1e-3, 0.2, cause="unknown")
+    with pytest.raises(PolicyMismatchError, match="it is unknown"):
+        see(alarm, 0.2)
+    alarm, _ = alarm_that_saw(1e-3, 0.2, 1e-3, 0.2, 1e-3, cause="unknown")
+    assert len(alarm.diagnoses) == 2
+
+
+def test_a_small_distance_that_nothing_explains_is_a_warning(caplog):
+    alarm, _ = alarm_that_saw(1e-3, 5e-3, cause="unknown")
+    assert [d.cause for d in alarm.diagnoses.values()] == ["noise"]
+    assert not caplog.records
+    alarm_that_saw(1e-3, 0.02, 0.05, 0.08, 0.09, cause="dtype")
+    assert [r.levelname for r in caplog.records] == ["WARNING", "WARNING"]
+
+
+def test_filters_and_dropout_make_a_distance_that_stops_nothing():
+    assert alarm_that_saw(0.3, 0.7, 0.3, cause="unknown", expected=["top_p=0.9"])[0].threshold == pytest.approx(1.4)
+    assert alarm_that_saw(0.3, 0.3, 0.3, cause="dropout")[0].threshold == pytest.approx(0.6)
+    with pytest.raises(PolicyMismatchError):  # what is shown to be wrong stops all the same
+        alarm_that_saw(0.3, cause="stale", is_proven=True, expected=["top_p=0.9"])
+
+
+def test_warn_says_it_and_goes_on(caplog):
+    with caplog.at_level(logging.WARNING):
+        alarm, _ = alarm_that_saw(1e-3, 0.2, 0.2, 0.2, cause="scale", is_proven=True, on_mismatch="warn")
+    assert "it is scale" in caplog.text
+    assert len(alarm.diagnoses) == 1
+    with pytest.raises(ConfigConflictError, match="on_mismatch='ignore'"):
+        MismatchAlarm(Examined(), on_mismatch="ignore")
+
+
+def test_nothing_drawn_is_no_distance():
+    alarm, examined = alarm_that_saw(float("nan"), float("nan"))
+    assert alarm.threshold is None
+    assert not examined.limits
+
+
+def test_filters_are_what_the_trainer_does_not_know():
+    assert filters_of(SamplingSpec(temperature=0.3, max_tokens=4, extra={"stop": ["\n"]})) == ()
+    assert filters_of(SamplingSpec(top_p=0.9, top_k=-1, extra={"logit_bias": {1: 2.0}})) == (
+        "top_p=0.9",
+        "logit_bias={1: 2.0}",
+    )
+
+
+def test_drawn_takes_padding_tools_and_missing_logprobs_out():
+    output = {
+        "prompt_ids": torch.tensor([[0, 5, 6], [7, 8, 9]]),
+        "prompt_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+        "completion_ids": torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]]),
+        "sampling_per_token_logps": torch.tensor([[-1.0, -2.0, -3.0, 0.0], [-1.0, float("nan"), -3.0, -4.0]]),
+    }
+    mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]])
+    drawn = drawn_from(output, mask, 0.7, ("top_k=5",))
+    assert drawn.prompts == [[5, 6], [7, 8, 9]]
+    assert drawn.completions == [[1, 2, 3], [4, 5, 6, 7]]
+    assert drawn.logprobs == [[-1.0, None, -3.0], [-1.0, None, -3.0, -4.0]]
+    assert (drawn.temperature, drawn.filters) == (0.7, ("top_k=5",))
+    many = {k: v.repeat(50, 1) for k, v in output.items()}
+    assert len(drawn_from(many, mask.repeat(50, 1), 1.0).prompts) == 2  # each text once
+    many["prompt_ids"] = many["prompt_ids"] + torch.arange(100)[:, None]
+    assert 8 <= len(drawn_from(many, mask.repeat(50, 1), 1.0).prompts) <= 16
