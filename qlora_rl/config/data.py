@@ -24,8 +24,8 @@ def check_files(files: Sequence[str]) -> list[str]:
             found.append(f"{file} is none of {', '.join(DATA_FILES)}")
         elif not Path(file).is_file():
             found.append(f"there is no file {file}")
-        elif Path(file).suffix != ".parquet":
-            found += _check_first(file)
+        else:
+            found += _check_rows(file)
     if not found and len({_READERS[Path(file).suffix] for file in files}) > 1:
         found.append("holds JSON lines and Parquet; make two runs of one kind, or one kind of them")
     return found
@@ -34,22 +34,10 @@ def check_files(files: Sequence[str]) -> list[str]:
 def columns_after(files: Any, names: Mapping[str, str]) -> list[str] | None:
     """Columns of a dataset on disk when they are renamed; `None` where they cannot be known before it is loaded."""
     first = files[0] if isinstance(files, list) and files else files
-    if not isinstance(first, str) or not is_file(first) or not os.path.isfile(first):
+    if not isinstance(first, str) or not first.endswith(DATA_FILES) or not os.path.isfile(first) or _check_rows(first):
         return None
-    if first.endswith(".parquet"):
-        from pyarrow import ArrowInvalid, parquet
-
-        try:
-            found = list(parquet.read_schema(first).names)
-        except ArrowInvalid:
-            return None
-    else:
-        try:
-            found = list(dict(_first_row(first)))
-        except (ValueError, TypeError):
-            return None
     back = {old: new for new, old in names.items()}
-    return [back.get(name, name) for name in found]
+    return [back.get(name, name) for name in _columns(first)]
 
 
 def placeholders(template: str) -> list[str]:
@@ -109,7 +97,16 @@ def _shaped(dataset: Any, data: Data) -> Any:
     return dataset.rename_columns({old: new for new, old in data.columns.items()}) if data.columns else dataset
 
 
-def _check_first(file: str) -> list[str]:
+def _check_rows(file: str) -> list[str]:
+    """What is wrong with its first row, or with its schema."""
+    if file.endswith(".parquet"):
+        from pyarrow import ArrowException
+
+        try:
+            _columns(file)
+        except (ArrowException, OSError) as error:
+            return [f"{file} is no Parquet file: {str(error).splitlines()[0]}"]
+        return []
     try:
         row = _first_row(file)
     except (ValueError, OSError) as error:
@@ -119,7 +116,16 @@ def _check_first(file: str) -> list[str]:
     return [] if isinstance(row, dict) else [f"{file}: its first line is no JSON object. Write one row per line"]
 
 
+def _columns(file: str) -> list[str]:
+    if not file.endswith(".parquet"):
+        return list(_first_row(file))
+    from pyarrow import parquet
+
+    return list(parquet.read_schema(file).names)
+
+
 def _first_row(file: str) -> Any:
+    """The first row of JSON lines; `None` where there is none."""
     with open(file, encoding="utf-8") as handle:
         line = next((line for line in handle if line.strip()), "")
     return json.loads(line) if line else None

@@ -160,7 +160,7 @@ def test_everything_is_said_at_once(tmp_path):
     )
     found = reasons(file, "rewards.5.weight=2", "adapter")
     for wanted in (
-        "--set rewards.5.weight=2: there is no number 5 among 2",
+        "--set rewards.5.weight=2: there is no number 5 among 2; they are counted from 0",
         "--set adapter: is no table.field=value",
         "method: 'gpro' is none of 'sft', 'dpo', 'grpo', 'rloo', 'online_dpo', 'async_grpo'; did you mean 'grpo'?",
         "epochs: unknown; did you mean [train] num_train_epochs?",
@@ -369,12 +369,15 @@ def test_parquet_is_read_and_its_columns_are_known_before(tmp_path):
 
     parquet = tmp_path / "rows.parquet"
     Dataset.from_list([{"question": "1+1=", "answer": "2"}] * 4).to_parquet(parquet)
-    found = reasons(written(tmp_path, with_field("data", "train", str(parquet))))
+    file = written(tmp_path, with_field("data", "train", str(parquet)))
+    found = reasons(file)
     assert found == (
         "[data] train: method = 'grpo' needs the columns prompt; there are answer, question. Rename with columns",
     )
     dataset, _ = load_data(data_of(tmp_path, train=str(parquet), columns={"prompt": "question"}))
     assert dataset[:2] == {"prompt": ["1+1="] * 2, "answer": ["2"] * 2}
+    parquet.write_text("nonsense")
+    assert "is no Parquet file" in reasons(file)[0]
 
 
 def test_two_files_are_one_dataset_and_a_broken_line_names_the_file(tmp_path):
