@@ -61,7 +61,10 @@ def _of_other_methods(said: _Said) -> Iterator[Finding]:
             continue
         for name in said.changed(table):
             if said.method not in (options(held)[name][1].methods or METHODS):
-                yield Finding(f"[{table}] {name}", f"method = '{said.method}' draws no completions. Leave it out")
+                yield Finding(
+                    f"[{table}] {name}",
+                    f"is of {', '.join(options(held)[name][1].methods)}, not of method = '{said.method}'. Leave it out",
+                )
     if said.rewards and not method.scores:
         yield Finding("[[rewards]]", f"method = '{said.method}' scores no completions. Leave it out")
     if method.scores and not said.rewards:

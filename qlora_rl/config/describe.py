@@ -11,28 +11,21 @@ from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Method, Reward, Rules
 from qlora_rl.config.write import value
 
 # What a first run of a method sets in [train], by TRL's names.
+_GROUPS: dict[str, tuple[Any, str]] = {
+    "num_generations": (8, "completions of a prompt"),
+    "max_completion_length": (256, "tokens"),
+    "vllm_max_model_length": (1024, "prompt plus completion, in tokens"),
+    "temperature": (1.0, "of the rollouts"),
+}
 _FIRST: dict[str, dict[str, tuple[Any, str]]] = {
-    "sft": {"max_length": (1024, "tokens; longer rows are cut"), "num_train_epochs": (1, "passes over the data")},
+    "sft": {"max_length": (1024, "tokens; longer rows are cut")},
     "dpo": {"max_length": (1024, "tokens; longer rows are cut"), "beta": (0.1, "how close to the start")},
-    "grpo": {
-        "num_generations": (8, "completions of a prompt"),
-        "max_completion_length": (256, "tokens"),
-        "vllm_max_model_length": (1024, "prompt plus completion, in tokens"),
-        "temperature": (1.0, "of the rollouts"),
-    },
-    "rloo": {
-        "num_generations": (8, "completions of a prompt"),
-        "max_completion_length": (256, "tokens"),
-        "vllm_max_model_length": (1024, "prompt plus completion, in tokens"),
-    },
+    "grpo": _GROUPS,
+    "rloo": _GROUPS,
+    "async_grpo": _GROUPS,
     "online_dpo": {
         "max_new_tokens": (256, "of a completion"),
         "max_length": (1024, "prompt plus completion, in tokens"),
-    },
-    "async_grpo": {
-        "num_generations": (8, "completions of a prompt"),
-        "max_completion_length": (256, "tokens"),
-        "max_staleness": (4, "steps that a completion may lag behind"),
     },
 }
 # examples/data/sums.jsonl has prompt, answer and careless.
@@ -108,8 +101,6 @@ def _train_lines(method: str) -> Iterator[str]:
         **_FIRST[method],
         "logging_steps": (1, "steps between two lines of the log"),
     }
-    if method == "sft":
-        first.pop("num_train_epochs")
     for name, (shown, says) in first.items():
         yield f"{name} = {value(shown)}  # {says}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,14 @@ import qlora_rl
 from qlora_rl.config.data import load_data
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward
-from qlora_rl.config.schema import METHODS, Adapter, Rollout, RunConfig, default
+from qlora_rl.config.schema import METHODS, PLANNED, Adapter, Rollout, RunConfig, default
 from qlora_rl.config.trl_fields import make_args
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.errors import NotYetSupportedError
 
 RESOLVED = "run.toml"
 _OURS = ("kind", "start_from", "dtype")
-_PLACES = {"where", "api_key_file", "share_base"}
+# What of [rollout] is no option of the engine.
+_NO_ENGINE = {"where", "api_key_file", "share_base", "max_staleness", "rollout_threads"}
 
 
 def launch(config: RunConfig) -> Path:
@@ -47,7 +47,7 @@ def launch(config: RunConfig) -> Path:
         **({"reward_funcs": rewards} if rewards else {}),
         **trainer_arguments(config),
     }
-    with trainer_class(**_known(trainer_class, arguments)) as trainer:
+    with trainer_class(**arguments) as trainer:
         out = Path(config.run.dir)
         (out / RESOLVED).write_text(record(config), encoding="utf-8")
         resume = args.resume_from_checkpoint
@@ -89,16 +89,16 @@ def trl_config(config: RunConfig) -> Any:
 
 def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     """Arguments of our trainers beside TRL's."""
-    found: dict[str, Any] = {
-        "adapter_dtype": config.adapter.dtype,
-        "existing_run": config.run.existing,
-        "gpu_memory": config.run.gpu_memory,
-    }
+    found: dict[str, Any] = {"adapter_dtype": config.adapter.dtype, "existing_run": config.run.existing}
+    if config.method in PLANNED:
+        found["gpu_memory"] = config.run.gpu_memory
+    if config.method == "async_grpo":
+        found |= {"max_staleness": config.rollout.max_staleness, "rollout_threads": config.rollout.rollout_threads}
     if not METHODS[config.method].draws:
         return found
     rollout, sync = config.rollout, config.sync
     usual = {each.name: default(each) for each in fields(Rollout)}
-    engine = {name: value for name, value in vars(rollout).items() if name not in _PLACES and value != usual[name]}
+    engine = {name: value for name, value in vars(rollout).items() if name not in _NO_ENGINE and value != usual[name]}
     return found | {
         "rollout": rollout.where,
         "api_key_file": rollout.api_key_file,
@@ -144,28 +144,3 @@ def _model(config: RunConfig) -> tuple[Any, Any]:
         return open_adapter(load_base(base, **options), config.adapter.start_from), None
     lora = {each.name: getattr(config.adapter, each.name) for each in fields(Adapter) if each.name not in _OURS}
     return base, make_lora(lora)
-
-
-def _known(trainer: type, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a trainer takes.
-
-    Raises:
-        ConfigConflictError: one that it does not take says something.
-    """
-    parameters = inspect.signature(trainer.__init__).parameters
-    if any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
-        return arguments
-    idle = {"engine_options": {}, "share_base": "auto", "api_key_file": None, "sync_dir": None, "eval_dataset": None}
-    usual = {
-        "adapter_dtype": "float32",
-        "gpu_memory": "auto",
-        "sync": "auto",
-        "canary_every": 2,
-        "allow_base_mismatch": False,
-    }
-    for name, value in arguments.items():
-        if name not in parameters and value != {**idle, **usual}.get(name, value):
-            raise ConfigConflictError(
-                f"making the trainer: {trainer.__name__} takes no {name}, but {value!r} was asked for."
-            )
-    return {name: value for name, value in arguments.items() if name in parameters}

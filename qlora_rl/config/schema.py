@@ -56,6 +56,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     }
 )
 DRAWING = tuple(name for name, method in METHODS.items() if method.draws)
+PLANNED = ("grpo", "rloo", "async_grpo")  # their memory is planned
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,16 @@ class Rollout:
     )
     api_key_file: str | None = option("holds the key of that server", None, kind="path", methods=DRAWING)
     share_base: bool | Literal["auto"] = option("hold the base once", "auto", methods=DRAWING)
+    max_staleness: int = option(
+        "policies that the one that trains may be newer than the one that drew", 1, at_least=0, methods=("async_grpo",)
+    )
+    rollout_threads: int | None = option(
+        "batches that are drawn at once; by default max_staleness + 1",
+        None,
+        at_least=1,
+        methods=("async_grpo",),
+        example=1,
+    )
     base_compute: str = option(
         "what linears multiply with on the CPU (colocate)",
         "nf4",
@@ -250,7 +261,9 @@ class Run:
     )
     existing: str = option("what to do when it holds a run", "refuse", choices=("refuse", "overwrite", "continue"))
     seed: int = option("of adapter, data order and sampling", 42, at_least=0)
-    gpu_memory: float | Literal["auto"] = option("GiB that the run may hold; `auto`: what is free", "auto", above=0.0)
+    gpu_memory: float | Literal["auto"] = option(
+        "GiB that the run may hold; `auto`: what is free", "auto", above=0.0, methods=PLANNED
+    )
 
 
 @dataclass(frozen=True)

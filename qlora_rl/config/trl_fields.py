@@ -50,18 +50,15 @@ LIMITS: Mapping[str, Rules] = MappingProxyType(
         "vllm_max_model_length": _COUNT,
         "vllm_tensor_parallel_size": _COUNT,
         "vllm_gpu_memory_utilization": Rules(above=0, at_most=1),
-        "max_staleness": _NOT_NEGATIVE,
-        "queue_maxsize": _COUNT,
-        "weight_sync_steps": _COUNT,
     }
 )
 # Texts that TRL takes for anything until the first loss is computed. A test looks for each in TRL's source.
 _LEVELS = ("token", "sequence")
 CHOICES: Mapping[tuple[str, str], tuple[str, ...]] = MappingProxyType(
     {
-        ("grpo", "loss_type"): ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
-        ("grpo", "importance_sampling_level"): _LEVELS,
-        ("grpo", "multi_objective_aggregation"): ("sum_then_normalize", "normalize_then_sum"),
+        ("GRPOConfig", "loss_type"): ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+        ("GRPOConfig", "importance_sampling_level"): _LEVELS,
+        ("GRPOConfig", "multi_objective_aggregation"): ("sum_then_normalize", "normalize_then_sum"),
     }
 )
 # TRL writes `str`, and takes truth values too.
@@ -76,9 +73,8 @@ def train_fields(config: type) -> dict[str, tuple[Any, Rules]]:
         hint = _HINTS.get(each.name, hints[each.name])
         if not each.init or each.name.startswith("_") or each.name in ELSEWHERE or each.name in IDLE or not words(hint):
             continue
-        method = next((m for m, name in CHOICES if name == each.name and config.__name__.lower() == f"{m}config"), "")
         rules = LIMITS.get(each.name, Rules())
-        choices = tuple(each.metadata.get("choices") or CHOICES.get((method, each.name), ()))
+        choices = tuple(each.metadata.get("choices") or CHOICES.get((config.__name__, each.name), ()))
         found[each.name] = (hint, Rules(**{**vars(rules), "choices": choices}))
     return found
 

@@ -14,7 +14,7 @@ _CONFIGS = {
     "grpo": ("trl", "GRPOConfig"),
     "rloo": ("trl", "RLOOConfig"),
     "online_dpo": ("trl.experimental.online_dpo", "OnlineDPOConfig"),
-    "async_grpo": ("trl.experimental.async_grpo", "AsyncGRPOConfig"),
+    "async_grpo": ("trl", "GRPOConfig"),  # ours is GRPO ahead of itself, not TRL's experimental trainer
 }
 
 
@@ -27,7 +27,7 @@ def config_class(method: str) -> type:
 
 def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
     """What the trainer of a method would refuse in its config, before it is made."""
-    if method != "grpo":
+    if method in ("sft", "dpo"):
         return []
     from qlora_rl.train import settings
 

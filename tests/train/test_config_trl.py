@@ -81,8 +81,8 @@ def test_a_number_out_of_range_is_found(name):
         assert f"{value} is not {rules.range}" in str(found)
 
 
-@pytest.mark.parametrize(("method", "name"), CHOICES)
-def test_the_choices_are_those_of_trl(method, name):
+@pytest.mark.parametrize(("config", "name"), CHOICES)
+def test_the_choices_are_those_of_trl(config, name):
     """Every text in TRL's source that the field is compared with is a choice, and every choice is there."""
     import trl.trainer.grpo_trainer as source
 
@@ -90,10 +90,10 @@ def test_the_choices_are_those_of_trl(method, name):
     compared = set()
     for one, many in re.findall(rf"{name} (?:==|!=|in|not in) (?:\"(\w+)\"|\[([^\]]*)\])", text):
         compared |= {one} if one else set(re.findall(r'"(\w+)"', many))
-    assert compared <= set(CHOICES[method, name])
-    for choice in CHOICES[method, name]:
+    assert compared <= set(CHOICES[config, name])
+    for choice in CHOICES[config, name]:
         assert choice in compared or f"'{choice}'" in text, choice
-    (found,) = check_train(method, {name: "nonsense"}, config_class(method))
+    (found,) = check_train("grpo", {name: "nonsense"}, config_class("grpo"))
     assert "none of" in found.text
 
 
