@@ -10,6 +10,7 @@ from typing import Any
 from qlora_rl.config.data import columns_after, placeholders
 from qlora_rl.config.findings import Finding, show
 from qlora_rl.config.paths import is_file
+from qlora_rl.config.rewards import column_of
 from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Reward, default, options
 
 _ENGINE = ("base_compute", "max_num_seqs", "kv_cache_gib", "enforce_eager", "enable_prefix_caching", "vllm")
@@ -179,11 +180,26 @@ def _columns(said: _Said) -> Iterator[Finding]:
                     unknown.append(name)
         after = set(columns_after(files, names) or ()) | ({"prompt"} if template is not None else set())
         if said.method and not unknown and not any(set(each) <= after for each in METHODS[said.method].columns):
-            ways = " or ".join(" and ".join(each) for each in METHODS[said.method].columns)
-            yield Finding(
-                f"[data] {place}",
-                f"method = '{said.method}' needs the columns {ways}; there are {', '.join(sorted(after))}. Rename with columns",
-            )
+            yield _lacks(said, place, after)
+        for reward in said.rewards if place == "train" else []:
+            if not isinstance(reward, Mapping) or not isinstance(reward.get("use"), str):
+                continue
+            given = reward.get("arguments", {})
+            column = column_of(reward["use"], given if isinstance(given, Mapping) else {})
+            if column is not None and not unknown and column not in after:
+                yield Finding(
+                    "[[rewards]] arguments",
+                    f"{show(reward['use'])} compares with the column {show(column)}; there are {', '.join(sorted(after))}. "
+                    "Name another: arguments = { column = '...' }",
+                )
+
+
+def _lacks(said: _Said, place: str, there: set[str]) -> Finding:
+    ways = " or ".join(" and ".join(each) for each in METHODS[said.method].columns)
+    text = (
+        f"method = '{said.method}' needs the columns {ways}; there are {', '.join(sorted(there))}. Rename with columns"
+    )
+    return Finding(f"[data] {place}", text)
 
 
 def _is_free(said: _Said) -> Iterator[Finding]:

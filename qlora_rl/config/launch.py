@@ -12,7 +12,7 @@ from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward
 from qlora_rl.config.schema import METHODS, PLANNED, Adapter, Rollout, RunConfig, default
 from qlora_rl.config.trl_fields import make_args
-from qlora_rl.errors import NotYetSupportedError
+from qlora_rl.errors import AdapterRefusedError, NotYetSupportedError, collected
 
 RESOLVED = "run.toml"
 _OURS = ("kind", "start_from", "dtype")
@@ -28,6 +28,7 @@ def launch(config: RunConfig) -> Path:
 
     Raises:
         ConfigConflictError: a reward file or a dataset cannot be read.
+        AdapterRefusedError: the adapter to start from is damaged, or was trained on another base.
         NotYetSupportedError: this version has no trainer for the method.
     """
     trainer_class = find_trainer(config.method)
@@ -123,6 +124,7 @@ def record(config: RunConfig) -> str:
 
 def _model(config: RunConfig) -> tuple[Any, Any]:
     """What the trainer takes as model= and peft_config=."""
+    from qlora_rl.adapter.verdict import judge_adapter
     from qlora_rl.adapter.wish import make_lora, open_adapter
     from qlora_rl.base.checkpoint import load_base, prepare_base
 
@@ -140,6 +142,10 @@ def _model(config: RunConfig) -> tuple[Any, Any]:
     if config.adapter.kind == "none":
         return base, None
     if config.adapter.start_from is not None:
+        verdict = judge_adapter(config.adapter.start_from, base=base.path)
+        if verdict.kind == "refuse":
+            doing = f"reading [adapter] start_from = {config.adapter.start_from!r}"
+            raise collected(doing, verdict.reasons, AdapterRefusedError)
         options = {"trust_remote_code": held.trust_remote_code, "attn_implementation": held.attn_implementation}
         return open_adapter(load_base(base, **options), config.adapter.start_from), None
     lora = {each.name: getattr(config.adapter, each.name) for each in fields(Adapter) if each.name not in _OURS}

@@ -12,7 +12,7 @@ from typing import Any
 
 from qlora_rl.config.check import check_document
 from qlora_rl.config.contradictions import check_together
-from qlora_rl.config.findings import Finding
+from qlora_rl.config.findings import Finding, nearest, show
 from qlora_rl.config.paths import anchored
 from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Reward, RunConfig, default, options
 from qlora_rl.config.write import to_toml
@@ -26,7 +26,7 @@ def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
         path: of the TOML file. Paths in it are relative to its directory, but for `[run] dir`.
         overrides: "table.field=value", the value as TOML has it; a text needs no quotes. Paths are relative to the
             working directory.
-        asks_trl: check `[train]` against TRL's config, which takes seconds to import.
+        asks_trl: check `[train]` against TRL's config, which takes seconds to import; and what goes to vLLM against its.
 
     Raises:
         ConfigConflictError: with everything that is wrong, each with its place.
@@ -35,7 +35,7 @@ def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     document, found = _document(path, overrides)
     found += check_document(document)
     found += check_together(document)
-    found += _ask_trl(document) if asks_trl else []
+    found += [*_ask_trl(document), *_ask_vllm(document)] if asks_trl else []
     if found:
         raise collected(f"reading {path}", list(dict.fromkeys(map(str, found))), ConfigConflictError)
     return _settled(document, path)
@@ -134,6 +134,19 @@ def _ask_trl(document: Mapping[str, Any]) -> list[Finding]:
         document.get("rollout", {}).get("where", "colocate") if isinstance(document.get("rollout", {}), Mapping) else ""
     )
     return [Finding(PLACE, text) for text in contradictions(method, args, where)] if where else []
+
+
+def _ask_vllm(document: Mapping[str, Any]) -> list[Finding]:
+    """What the installed vLLM does not know of `[rollout] vllm`."""
+    rollout = document.get("rollout", {})
+    given = rollout.get("vllm", {}) if isinstance(rollout, Mapping) else {}
+    if not given or not isinstance(given, Mapping):
+        return []
+    from qlora_rl.engine.options import vllm_arguments
+
+    known = vllm_arguments()
+    place = "[rollout] vllm"
+    return [Finding(place, f"vLLM has no {show(name)}{nearest(name, known)}") for name in given if name not in known]
 
 
 def _settled(document: Mapping[str, Any], path: Path) -> RunConfig:

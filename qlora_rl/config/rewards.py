@@ -61,6 +61,16 @@ def check_arguments(use: str, arguments: Mapping[str, Any]) -> list[str]:
     return found + [f"{name} is missing: {show(function)} needs it" for name in required if name not in arguments]
 
 
+def column_of(use: str, arguments: Mapping[str, Any]) -> str | None:
+    """The column of the data that a reward of ours compares with; `None` where it needs none, or nobody knows."""
+    path, function = split_reward(use)
+    if path or function not in ours.__all__:
+        return None
+    column = inspect.signature(getattr(ours, function)).parameters.get("column")
+    found = arguments.get("column", column.default if column else None)
+    return found if isinstance(found, str) else None
+
+
 def load_reward(reward: Reward) -> Any:
     """The function, its arguments bound. This runs the user's file.
 

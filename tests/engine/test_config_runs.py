@@ -55,4 +55,22 @@ def test_the_command_refuses_before_it_loads_anything(model_dir, tmp_path, capsy
     assert "[train]: TRL refuses" in capsys.readouterr().err
     assert main([*command, "--check", "--set", f"run.dir={tmp_path}"]) == 0
     assert f'model = "{model_dir}"' in capsys.readouterr().out
+    assert main([*command, "--set", "rollout.vllm={ block_sise = 32, block_size = 16 }"]) == 1
+    assert "[rollout] vllm: vLLM has no 'block_sise'; did you mean 'block_size'?" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["rloo", "online_dpo"])
+def test_the_other_methods_that_draw_run_too(method, model_dir, tmp_path):
+    small = [*SMALL, f"base.model={model_dir}", f"method={method}"]
+    file = ROOT / "examples" / "grpo.toml"
+    if method == "online_dpo":  # TRL's other names
+        file = tmp_path / "pairs.toml"
+        file.write_text(
+            'method = "online_dpo"\n[base]\nmodel = "set"\n[[rewards]]\nuse = "length_match"\narguments = { at_most = 4 }\n'
+            f'[data]\ntrain = "{ROOT / "examples" / "data" / "sums.jsonl"}"\n'
+            '[train]\nmax_new_tokens = 8\nmax_length = 32\nlogging_steps = 1\nsave_strategy = "no"\n'
+        )
+    train(file, tmp_path / "run", *small)
+    assert read_config(tmp_path / "run" / "run.toml", ["run.existing=overwrite"], asks_trl=False).method == method

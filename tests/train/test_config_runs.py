@@ -56,3 +56,12 @@ def test_dpo_trains_the_adapter_of_sft_on(tiny, tmp_path):
     assert any((before[name] != after[name]).any() for name in before)  # trained
     for name in before:  # on, not anew
         assert (before[name] - after[name]).abs().max() < 1e-4
+
+
+def test_an_adapter_of_another_base_is_refused(tiny, other_model_dir, tmp_path, capsys):
+    train(ROOT / "examples" / "sft.toml", tmp_path / "sft", *tiny)
+    start = f"adapter.start_from={tmp_path / 'sft' / 'adapter'}"
+    command = ["train", str(ROOT / "examples" / "dpo.toml"), "--set", start, "--set", f"run.dir={tmp_path / 'dpo'}"]
+    assert main([*command, "--set", f"base.model={other_model_dir}"]) == 1
+    assert "It was trained on the base with digest" in capsys.readouterr().err
+    assert not (tmp_path / "dpo").exists()

@@ -200,6 +200,7 @@ def test_everything_is_said_at_once(tmp_path):
         ({"data": {**GOOD["data"], "columns": {"prompt": "answer"}, "prompt_template": "{answer}"}}, "[data] prompt_template", "so does columns"),
         ({"data": {**GOOD["data"], "columns": {"question": "prompt"}}}, "[data] train", "needs the columns prompt"),
         ({"base": {"model": str(ROOT), "revision": "main"}}, "[base] revision", "names a directory"),
+        ({"rewards": [{"use": "numeric_match", "arguments": {"column": "solution"}}]}, "[[rewards]] arguments", "there are answer, careless, prompt"),
         ({"train": 3}, "[train]", "3 is not a table"),
         ({"sync": "auto"}, "[sync]", "'auto' is not a table"),
         ({"rewards": {"use": "exact_match"}}, "[[rewards]]", "is a list of tables"),
@@ -356,7 +357,9 @@ def test_every_alias_leads_to_a_field():
 
 
 def data_of(tmp_path, **changes):
-    return read_config(written(tmp_path, {**GOOD, "data": {**GOOD["data"], **changes}}), asks_trl=False).data
+    rewards = [{"use": "length_match", "arguments": {"at_most": 3}}]  # needs no column
+    document = {**GOOD, "rewards": rewards, "data": {**GOOD["data"], **changes}}
+    return read_config(written(tmp_path, document), asks_trl=False).data
 
 
 def test_data_is_renamed_cut_and_put_into_a_template(tmp_path):
