@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from qlora_rl.config import data, rewards
@@ -107,7 +107,7 @@ def _unknown(name: str, known: Any, place: str = "") -> str:
 
 def _look_at_model(value: str) -> list[str]:
     if value.startswith("/"):
-        return [] if Path(value).is_dir() else [f"there is no directory {value}"]
+        return [] if os.path.isdir(value) else [f"there is no directory {value}"]
     return [] if _HUB_NAME.fullmatch(value) else [f"{show(value)} is neither a directory nor a name on the hub"]
 
 
@@ -126,11 +126,11 @@ def _look_at_data(value: str | list[str]) -> list[str]:
 
 
 def _look_at_key(value: str) -> list[str]:
-    return [] if Path(value).is_file() else [f"there is no file {value}"]
+    return [] if os.path.isfile(value) else [f"there is no file {value}"]
 
 
 def _look_at_adapter(value: str) -> list[str]:
-    if (Path(value) / "adapter_config.json").is_file():
+    if os.path.isfile(os.path.join(value, "adapter_config.json")):
         return []
     return [f"{value} holds no adapter_config.json; a run leaves its adapter in adapter/"]
 

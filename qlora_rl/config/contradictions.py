@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from qlora_rl.config.data import columns_after, placeholders
@@ -206,9 +206,9 @@ def _is_free(said: _Said) -> Iterator[Finding]:
     out = said.get("run", "dir")
     if not isinstance(out, str):
         return
-    if Path(out).exists() and not Path(out).is_dir():
+    if os.path.exists(out) and not os.path.isdir(out):
         yield Finding("[run] dir", f"{out} is a file")
-    elif (Path(out) / "metrics.jsonl").exists() and said.get("run", "existing") == "refuse":
+    elif os.path.exists(os.path.join(out, "metrics.jsonl")) and said.get("run", "existing") == "refuse":
         yield Finding(
             "[run] dir", f"{out} holds a run. Choose another, or set [run] existing = 'overwrite' or 'continue'"
         )

@@ -22,7 +22,7 @@ def check_files(files: Sequence[str]) -> list[str]:
     for file in files:
         if Path(file).suffix not in DATA_FILES:
             found.append(f"{file} is none of {', '.join(DATA_FILES)}")
-        elif not Path(file).is_file():
+        elif not os.path.isfile(file):
             found.append(f"there is no file {file}")
         else:
             found += _check_rows(file)

@@ -59,9 +59,9 @@ def _anchor(rules: Rules, value: Any, root: Path) -> Any:
     if rules.kind == "path":
         return _absolute(value, root)
     if rules.kind == "data":
-        return _absolute(value, root) if is_file(value) or (root / value).exists() else value
+        return _absolute(value, root) if is_file(value) or os.path.exists(root / value) else value
     if rules.kind == "model":
-        return _absolute(value, root) if _looks_like_path(value) or (root / value).is_dir() else value
+        return _absolute(value, root) if _looks_like_path(value) or os.path.isdir(root / value) else value
     if rules.kind == "reward":
         path, function = split_reward(value)
         return f"{_absolute(path, root)}:{function}" if path else value
@@ -74,4 +74,4 @@ def _looks_like_path(text: str) -> bool:
 
 def _absolute(text: str, root: Path) -> str:
     # Not resolved: a link stays what it is.
-    return os.path.normpath(root / Path(text).expanduser())
+    return os.path.normpath(root / os.path.expanduser(text))

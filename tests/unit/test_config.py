@@ -5,12 +5,13 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import tomllib
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qlora_rl.config.data import load_data
@@ -139,6 +140,16 @@ def reasons(file: Path, *overrides: str, asks_trl: bool = False) -> tuple[str, .
     with pytest.raises(ConfigConflictError) as caught:
         read_config(file, overrides, asks_trl=asks_trl)
     return caught.value.reasons
+
+
+def check_read_or_refused(directory: Path, document: dict) -> None:
+    """Any other exception comes out."""
+    config, said = None, ()
+    try:
+        config = read_config(written(directory, document), asks_trl=False)
+    except ConfigConflictError as error:
+        said = error.reasons
+    assert said or read_config(written(directory, resolved(config)), asks_trl=False) == config
 
 
 @pytest.mark.parametrize(("table", "name"), EVERY_FIELD, ids=lambda part: part)
@@ -319,6 +330,44 @@ LEAVES = st.one_of(
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3), max_leaves=8)  # fmt: skip
 
 
+ODD = ["a" * 5000 + ".jsonl", "/" + "b" * 5000, "a" * 5000 + ".py:f", "~nobody/x", "\0", "/a\0.jsonl", ".", "/", ":", ".py:f", "http://", "{0}", "{!r}"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "name"), [each for each in EVERY_FIELD if options(TABLES[each[0]])[each[1]][0] is not bool]
+)
+def test_odd_texts_are_read_or_refused(table, name, tmp_path):
+    for value in [*ODD, ODD]:
+        check_read_or_refused(tmp_path, with_field(table, name, value))
+
+
+PATHS = st.sampled_from(
+    ["/", ".", "~", "a.jsonl", "/x/y.parquet", "a" * 5000 + ".jsonl", "/" + "b" * 5000, "a.py:b", "~nobody/x", "\0"]
+)
+ANYTHING = st.one_of(
+    VALUES, PATHS, st.lists(PATHS, max_size=2), st.just("auto"), st.just("server"), st.just("http://a")
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([*METHODS, "none"]),
+    st.lists(
+        st.tuples(st.sampled_from([*EVERY_FIELD, ("base", "x"), ("x", "y"), ("train", "seed")]), ANYTHING), max_size=6
+    ),
+    st.dictionaries(st.sampled_from([*TABLES, "train", "x"]), ANYTHING, max_size=1),
+)
+def test_whatever_stands_in_the_file_is_read_or_refused_with_reasons(method, changes, tables):
+    document = {**json.loads(json.dumps(GOOD)), "method": method}
+    for (table, name), value in changes:
+        held = document.setdefault(table, [{}] if table == "rewards" else {})
+        (held[0] if table == "rewards" else held)[name] = value
+    document |= tables
+    with tempfile.TemporaryDirectory() as directory:
+        check_read_or_refused(Path(directory), document)
+
+
+@settings(deadline=None)
 @given(st.dictionaries(st.text("abc_ .\"'é\n", max_size=4), VALUES, max_size=4))
 def test_what_is_written_is_read_again(table):
     assert tomllib.loads(to_toml({"top": 1, "table": table, "many": [table, {"x": 1}]})) == {
