@@ -22,7 +22,8 @@ def train(file, out, *overrides: str) -> list[dict]:
     assert json.loads((out / "summary.json").read_text())["status"] == "finished"
     assert (out / "adapter" / "adapter_model.safetensors").is_file()
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert len(lines) == read_config(out / "run.toml", ["run.existing=overwrite"], asks_trl=False).train["max_steps"]
     return lines
 
 
@@ -46,6 +47,13 @@ def test_the_server_example_runs(model_dir, tmp_path):
     lines = train(ROOT / "examples" / "server.toml", tmp_path / "run", *SMALL, f"base.model={model_dir}")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["rollout"] == "server"
     assert all(line["canary_seconds"] > 0 for line in lines)
+
+
+def test_the_async_example_runs(model_dir, tmp_path):
+    lines = train(
+        ROOT / "examples" / "async.toml", tmp_path / "run", *SMALL, f"base.model={model_dir}", "train.max_steps=3"
+    )
+    assert [line["staleness_max"] for line in lines] == [0, 1, 1]
 
 
 def test_the_command_refuses_before_it_loads_anything(model_dir, tmp_path, capsys, monkeypatch):
