@@ -88,6 +88,8 @@ def _adapter(said: _Said) -> Iterator[Finding]:
             yield Finding(
                 "[adapter] kind", "'none' with a 4-bit base, which cannot be trained itself. Set [base] quant = 'none'"
             )
+        if said.get("run", "gpu_memory") != "auto":
+            yield Finding("[run] gpu_memory", "with [adapter] kind = 'none', whose memory is not planned. Leave it out")
         if said.method and not METHODS[said.method].draws:
             yield Finding("[adapter] kind", f"'none' with method = '{said.method}', which trains adapters only")
         elif said.get("sync", "how") != "weights":
@@ -123,6 +125,10 @@ def _rollout(said: _Said) -> Iterator[Finding]:
         for name in ("base_compute", "vllm"):
             if name in changed:
                 yield Finding(f"[rollout] {name}", "is known to where = 'colocate' only. Leave one of them out")
+    if said.method == "async_grpo" and said.table(TRAIN).get("vllm_enable_sleep_mode") is True:
+        yield Finding(
+            f"[{TRAIN}] vllm_enable_sleep_mode", "with method = 'async_grpo', whose engine never rests. Leave it out"
+        )
     if where != "colocate" and said.get("rollout", "share_base") is True:
         yield Finding("[rollout] share_base", f"true with where = {show(where)}: another process holds its own base")
 

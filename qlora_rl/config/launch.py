@@ -29,6 +29,7 @@ def launch(config: RunConfig) -> Path:
     Raises:
         ConfigConflictError: a reward file or a dataset cannot be read.
         AdapterRefusedError: the adapter to start from is damaged, or was trained on another base.
+        MemoryBudgetError: it cannot fit into [run] gpu_memory.
         NotYetSupportedError: this version has no trainer for the method.
     """
     trainer_class = find_trainer(config.method)
@@ -38,7 +39,7 @@ def launch(config: RunConfig) -> Path:
     import torch
 
     torch.manual_seed(config.run.seed)  # the start of the adapter
-    model, peft_config = _model(config)
+    model, peft_config = _model(config, args)
     arguments = {
         "model": model,
         "args": args,
@@ -122,31 +123,38 @@ def record(config: RunConfig) -> str:
     return "\n".join([*lines, "", resolved_toml(config)])
 
 
-def _model(config: RunConfig) -> tuple[Any, Any]:
+def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     """What the trainer takes as model= and peft_config=."""
     from qlora_rl.adapter.verdict import judge_adapter
     from qlora_rl.adapter.wish import make_lora, open_adapter
     from qlora_rl.base.checkpoint import load_base, prepare_base
+    from qlora_rl.base.quant import QuantSpec
+    from qlora_rl.train.methods import check_memory
 
-    held = config.base
+    held, adapter = config.base, config.adapter
+    spec = QuantSpec(
+        held.quant, held.double_quant, held.blocksize, held.compute_dtype, tuple(sorted(held.skip_modules))
+    )
+    lora = None
+    if adapter.kind == "lora" and adapter.start_from is None:
+        lora = make_lora({each.name: getattr(adapter, each.name) for each in fields(Adapter) if each.name not in _OURS})
+        if config.method in PLANNED and config.run.gpu_memory != "auto":
+            quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
+            check_memory(held.model, args, quantization, lora, trainer_arguments(config))
     base = prepare_base(
         held.model,
-        held.quant,
-        double_quant=held.double_quant,
-        blocksize=held.blocksize,
-        compute_dtype=held.compute_dtype,
-        skip_modules=held.skip_modules,
+        spec.quant_type,
+        double_quant=spec.double_quant,
+        blocksize=spec.blocksize,
+        compute_dtype=spec.compute_dtype,
+        skip_modules=spec.skip_modules,
         revision=held.revision,
         trust_remote_code=held.trust_remote_code,
     )
-    if config.adapter.kind == "none":
-        return base, None
-    if config.adapter.start_from is not None:
-        verdict = judge_adapter(config.adapter.start_from, base=base.path)
-        if verdict.kind == "refuse":
-            doing = f"reading [adapter] start_from = {config.adapter.start_from!r}"
-            raise collected(doing, verdict.reasons, AdapterRefusedError)
-        options = {"trust_remote_code": held.trust_remote_code, "attn_implementation": held.attn_implementation}
-        return open_adapter(load_base(base, **options), config.adapter.start_from), None
-    lora = {each.name: getattr(config.adapter, each.name) for each in fields(Adapter) if each.name not in _OURS}
-    return base, make_lora(lora)
+    if adapter.start_from is None:
+        return base, lora
+    verdict = judge_adapter(adapter.start_from, base=base.path)
+    if verdict.kind == "refuse":
+        raise collected(f"reading [adapter] start_from = {adapter.start_from!r}", verdict.reasons, AdapterRefusedError)
+    options = {"trust_remote_code": held.trust_remote_code, "attn_implementation": held.attn_implementation}
+    return open_adapter(load_base(base, **options), adapter.start_from), None

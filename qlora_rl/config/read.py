@@ -14,9 +14,9 @@ from qlora_rl.config.check import check_document
 from qlora_rl.config.contradictions import check_together
 from qlora_rl.config.findings import Finding, nearest, show
 from qlora_rl.config.paths import anchored
-from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Reward, RunConfig, default, options
+from qlora_rl.config.schema import DRAWING, METHODS, TABLES, TRAIN, Reward, RunConfig, default, options
 from qlora_rl.config.write import to_toml
-from qlora_rl.errors import ConfigConflictError, collected
+from qlora_rl.errors import ConfigConflictError, MissingDependencyError, collected
 
 
 def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, asks_trl: bool = True) -> RunConfig:
@@ -120,7 +120,7 @@ def _ask_trl(document: Mapping[str, Any]) -> list[Finding]:
     from qlora_rl.train.methods import config_class, contradictions
 
     method, table = document.get("method"), document.get(TRAIN, {})
-    if method not in METHODS or not isinstance(table, Mapping):
+    if not isinstance(method, str) or method not in METHODS or not isinstance(table, Mapping):
         return []
     config = config_class(method)
     found = check_train(method, table, config)
@@ -137,16 +137,27 @@ def _ask_trl(document: Mapping[str, Any]) -> list[Finding]:
 
 
 def _ask_vllm(document: Mapping[str, Any]) -> list[Finding]:
-    """What the installed vLLM does not know of `[rollout] vllm`."""
-    rollout = document.get("rollout", {})
-    given = rollout.get("vllm", {}) if isinstance(rollout, Mapping) else {}
-    if not given or not isinstance(given, Mapping):
+    """Is it there, where one is to be started, and does it know what `[rollout] vllm` says?"""
+    method, rollout = document.get("method"), document.get("rollout", {})
+    if not isinstance(rollout, Mapping) or method not in DRAWING:
         return []
+    if rollout.get("where", "colocate") not in ("colocate", "server"):
+        return []
+    from qlora_rl.engine.compat import vllm_version
     from qlora_rl.engine.options import vllm_arguments
 
+    try:
+        vllm_version()
+    except MissingDependencyError as error:
+        return [Finding("[rollout] where", str(error))]
+    given = rollout.get("vllm")
+    if not given or not isinstance(given, Mapping):
+        return []
     known = vllm_arguments()
-    place = "[rollout] vllm"
-    return [Finding(place, f"vLLM has no {show(name)}{nearest(name, known)}") for name in given if name not in known]
+    text = "vLLM has no {}{}"
+    return [
+        Finding("[rollout] vllm", text.format(show(name), nearest(name, known))) for name in given if name not in known
+    ]
 
 
 def _settled(document: Mapping[str, Any], path: Path) -> RunConfig:

@@ -65,3 +65,19 @@ def test_an_adapter_of_another_base_is_refused(tiny, other_model_dir, tmp_path, 
     assert main([*command, "--set", f"base.model={other_model_dir}"]) == 1
     assert "It was trained on the base with digest" in capsys.readouterr().err
     assert not (tmp_path / "dpo").exists()
+
+
+def test_a_run_that_cannot_fit_is_refused_before_a_base_is_made(model_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("qlora_rl.base.checkpoint.prepare_base", lambda *_, **__: pytest.fail("a base was made"))
+    command = [
+        "train",
+        str(ROOT / "examples" / "grpo.toml"),
+        "--set",
+        f"base.model={model_dir}",
+        "--set",
+        f"run.dir={tmp_path}",
+    ]
+    assert main([*command, "--set", "run.gpu_memory=0.001"]) == 1
+    error = capsys.readouterr().err
+    assert "GiB" in error
+    assert "lower" in error.lower()

@@ -15,7 +15,7 @@ from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, METHODS, Adapter, default
 from qlora_rl.config.trl_fields import CHOICES, LIMITS, check_train, train_fields
 from qlora_rl.config.write import to_toml
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.errors import ConfigConflictError, MissingDependencyError
 from qlora_rl.train.methods import config_class
 
 ROWS = str(Path(__file__).resolve().parents[2] / "examples" / "data" / "sums.jsonl")
@@ -128,6 +128,22 @@ def test_trls_own_objections_and_ours_come_before_anything_is_loaded(tmp_path):
     assert found.startswith("[train]: TRL refuses: generation_batch_size (8) must be divisible by num_generations (3)")
     (found,) = reasons(written(tmp_path, train={"vllm_importance_sampling_mode": "token"}))
     assert found.startswith("[train]: vllm_importance_sampling_mode='token': use one of token_truncate")
+
+
+@pytest.mark.parametrize("method", [[], {}, 3, "gpro"])
+def test_a_method_that_is_none_does_not_hide_the_rest(method, tmp_path):
+    found = reasons(written(tmp_path, method=method, train={"lr": 1}, sync={"canary": 1}))
+    assert any(reason.startswith("method: ") for reason in found) or method == {}
+    assert "[sync] canary: unknown; did you mean 'canary_every'?" in found
+
+
+def test_a_missing_vllm_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
+    def missing():
+        raise MissingDependencyError("looking for vLLM: not installed.")
+
+    monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", missing)
+    assert reasons(written(tmp_path)) == ("[rollout] where: looking for vLLM: not installed.",)
+    assert read_config(written(tmp_path), ['rollout.where="http://a"']).rollout.where == "http://a"
 
 
 def test_none_as_text_is_no_value_where_no_text_fits(tmp_path):

@@ -201,6 +201,8 @@ def test_everything_is_said_at_once(tmp_path):
         ({"method": "sft", "rewards": None, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "is of grpo, rloo, async_grpo, not"),
         ({"method": "sft", "rewards": None, "adapter": {"kind": "none"}, "base": {"model": "a", "quant": "none"}}, "[adapter] kind", "adapters only"),
         ({"base": {"model": "a", "quant": "none"}, "adapter": {"kind": "none"}}, "[adapter] kind", "Set [sync] how = 'weights'"),
+        ({"adapter": {"kind": "none"}, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "memory is not planned"),
+        ({"method": "async_grpo", "train": {"vllm_enable_sleep_mode": True}}, "[train] vllm_enable_sleep_mode", "never rests"),
         ({"adapter": {"kind": "none", "r": 4}}, "[adapter] r", "trains no adapter"),
         ({"adapter": {"use_dora": True}, "sync": {"how": "lora_adapter"}}, "[sync] how", "use_dora, which cannot travel alone"),
         ({"rollout": {"where": "http://a", "base_compute": "baked"}}, "[rollout] base_compute", "where that server is started"),
