@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from runfile import GOOD, reasons, written
 
 from qlora_rl.adapter.wish import make_lora
 from qlora_rl.config.findings import check_value
@@ -14,31 +15,19 @@ from qlora_rl.config.launch import trl_config
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, METHODS, Adapter, default
 from qlora_rl.config.trl_fields import CHOICES, LIMITS, check_train, train_fields
-from qlora_rl.config.write import to_toml
-from qlora_rl.errors import ConfigConflictError, MissingDependencyError
+from qlora_rl.errors import MissingDependencyError
 from qlora_rl.train.methods import config_class
 
-ROWS = str(Path(__file__).resolve().parents[2] / "examples" / "data" / "sums.jsonl")
-GOOD = {
-    "method": "grpo",
-    "base": {"model": "Qwen/Qwen3-0.6B"},
-    "data": {"train": ROWS},
-    "rewards": [{"use": "exact_match"}],
-}
 # One of them fits nothing that TRL has.
 CANDIDATES = ("perhaps", 3.5, True, {"x": [1]}, [[[]]])
 
 
-def written(directory: Path, **changes) -> Path:
-    file = directory / "some.toml"
-    file.write_text(to_toml({**GOOD, **changes}))
-    return file
+def some(directory: Path, **changes) -> Path:
+    return written(directory, {**GOOD, **changes})
 
 
-def reasons(file: Path, *overrides: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigConflictError) as caught:
-        read_config(file, overrides)
-    return caught.value.reasons
+def said(file: Path) -> tuple[str, ...]:
+    return reasons(file, asks_trl=True)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -109,7 +98,7 @@ def test_what_is_unknown_is_led_to_its_place(tmp_path):
         "nonsense": 0,
     }
     # Together with what our own tables hold.
-    assert reasons(written(tmp_path, train=train, sync={"canary": 1})) == (
+    assert said(some(tmp_path, train=train, sync={"canary": 1})) == (
         "[sync] canary: unknown; did you mean 'canary_every'?",
         "[train] learning_rat: unknown to TRL's GRPOConfig (method = 'grpo'); did you mean learning_rate?",
         "[train] lr: unknown; did you mean [train] learning_rate?",
@@ -124,15 +113,15 @@ def test_what_is_unknown_is_led_to_its_place(tmp_path):
 
 def test_trls_own_objections_and_ours_come_before_anything_is_loaded(tmp_path):
     sizes = {"num_generations": 3, "per_device_train_batch_size": 8}
-    (found,) = reasons(written(tmp_path, train=sizes))
+    (found,) = said(some(tmp_path, train=sizes))
     assert found.startswith("[train]: TRL refuses: generation_batch_size (8) must be divisible by num_generations (3)")
-    (found,) = reasons(written(tmp_path, train={"vllm_importance_sampling_mode": "token"}))
+    (found,) = said(some(tmp_path, train={"vllm_importance_sampling_mode": "token"}))
     assert found.startswith("[train]: vllm_importance_sampling_mode='token': use one of token_truncate")
 
 
 @pytest.mark.parametrize("method", [[], {}, 3, "gpro"])
 def test_a_method_that_is_none_does_not_hide_the_rest(method, tmp_path):
-    found = reasons(written(tmp_path, method=method, train={"lr": 1}, sync={"canary": 1}))
+    found = said(some(tmp_path, method=method, train={"lr": 1}, sync={"canary": 1}))
     assert any(reason.startswith("method: ") for reason in found) or method == {}
     assert "[sync] canary: unknown; did you mean 'canary_every'?" in found
 
@@ -142,12 +131,12 @@ def test_a_missing_vllm_is_said_before_anything_is_loaded(tmp_path, monkeypatch)
         raise MissingDependencyError("looking for vLLM: not installed.")
 
     monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", missing)
-    assert reasons(written(tmp_path)) == ("[rollout] where: looking for vLLM: not installed.",)
-    assert read_config(written(tmp_path), ['rollout.where="http://a"']).rollout.where == "http://a"
+    assert said(some(tmp_path)) == ("[rollout] where: looking for vLLM: not installed.",)
+    assert read_config(some(tmp_path), ['rollout.where="http://a"']).rollout.where == "http://a"
 
 
 def test_none_as_text_is_no_value_where_no_text_fits(tmp_path):
-    config = read_config(written(tmp_path, train={"vllm_max_model_length": "none", "report_to": "none"}))
+    config = read_config(some(tmp_path, train={"vllm_max_model_length": "none", "report_to": "none"}))
     args = trl_config(config)
     assert (args.vllm_max_model_length, args.report_to) == (None, [])
 
@@ -159,7 +148,7 @@ def test_trl_gets_what_has_its_place_elsewhere(tmp_path):
         "rewards": [{"use": "exact_match"}, {"use": "numeric_match", "weight": 0.5}],
         "train": {"learning_rate": 3, "loss_type": "grpo", "scale_rewards": False},
     }
-    args = trl_config(read_config(written(tmp_path, **document)))
+    args = trl_config(read_config(some(tmp_path, **document)))
     assert (args.output_dir, args.seed, args.trust_remote_code) == (str(tmp_path / "out"), 7, True)
     assert (args.model_init_kwargs, args.reward_weights) == ({"attn_implementation": "eager"}, [1.0, 0.5])
     assert (args.learning_rate, args.loss_type, args.scale_rewards) == (3, "grpo", "none")

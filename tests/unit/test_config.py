@@ -2,9 +2,6 @@
 
 import json
 import re
-import resource
-import subprocess
-import sys
 import tempfile
 import tomllib
 from dataclasses import fields
@@ -13,24 +10,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runfile import GOOD, ROOT, reasons, with_field, written
 
-from qlora_rl.config.data import load_data
 from qlora_rl.config.describe import example, markdown
-from qlora_rl.config.launch import record, trainer_arguments
+from qlora_rl.config.launch import record
 from qlora_rl.config.read import read_config, resolved
-from qlora_rl.config.rewards import load_reward
 from qlora_rl.config.schema import ALIASES, METHODS, TABLES, TRAIN, Reward, options
 from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
-GOOD = {
-    "method": "grpo",
-    "base": {"model": "Qwen/Qwen3-0.6B"},
-    "data": {"train": str(ROOT / "examples" / "data" / "sums.jsonl")},
-    "rewards": [{"use": "exact_match"}],
-}
 TEXT, WHOLE, NUMBER, TRUTH, TABLE = "a text in quotes", "a whole number", "a number", "true or false", "a table"
 # A wrong value of every field, and what is said about it.
 WRONG = {
@@ -123,23 +112,6 @@ WRONG = {
     },
 }  # fmt: skip
 EVERY_FIELD = [(table, each.name) for table, kind in TABLES.items() for each in fields(kind)]
-
-
-def written(directory: Path, document: dict) -> Path:
-    file = directory / "some.toml"
-    file.write_text(to_toml(document))
-    return file
-
-
-def with_field(table: str, name: str, value) -> dict:
-    held = {**GOOD["rewards"][0], name: value} if table == "rewards" else {**GOOD.get(table, {}), name: value}
-    return {**GOOD, table: [held] if table == "rewards" else held}
-
-
-def reasons(file: Path, *overrides: str, asks_trl: bool = False) -> tuple[str, ...]:
-    with pytest.raises(ConfigConflictError) as caught:
-        read_config(file, overrides, asks_trl=asks_trl)
-    return caught.value.reasons
 
 
 def check_read_or_refused(directory: Path, document: dict) -> None:
@@ -402,137 +374,3 @@ def test_every_alias_leads_to_a_field():
     for place in ALIASES.values():
         table, name = re.fullmatch(r"\[+(\w+)\]+ (\w+)", place).groups()
         assert table == TRAIN or name in options(TABLES[table]), place
-
-
-# --- data and rewards -----------------------------------------------------------------------------------------------
-
-
-def data_of(tmp_path, **changes):
-    rewards = [{"use": "length_match", "arguments": {"at_most": 3}}]  # needs no column
-    document = {**GOOD, "rewards": rewards, "data": {**GOOD["data"], **changes}}
-    return read_config(written(tmp_path, document), asks_trl=False).data
-
-
-def test_data_is_renamed_cut_and_put_into_a_template(tmp_path):
-    changes = {"columns": {"solution": "answer"}, "prompt_template": "Q: {prompt}\nA: {{", "limit": 3}
-    dataset, held_out = load_data(data_of(tmp_path, **changes))
-    assert held_out is None
-    assert dataset.column_names == ["prompt", "solution", "careless"]
-    assert dataset[0] == {"prompt": "Q: 97+36=\nA: {", "solution": "133", "careless": "23"}
-    assert len(dataset) == 3
-
-
-def test_parquet_is_read_and_its_columns_are_known_before(tmp_path):
-    from datasets import Dataset
-
-    parquet = tmp_path / "rows.parquet"
-    Dataset.from_list([{"question": "1+1=", "answer": "2"}] * 4).to_parquet(parquet)
-    file = written(tmp_path, with_field("data", "train", str(parquet)))
-    found = reasons(file)
-    assert found == (
-        "[data] train: method = 'grpo' needs the columns prompt; there are answer, question. Rename with columns",
-    )
-    dataset, _ = load_data(data_of(tmp_path, train=str(parquet), columns={"prompt": "question"}))
-    assert dataset[:2] == {"prompt": ["1+1="] * 2, "answer": ["2"] * 2}
-    parquet.write_text("nonsense")
-    assert "is no Parquet file" in reasons(file)[0]
-
-
-def test_two_files_are_one_dataset_and_a_broken_line_names_the_file(tmp_path):
-    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    one.write_text('{"prompt": "a"}\n')
-    two.write_text('{"prompt": "b"}\n')
-    assert load_data(data_of(tmp_path, train=[str(one), str(two)]))[0]["prompt"] == ["a", "b"]
-    two.write_text('{"prompt": "b"}\n{"prompt": \n')
-    with pytest.raises(ConfigConflictError, match=r"\[data\] train: .*two.jsonl cannot be read"):
-        load_data(data_of(tmp_path, train=[str(one), str(two)], limit=2))
-
-
-def test_the_rows_of_the_examples_are_right():
-    rows = [json.loads(line) for line in (ROOT / "examples" / "data" / "sums.jsonl").read_text().splitlines()]
-    assert len(rows) == 200
-    for row in rows:
-        left, right = re.fullmatch(r"(\d\d)\+(\d\d)=", row["prompt"]).groups()
-        assert (row["answer"], row["careless"] != row["answer"]) == (str(int(left) + int(right)), True)
-
-
-def test_a_reward_is_loaded_with_its_arguments(tmp_path):
-    (tmp_path / "beside.py").write_text("ONE = 1.0\n")
-    (tmp_path / "mine.py").write_text(
-        "from beside import ONE\ndef reward(completions, bonus, **_):\n    return [ONE + bonus] * len(completions)\n"
-    )
-    reward = load_reward(Reward(f"{tmp_path / 'mine.py'}:reward", 1.0, {"bonus": 2}))
-    assert (reward(completions=["a", "b"]), reward.__name__) == ([3.0, 3.0], "reward")
-    assert load_reward(Reward("numeric_match", 1.0, {"column": "x"}))(completions=["so 3"], x=["3"]) == [1.0]
-    assert "beside" not in [Path(each).name for each in sys.path]
-
-
-def test_a_reward_file_is_not_run_by_the_check_and_its_failure_is_said(tmp_path):
-    (tmp_path / "mine.py").write_text("def reward(completions, bonus):\n    pass\nraise RuntimeError('boom')\n")
-    document = with_field("rewards", "use", f"{tmp_path / 'mine.py'}:reward")
-    config = read_config(written(tmp_path, document), asks_trl=False)
-    with pytest.raises(ConfigConflictError, match=r"mine.py cannot be imported \(RuntimeError: boom\)"):
-        load_reward(config.rewards[0])
-    document["rewards"][0]["arguments"] = {"bonsu": 1}
-    assert reasons(written(tmp_path, document)) == (
-        "[[rewards]] arguments: 'bonsu' is none of bonus; did you mean 'bonus'?",
-    )
-
-
-def test_only_what_differs_from_the_default_is_told_the_engine(tmp_path):
-    document = with_field("rollout", "vllm", {"block_size": 32})
-    document["rollout"] |= {"kv_cache_gib": 1, "base_compute": "nf4"}
-    arguments = trainer_arguments(read_config(written(tmp_path, document), asks_trl=False))
-    assert arguments["engine_options"] == {"kv_cache_gib": 1.0, "block_size": 32}
-    assert arguments["sync"] == "auto"
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
-
-HEAVY = ("torch", "vllm", "trl", "peft", "transformers", "bitsandbytes", "datasets", "numpy")
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["train", "--example", "grpo"]], ids=" ".join)
-def test_the_command_answers_at_once_and_imports_nothing_heavy(arguments):
-    code = (
-        "import sys; from qlora_rl.cli import main\n"
-        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
-        f"print('HEAVY', [m for m in {HEAVY!r} if m in sys.modules])"
-    )
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.stdout.strip().endswith("HEAVY []")
-    assert min(seconds) < 0.5  # of the processor: others may use it too
-
-
-def test_our_own_fields_are_checked_without_a_library(tmp_path):
-    code = (
-        "import sys; from qlora_rl.config.read import read_config\n"
-        f"read_config({str(written(tmp_path, GOOD))!r}, asks_trl=False)\n"
-        f"print([m for m in {HEAVY!r} if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_the_command_knows_every_method():
-    from qlora_rl.commands.train import METHODS as known
-
-    assert known == tuple(METHODS)
-
-
-def test_the_command_names_what_is_wrong_and_ends_with_1(tmp_path, capsys):
-    from qlora_rl.cli import main
-
-    assert main(["train"]) == 1
-    assert "--example grpo" in capsys.readouterr().err
-    assert main(["train", str(written(tmp_path, with_field("adapter", "r", 0))), "--set", "method=gpro"]) == 1
-    error = capsys.readouterr().err
-    assert "2 reasons" in error
-    assert "[adapter] r: 0 is not at least 1" in error
-    assert main(["train", "--print-schema"]) == 0
-    assert capsys.readouterr().out == markdown()
