@@ -62,6 +62,32 @@ def test_two_files_are_one_dataset_and_a_broken_line_names_the_file(tmp_path):
         load_data(data_of(tmp_path, train=[str(one), str(two)], limit=2))
 
 
+def test_a_dataset_of_the_hub_is_asked_for_by_its_name(tmp_path, monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load(name, subset, **options):
+        asked.append((name, subset, options))
+        return datasets.Dataset.from_list([{"question": "1+1="}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    data = {
+        "train": "openai/gsm8k",
+        "eval": "openai/gsm8k",
+        "subset": "main",
+        "revision": "v1",
+        "columns": {"prompt": "question"},
+    }
+    document = {**GOOD, "data": data, "train": {"eval_strategy": "steps"}}
+    train, held_out = load_data(read_config(written(tmp_path, document), asks_trl=False).data)
+    assert asked == [("openai/gsm8k", "main", {"split": split, "revision": "v1"}) for split in ("train", "test")]
+    assert (train.column_names, held_out.column_names) == (["prompt"], ["prompt"])
+    document["data"]["columns"] = {"prompt": "problem"}
+    with pytest.raises(ConfigConflictError, match="it has no column problem, but question"):
+        load_data(read_config(written(tmp_path, document), asks_trl=False).data)
+
+
 def test_the_rows_of_the_examples_are_right():
     rows = [json.loads(line) for line in (ROOT / "examples" / "data" / "sums.jsonl").read_text().splitlines()]
     assert len(rows) == 200
@@ -150,3 +176,15 @@ def test_the_command_names_what_is_wrong_and_ends_with_1(tmp_path, capsys):
     assert "[adapter] r: 0 is not at least 1" in error
     assert main(["train", "--print-schema"]) == 0
     assert capsys.readouterr().out == markdown()
+
+
+def test_an_interrupted_run_says_where_it_lies(tmp_path, capsys, monkeypatch):
+    from qlora_rl.cli import main
+
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qlora_rl.config.launch.launch", interrupted)
+    file = written(tmp_path, {**GOOD, "run": {"dir": str(tmp_path / "out")}})
+    assert main(["train", str(file)]) == 130
+    assert f"interrupted; what there is lies in {tmp_path / 'out'}" in capsys.readouterr().err
