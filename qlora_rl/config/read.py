@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -127,7 +128,9 @@ def _ask_trl(document: Mapping[str, Any]) -> list[Finding]:
     if found:
         return found
     try:
-        args = make_args(config, table)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said when the run makes it
+            args = make_args(config, table)
     except (ValueError, TypeError, ImportError) as error:
         return [Finding(PLACE, f"TRL refuses: {' '.join(str(error).split())}")]
     where = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
@@ -117,9 +116,7 @@ def make_args(config: type, table: Mapping[str, Any], **own: Any) -> Any:
     }
     if not torch.cuda.is_available():  # transformers wants to be told
         given = {"use_cpu": True, **given}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning)  # said again by whoever trains with it
-        return config(**given, **own)
+    return config(**given, **own)
 
 
 def _unknown(method: str, name: str, known: Mapping[str, Any], config: type) -> str:
