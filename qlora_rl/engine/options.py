@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,18 @@ class StartOptions:
     is_cpu: bool
     max_lora_rank: int
     max_model_length: int
+
+
+def vllm_arguments() -> set[str]:
+    """Names of the arguments that the installed vLLM takes; importing it takes seconds and starts nothing.
+
+    Raises:
+        MissingDependencyError: there is none.
+    """
+    compat.vllm_version()
+    from vllm import EngineArgs
+
+    return {each.name for each in fields(EngineArgs)}
 
 
 def start_options(

@@ -1,0 +1,63 @@
+"""`qlora-rl train`: one TOML file, one run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.commands.codes import INTERRUPTED
+from qlora_rl.errors import ConfigConflictError
+
+# Those of `config.schema.METHODS`, which parsing does not import; a test compares them.
+METHODS = ("sft", "dpo", "grpo", "rloo", "online_dpo", "async_grpo")
+
+
+def add(commands: Any) -> None:
+    """The command's arguments."""
+    train = commands.add_parser("train", help="a run out of one TOML file; every field is checked first")
+    train.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="see --example and docs/config.md")
+    train.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="TABLE.FIELD=VALUE",
+        help="overrides the file: --set adapter.r=32 --set rewards.0.weight=0.5",
+    )
+    train.add_argument("--check", action="store_true", help="check the file, load nothing, and print it in full")
+    train.add_argument(
+        "--example", choices=METHODS, metavar="METHOD", help=f"print a file to start from: {', '.join(METHODS)}"
+    )
+    train.add_argument("--print-schema", action="store_true", help="print every field: type, default, meaning")
+    train.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check, then train; an interrupted run says what it left."""
+    if arguments.example or arguments.print_schema:
+        from qlora_rl.config.describe import example, markdown
+
+        print(example(arguments.example) if arguments.example else markdown(), end="")
+        return 0
+    if arguments.file is None:
+        raise ConfigConflictError(
+            "reading the run: no file was named. `qlora-rl train --example grpo > run.toml` makes one to start from."
+        )
+    from qlora_rl.config.read import read_config, resolved_toml
+
+    config = read_config(arguments.file, arguments.overrides)
+    if arguments.check:
+        print(resolved_toml(config), end="")
+        print(f"qlora-rl: {arguments.file} can run", file=sys.stderr)
+        return 0
+    from qlora_rl.config.launch import launch
+
+    try:
+        out = launch(config)
+    except KeyboardInterrupt:
+        print(f"\nqlora-rl: interrupted; what there is lies in {config.run.dir}", file=sys.stderr)
+        return INTERRUPTED
+    print(f"\n  run directory: {out}\n  to look at it: qlora-rl report {out}")
+    return 0

@@ -1,0 +1,167 @@
+"""Every field of a document by itself: known, of the right type, within its range, and there if it names a file."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from qlora_rl.config import data, rewards
+from qlora_rl.config.findings import Finding, check_value, nearest, not_among, show
+from qlora_rl.config.paths import is_file
+from qlora_rl.config.schema import ALIASES, METHODS, TABLES, TRAIN, Reward, options
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def check_document(document: Mapping[str, Any]) -> list[Finding]:
+    """Everything that is wrong with single fields; what `[train]` holds is TRL's to judge."""
+    found = _check_method(document)
+    known = ["method", *TABLES, TRAIN]
+    for name, held in document.items():
+        if name not in known:
+            found.append(Finding(name if not isinstance(held, Mapping) else f"[{name}]", _unknown(name, known)))
+    if not isinstance(document.get(TRAIN, {}), Mapping):
+        found.append(Finding(f"[{TRAIN}]", f"{show(document[TRAIN])} is not a table"))
+    for name, table in TABLES.items():
+        held = document.get(name)
+        if table is Reward:
+            found += _check_rewards(name, held)
+        elif held is None:
+            found += _missing(f"[{name}]", table, {})
+        elif isinstance(held, Mapping):
+            found += _check_table(f"[{name}]", table, held)
+        else:
+            found.append(Finding(f"[{name}]", f"{show(held)} is not a table"))
+    return found
+
+
+def check_field(table: type, name: str, place: str, value: Any) -> list[Finding]:
+    """One field of our own tables: its type and range, and what it names."""
+    hint, rules = options(table)[name]
+    found = check_value(place, value, hint, rules)
+    if not found and (look := _LOOKS.get((table.__name__, name)) or _LOOKS.get(rules.kind)):
+        found = [Finding(place, text) for text in look(value)]
+    return found
+
+
+def _check_method(document: Mapping[str, Any]) -> list[Finding]:
+    if "method" not in document:
+        return [Finding("method", f"is missing. Choose one of {', '.join(map(show, METHODS))}")]
+    method = document["method"]
+    if not isinstance(method, str):
+        return [Finding("method", f"{show(method)} is not a text in quotes")]
+    return [] if method in METHODS else [Finding("method", not_among(method, METHODS))]
+
+
+def _check_rewards(name: str, held: Any) -> list[Finding]:
+    if held is None:
+        return []
+    if not isinstance(held, list) or not all(isinstance(each, Mapping) for each in held):
+        return [Finding(f"[[{name}]]", "is a list of tables: write [[rewards]] above each reward function")]
+    found = []
+    for number, each in enumerate(held):
+        place = f"[[{name}]]" if len(held) == 1 else f"[[{name}]] number {number}"
+        wrong = _check_table(place, Reward, each)
+        if not wrong:
+            arguments = rewards.check_arguments(each["use"], each.get("arguments", {}))
+            wrong = [Finding(f"{place} arguments", text) for text in arguments]
+        found += wrong
+    return found
+
+
+def _check_table(place: str, table: type, held: Mapping[str, Any]) -> list[Finding]:
+    known = options(table)
+    found = _missing(place, table, held)
+    for name, value in held.items():
+        if name in known:
+            found += check_field(table, name, f"{place} {name}", value)
+        else:
+            found.append(Finding(f"{place} {name}", _unknown(name, known, place)))
+    return found
+
+
+def _missing(place: str, table: type, held: Mapping[str, Any]) -> list[Finding]:
+    return [
+        Finding(f"{place} {name}", f"is missing: {rules.says}, such as {show(rules.example)}")
+        for name, (_, rules) in options(table).items()
+        if rules.is_required and name not in held
+    ]
+
+
+def _unknown(name: str, known: Any, place: str = "") -> str:
+    here = nearest(name, known)
+    if here:
+        return f"unknown{here}"
+    for table, held in TABLES.items():
+        if f"[{table}]" != place and name in options(held):
+            return f"unknown; did you mean [{table}] {name}?"
+    if name in ALIASES:
+        return f"unknown; did you mean {ALIASES[name]}?"
+    return f"unknown; there are {', '.join(known)}"
+
+
+# --- what a value names -------------------------------------------------------------------------------------------
+
+
+def _look_at_model(value: str) -> list[str]:
+    if value.startswith("/"):
+        return [] if os.path.isdir(value) else [f"there is no directory {value}"]
+    return [] if _HUB_NAME.fullmatch(value) else [f"{show(value)} is neither a directory nor a name on the hub"]
+
+
+def _look_at_data(value: str | list[str]) -> list[str]:
+    files = [value] if isinstance(value, str) else value
+    if not files:
+        return ["names no file"]
+    local = [is_file(each) or each.startswith("/") for each in files]
+    if not all(local):
+        names = [each for each, is_local in zip(files, local, strict=True) if not is_local]
+        if len(files) > 1:
+            return [f"{show(names[0])} is no file; a dataset of the hub stands alone"]
+        known = _HUB_NAME.fullmatch(names[0])
+        return [] if known else [f"{show(names[0])} is neither a .jsonl or .parquet file nor a name on the hub"]
+    return data.check_files(files)
+
+
+def _look_at_key(value: str) -> list[str]:
+    return [] if os.path.isfile(value) else [f"there is no file {value}"]
+
+
+def _look_at_adapter(value: str) -> list[str]:
+    if os.path.isfile(os.path.join(value, "adapter_config.json")):
+        return []
+    return [f"{value} holds no adapter_config.json; a run leaves its adapter in adapter/"]
+
+
+def _look_at_where(value: str | list[str]) -> list[str]:
+    urls = [value] if isinstance(value, str) else value
+    if not urls:
+        return ["names no server"]
+    if isinstance(value, str) and value in ("colocate", "server"):
+        return []
+    wrong = [each for each in urls if not each.startswith(("http://", "https://"))]
+    if not wrong:
+        return []
+    hint = nearest(wrong[0], ["colocate", "server"])
+    return [f"{show(wrong[0])} is neither 'colocate', 'server' nor a URL such as 'http://host:8000'{hint}"]
+
+
+def _look_at_template(value: str) -> list[str]:
+    try:
+        names = data.placeholders(value)
+    except ValueError as error:
+        return [f"{show(value)} is no template: {error}. Write braces that are meant twice"]
+    return [] if names else [f"{show(value)} names no column; write {{question}} for the column question"]
+
+
+_LOOKS = {
+    "model": _look_at_model,
+    "data": _look_at_data,
+    "reward": rewards.check_use,
+    ("Data", "prompt_template"): _look_at_template,
+    ("Rollout", "api_key_file"): _look_at_key,
+    ("Rollout", "where"): _look_at_where,
+    ("Adapter", "start_from"): _look_at_adapter,
+}

@@ -1,0 +1,232 @@
+"""Fields that are right alone and wrong together. Only values that differ from their default count as said."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from qlora_rl.config.data import columns_after, placeholders
+from qlora_rl.config.findings import Finding, show
+from qlora_rl.config.paths import is_file
+from qlora_rl.config.rewards import column_of
+from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Reward, default, options
+
+_ENGINE = ("base_compute", "max_num_seqs", "kv_cache_gib", "enforce_eager", "enable_prefix_caching", "vllm")
+_LORA_ONLY = ("kind", "start_from", "dtype")
+
+
+class _Said:
+    """What a document says, field by field, beside the defaults; wrong types are nobody's business here."""
+
+    def __init__(self, document: Mapping[str, Any]):
+        self._document = document
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        held = self._document.get(name, {})
+        return held if isinstance(held, Mapping) else {}
+
+    def get(self, table: str, name: str) -> Any:
+        found = next(each for each in fields(TABLES[table]) if each.name == name)
+        return self.table(table).get(name, default(found))
+
+    def changed(self, table: str) -> list[str]:
+        """Fields that are said and differ from their default."""
+        known = {each.name: default(each) for each in fields(TABLES[table])}
+        return [name for name, value in self.table(table).items() if name in known and value != known[name]]
+
+    @property
+    def method(self) -> str:
+        method = self._document.get("method")
+        return method if isinstance(method, str) and method in METHODS else ""
+
+    @property
+    def rewards(self) -> list[Any]:
+        held = self._document.get("rewards", [])
+        return held if isinstance(held, list) else []
+
+
+def check_together(document: Mapping[str, Any]) -> list[Finding]:
+    """Everything that contradicts."""
+    said = _Said(document)
+    return [finding for rule in _RULES for finding in rule(said)]
+
+
+def _of_other_methods(said: _Said) -> Iterator[Finding]:
+    if not said.method:
+        return
+    method = METHODS[said.method]
+    for table, held in TABLES.items():
+        if held is Reward:
+            continue
+        for name in said.changed(table):
+            if said.method not in (options(held)[name][1].methods or METHODS):
+                yield Finding(
+                    f"[{table}] {name}",
+                    f"is of {', '.join(options(held)[name][1].methods)}, not of method = '{said.method}'. Leave it out",
+                )
+    if said.rewards and not method.scores:
+        yield Finding("[[rewards]]", f"method = '{said.method}' scores no completions. Leave it out")
+    if method.scores and not said.rewards:
+        yield Finding(
+            "[[rewards]]",
+            f"is missing: method = '{said.method}' scores completions. Write [[rewards]] and use = 'exact_match'",
+        )
+
+
+def _adapter(said: _Said) -> Iterator[Finding]:
+    start, kind = said.get("adapter", "start_from"), said.get("adapter", "kind")
+    lora = [name for name in said.changed("adapter") if name not in _LORA_ONLY]
+    if start is not None:
+        for name in lora:
+            yield Finding(f"[adapter] {name}", "beside start_from, whose adapter brings its own. Leave one of them out")
+    if kind == "none":
+        for name in [*lora, *(["start_from"] if start is not None else [])]:
+            yield Finding(f"[adapter] {name}", "beside kind = 'none', which trains no adapter. Leave one of them out")
+        if said.get("base", "quant") != "none":
+            yield Finding(
+                "[adapter] kind", "'none' with a 4-bit base, which cannot be trained itself. Set [base] quant = 'none'"
+            )
+        if said.get("run", "gpu_memory") != "auto":
+            yield Finding("[run] gpu_memory", "with [adapter] kind = 'none', whose memory is not planned. Leave it out")
+        if said.method and not METHODS[said.method].draws:
+            yield Finding("[adapter] kind", f"'none' with method = '{said.method}', which trains adapters only")
+        elif said.get("sync", "how") != "weights":
+            yield Finding("[adapter] kind", "'none': all weights travel. Set [sync] how = 'weights'")
+    if said.get("sync", "how") == "lora_adapter":
+        for name in ("use_dora", "modules_to_save"):
+            if said.get("adapter", name):
+                yield Finding(
+                    "[sync] how",
+                    f"'lora_adapter' with [adapter] {name}, which cannot travel alone. Use 'weights' or 'auto'",
+                )
+
+
+def _base(said: _Said) -> Iterator[Finding]:
+    if said.get("base", "quant") != "none" and said.get("base", "compute_dtype") == "float32":
+        yield Finding(
+            "[base] compute_dtype",
+            f"'float32' with quant = {show(said.get('base', 'quant'))}, which vLLM's kernels do not take. Use 'bfloat16'",
+        )
+
+
+def _rollout(said: _Said) -> Iterator[Finding]:
+    where = said.get("rollout", "where")
+    changed = said.changed("rollout")
+    is_url = isinstance(where, list) or (isinstance(where, str) and "://" in where)
+    if is_url:
+        for name in _ENGINE:
+            if name in changed:
+                yield Finding(f"[rollout] {name}", "beside URLs: set it where that server is started. Leave it out")
+    elif "api_key_file" in changed:
+        yield Finding("[rollout] api_key_file", f"where = {show(where)} needs no key: it is a server's. Leave one out")
+    if where == "server":
+        for name in ("base_compute", "vllm"):
+            if name in changed:
+                yield Finding(f"[rollout] {name}", "is known to where = 'colocate' only. Leave one of them out")
+    if said.method == "async_grpo" and said.table(TRAIN).get("vllm_enable_sleep_mode") is True:
+        yield Finding(
+            f"[{TRAIN}] vllm_enable_sleep_mode", "with method = 'async_grpo', whose engine never rests. Leave it out"
+        )
+    if where != "colocate" and said.get("rollout", "share_base") is True:
+        yield Finding("[rollout] share_base", f"true with where = {show(where)}: another process holds its own base")
+
+
+def _evaluation(said: _Said) -> Iterator[Finding]:
+    strategy = said.table(TRAIN).get("eval_strategy", "no")
+    if said.get("data", "eval") is not None and strategy == "no":
+        yield Finding(
+            "[data] eval", "is never looked at. Set [train] eval_strategy = 'steps' or 'epoch', or leave it out"
+        )
+    if said.get("data", "eval") is None and strategy != "no":
+        yield Finding(f"[{TRAIN}] eval_strategy", f"{show(strategy)} without [data] eval")
+
+
+def _hub_only(said: _Said) -> Iterator[Finding]:
+    for place, names in (("train", ("split", "subset", "revision")), ("eval", ("eval_split",))):
+        files = said.get("data", place)
+        first = files[0] if isinstance(files, list) and files else files
+        if isinstance(first, str) and (is_file(first) or first.startswith("/")):
+            for name in names:
+                if name in said.changed("data"):
+                    yield Finding(
+                        f"[data] {name}", f"is of a dataset on the hub, and {place} names a file. Leave it out"
+                    )
+    model = said.get("base", "model")
+    if isinstance(model, str) and model.startswith("/") and said.get("base", "revision") is not None:
+        yield Finding("[base] revision", "is of a model on the hub, and model names a directory. Leave it out")
+
+
+def _columns(said: _Said) -> Iterator[Finding]:
+    names, template = said.get("data", "columns"), said.get("data", "prompt_template")
+    if not isinstance(names, Mapping) or not isinstance(template, str | None):
+        return
+    if template is not None and "prompt" in names:
+        yield Finding("[data] prompt_template", "makes the column prompt, and so does columns. Leave one of them out")
+        return
+    for place in ("train", "eval"):
+        files = said.get("data", place)
+        before = columns_after(files, {})
+        if before is None:
+            continue
+        unknown = [old for old in names.values() if old not in before]
+        for old in unknown:
+            yield Finding("[data] columns", f"{place} has no column {show(old)}, but {', '.join(before)}")
+        if template is not None:
+            try:
+                wanted = placeholders(template)
+            except ValueError:
+                continue
+            for name in wanted:
+                if name not in before:
+                    yield Finding(
+                        "[data] prompt_template", f"{place} has no column {show(name)}, but {', '.join(before)}"
+                    )
+                    unknown.append(name)
+        after = set(columns_after(files, names) or ()) | ({"prompt"} if template is not None else set())
+        if said.method and not unknown and not any(set(each) <= after for each in METHODS[said.method].columns):
+            yield _lacks(said, place, after)
+        for reward in said.rewards if place == "train" else []:
+            if not isinstance(reward, Mapping) or not isinstance(reward.get("use"), str):
+                continue
+            given = reward.get("arguments", {})
+            column = column_of(reward["use"], given if isinstance(given, Mapping) else {})
+            if column is not None and not unknown and column not in after:
+                yield Finding(
+                    "[[rewards]] arguments",
+                    f"{show(reward['use'])} compares with the column {show(column)}; there are {', '.join(sorted(after))}. "
+                    "Name another: arguments = { column = '...' }",
+                )
+
+
+def _lacks(said: _Said, place: str, there: set[str]) -> Finding:
+    ways = " or ".join(" and ".join(each) for each in METHODS[said.method].columns)
+    text = (
+        f"method = '{said.method}' needs the columns {ways}; there are {', '.join(sorted(there))}. Rename with columns"
+    )
+    return Finding(f"[data] {place}", text)
+
+
+def _is_free(said: _Said) -> Iterator[Finding]:
+    out = said.get("run", "dir")
+    if not isinstance(out, str):
+        return
+    if os.path.exists(out) and not os.path.isdir(out):
+        yield Finding("[run] dir", f"{out} is a file")
+    elif os.path.exists(os.path.join(out, "metrics.jsonl")) and said.get("run", "existing") == "refuse":
+        yield Finding(
+            "[run] dir", f"{out} holds a run. Choose another, or set [run] existing = 'overwrite' or 'continue'"
+        )
+
+
+_RULES: tuple[Callable[[_Said], Iterator[Finding]], ...] = (
+    _of_other_methods,
+    _adapter,
+    _base,
+    _rollout,
+    _evaluation,
+    _hub_only,
+    _columns,
+    _is_free,
+)

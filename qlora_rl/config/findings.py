@@ -1,0 +1,63 @@
+"""What is wrong with one value, and where it stands."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qlora_rl.config.hints import choices, fits, words
+from qlora_rl.config.schema import Rules
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        place: such as "[train] learning_rate".
+        text: what is wrong, and the way out.
+    """
+
+    place: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}"
+
+
+def check_value(place: str, value: Any, hint: Any, rules: Rules) -> list[Finding]:
+    """At most one finding: the type, or else the range, or else the choice."""
+    if not fits(value, hint):
+        near = nearest(value, choices(hint)) if isinstance(value, str) else ""
+        return [Finding(place, f"{show(value)} is not {words(hint)}{near}")]
+    if isinstance(value, int | float) and not isinstance(value, bool) and not rules.admits(value):
+        return [Finding(place, f"{show(value)} is not {rules.range}")]
+    if rules.choices:
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, str) and each not in rules.choices:
+                return [Finding(place, not_among(each, rules.choices))]
+    return []
+
+
+def not_among(value: str, known: Iterable[str]) -> str:
+    """The text is none of these, and the nearest of them."""
+    known = list(known)
+    return f"{show(value)} is none of {', '.join(map(show, known))}{nearest(value, known)}"
+
+
+def nearest(value: str, known: Iterable[str]) -> str:
+    """ "; did you mean ...?", or nothing."""
+    close = difflib.get_close_matches(value, list(known), 1, 0.6)
+    return f"; did you mean {show(close[0])}?" if close else ""
+
+
+def show(value: Any) -> str:
+    """A value as TOML has it, cut where it is long."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return f"the table {{{', '.join(map(str, value))}}}"
+    text = f"'{value}'" if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else f"{text[:76]} ..."

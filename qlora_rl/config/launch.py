@@ -1,0 +1,160 @@
+"""A checked `RunConfig` becomes a trainer, and is trained."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import qlora_rl
+from qlora_rl.config.data import load_data
+from qlora_rl.config.read import resolved_toml
+from qlora_rl.config.rewards import digest, load_reward
+from qlora_rl.config.schema import METHODS, PLANNED, Adapter, Rollout, RunConfig, default
+from qlora_rl.config.trl_fields import make_args
+from qlora_rl.errors import AdapterRefusedError, NotYetSupportedError, collected
+
+RESOLVED = "run.toml"
+_OURS = ("kind", "start_from", "dtype")
+# What of [rollout] is no option of the engine.
+_NO_ENGINE = {"where", "api_key_file", "share_base", "max_staleness", "rollout_threads"}
+
+
+def launch(config: RunConfig) -> Path:
+    """Train; what the rewards and the data hold is looked at before the base is made.
+
+    Returns:
+        The run directory, with the resolved configuration in `run.toml`.
+
+    Raises:
+        ConfigConflictError: a reward file or a dataset cannot be read.
+        AdapterRefusedError: the adapter to start from is damaged, or was trained on another base.
+        MemoryBudgetError: it cannot fit into [run] gpu_memory.
+        NotYetSupportedError: this version has no trainer for the method.
+    """
+    trainer_class = find_trainer(config.method)
+    rewards = [load_reward(reward) for reward in config.rewards]
+    train, held_out = load_data(config.data)
+    args = trl_config(config)
+    import torch
+
+    torch.manual_seed(config.run.seed)  # the start of the adapter
+    model, peft_config = _model(config, args)
+    arguments = {
+        "model": model,
+        "args": args,
+        "train_dataset": train,
+        "eval_dataset": held_out,
+        "peft_config": peft_config,
+        **({"reward_funcs": rewards} if rewards else {}),
+        **trainer_arguments(config),
+    }
+    with trainer_class(**arguments) as trainer:
+        out = Path(config.run.dir)
+        (out / RESOLVED).write_text(record(config), encoding="utf-8")
+        resume = args.resume_from_checkpoint
+        trainer.train(**({"resume_from_checkpoint": resume} if resume else {}))
+    return out
+
+
+def find_trainer(method: str) -> type:
+    """The trainer of a method.
+
+    Raises:
+        NotYetSupportedError: this version has none.
+    """
+    name = METHODS[method].trainer
+    found = getattr(qlora_rl, name, None)
+    if found is None:
+        there = ", ".join(each for each, known in METHODS.items() if known.trainer in qlora_rl.__all__)
+        raise NotYetSupportedError(
+            f"choosing the trainer: method = '{method}': this version has no {name}. It has {there}."
+        )
+    return found
+
+
+def trl_config(config: RunConfig) -> Any:
+    """TRL's config of the run: `[train]`, and what has its place elsewhere."""
+    from qlora_rl.train.methods import config_class
+
+    kind = config_class(config.method)
+    known = {each.name for each in fields(kind)}
+    own: dict[str, Any] = {"output_dir": config.run.dir, "seed": config.run.seed}
+    if config.base.trust_remote_code and "trust_remote_code" in known:
+        own["trust_remote_code"] = True
+    if config.base.attn_implementation and config.adapter.start_from is None:
+        own["model_init_kwargs"] = {"attn_implementation": config.base.attn_implementation}
+    if any(reward.weight != 1 for reward in config.rewards):
+        own["reward_weights"] = [reward.weight for reward in config.rewards]
+    return make_args(kind, config.train, **own)
+
+
+def trainer_arguments(config: RunConfig) -> dict[str, Any]:
+    """Arguments of our trainers beside TRL's."""
+    found: dict[str, Any] = {"adapter_dtype": config.adapter.dtype, "existing_run": config.run.existing}
+    if config.method in PLANNED:
+        found["gpu_memory"] = config.run.gpu_memory
+    if config.method == "async_grpo":
+        found |= {"max_staleness": config.rollout.max_staleness, "rollout_threads": config.rollout.rollout_threads}
+    if not METHODS[config.method].draws:
+        return found
+    rollout, sync = config.rollout, config.sync
+    usual = {each.name: default(each) for each in fields(Rollout)}
+    engine = {name: value for name, value in vars(rollout).items() if name not in _NO_ENGINE and value != usual[name]}
+    return found | {
+        "rollout": rollout.where,
+        "api_key_file": rollout.api_key_file,
+        "share_base": rollout.share_base,
+        "engine_options": engine | engine.pop("vllm", {}),
+        "sync": sync.how,
+        "sync_dir": sync.dir,
+        "canary_every": sync.canary_every,
+        "allow_base_mismatch": sync.allow_base_mismatch,
+    }
+
+
+def record(config: RunConfig) -> str:
+    """The resolved configuration, and what it was made with."""
+    lines = [
+        f"# Settled by qlora_rl {qlora_rl.__version__}. Runs this run again:",
+        "#   qlora-rl train run.toml --set run.dir=ANOTHER",
+    ]
+    lines += [f"# sha256 of {each.use}: {digest(each)}" for each in config.rewards if digest(each)]
+    return "\n".join([*lines, "", resolved_toml(config)])
+
+
+def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
+    """What the trainer takes as model= and peft_config=."""
+    from qlora_rl.adapter.verdict import judge_adapter
+    from qlora_rl.adapter.wish import make_lora, open_adapter
+    from qlora_rl.base.checkpoint import load_base, prepare_base
+    from qlora_rl.base.quant import QuantSpec
+    from qlora_rl.train.methods import check_memory
+
+    held, adapter = config.base, config.adapter
+    spec = QuantSpec(
+        held.quant, held.double_quant, held.blocksize, held.compute_dtype, tuple(sorted(held.skip_modules))
+    )
+    lora = None
+    if adapter.kind == "lora" and adapter.start_from is None:
+        lora = make_lora({each.name: getattr(adapter, each.name) for each in fields(Adapter) if each.name not in _OURS})
+        if config.method in PLANNED and config.run.gpu_memory != "auto":
+            quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
+            check_memory(held.model, args, quantization, lora, trainer_arguments(config))
+    base = prepare_base(
+        held.model,
+        spec.quant_type,
+        double_quant=spec.double_quant,
+        blocksize=spec.blocksize,
+        compute_dtype=spec.compute_dtype,
+        skip_modules=spec.skip_modules,
+        revision=held.revision,
+        trust_remote_code=held.trust_remote_code,
+    )
+    if adapter.start_from is None:
+        return base, lora
+    verdict = judge_adapter(adapter.start_from, base=base.path)
+    if verdict.kind == "refuse":
+        raise collected(f"reading [adapter] start_from = {adapter.start_from!r}", verdict.reasons, AdapterRefusedError)
+    options = {"trust_remote_code": held.trust_remote_code, "attn_implementation": held.attn_implementation}
+    return open_adapter(load_base(base, **options), adapter.start_from), None

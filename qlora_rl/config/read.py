@@ -1,0 +1,196 @@
+"""A TOML file and the `--set` of a command line become one checked `RunConfig`; or all that is wrong is said at once."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tomllib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.config.check import check_document
+from qlora_rl.config.contradictions import check_together
+from qlora_rl.config.findings import Finding, nearest, show
+from qlora_rl.config.paths import anchored
+from qlora_rl.config.schema import DRAWING, METHODS, TABLES, TRAIN, Reward, RunConfig, default, options
+from qlora_rl.config.write import to_toml
+from qlora_rl.errors import ConfigConflictError, MissingDependencyError, collected
+
+
+def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, asks_trl: bool = True) -> RunConfig:
+    """Read, override, check.
+
+    Args:
+        path: of the TOML file. Paths in it are relative to its directory, but for `[run] dir`.
+        overrides: "table.field=value", the value as TOML has it; a text needs no quotes. Paths are relative to the
+            working directory.
+        asks_trl: check `[train]` against TRL's config, which takes seconds to import; and what goes to vLLM against its.
+
+    Raises:
+        ConfigConflictError: with everything that is wrong, each with its place.
+    """
+    path = Path(path)
+    document, found = _document(path, overrides)
+    found += check_document(document)
+    found += check_together(document)
+    found += [*_ask_trl(document), *_ask_vllm(document)] if asks_trl else []
+    if found:
+        raise collected(f"reading {path}", list(dict.fromkeys(map(str, found))), ConfigConflictError)
+    return _settled(document, path)
+
+
+def resolved(config: RunConfig) -> dict[str, Any]:
+    """The whole run as a document: every field that its method knows, absolute paths."""
+    document: dict[str, Any] = {"method": config.method}
+    for name, table in TABLES.items():
+        held = getattr(config, name)
+        if table is Reward:
+            document |= {name: [_plain(config.method, reward) for reward in held]} if held else {}
+        elif plain := _plain(config.method, held):
+            document[name] = plain
+        if name == "data" and config.train:
+            document[TRAIN] = dict(config.train)
+    return document
+
+
+def resolved_toml(config: RunConfig) -> str:
+    """`resolved`, as the file that runs the run again."""
+    return to_toml(resolved(config))
+
+
+def _document(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[Finding]]:
+    try:
+        document = anchored(tomllib.loads(path.read_text(encoding="utf-8")), path.resolve().parent)
+    except OSError as error:
+        raise ConfigConflictError(
+            f"reading {path}: {error.strerror}. `--example METHOD` prints a file to start from."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigConflictError(f"reading {path}: it is no TOML: {error}.") from error
+    found = []
+    for override in overrides:
+        problem = _apply(document, override)
+        found += [Finding(f"--set {override}", problem)] if problem else []
+    return document, found
+
+
+def _apply(document: dict[str, Any], override: str) -> str:
+    """Write one override into the document; what is wrong with it, or nothing."""
+    dotted, equals, text = override.partition("=")
+    keys = [key.strip() for key in dotted.split(".")]
+    if not equals or not all(keys):
+        return "is no table.field=value"
+    nested: Any = _value(text.strip())
+    for key in reversed(keys):
+        nested = {key: nested}
+    # With the working directory as anchor, before it meets what the file says.
+    return _merge(document, anchored(nested, Path.cwd()), keys)
+
+
+def _merge(document: Any, nested: Any, keys: Sequence[str]) -> str:
+    for place, key in enumerate(keys):
+        value = nested[key]
+        is_last = place == len(keys) - 1
+        if isinstance(document, list):
+            if not key.isdigit() or int(key) >= len(document):
+                return f"there is no number {key} among {len(document)}; they are counted from 0"
+            key = int(key)
+        elif not isinstance(document, dict):
+            return f"{'.'.join(keys[:place])} is no table"
+        if is_last:
+            document[key] = value
+        elif isinstance(document, dict):
+            document.setdefault(key, {})
+        document, nested = document[key], value
+    return ""
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _ask_trl(document: Mapping[str, Any]) -> list[Finding]:
+    """What TRL's config of the method has to say about `[train]`."""
+    from qlora_rl.config.trl_fields import PLACE, check_train, make_args
+    from qlora_rl.train.methods import config_class, contradictions
+
+    method, table = document.get("method"), document.get(TRAIN, {})
+    if not isinstance(method, str) or method not in METHODS or not isinstance(table, Mapping):
+        return []
+    config = config_class(method)
+    found = check_train(method, table, config)
+    if found:
+        return found
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said when the run makes it
+            args = make_args(config, table)
+    except (ValueError, TypeError, ImportError) as error:
+        return [Finding(PLACE, f"TRL refuses: {' '.join(str(error).split())}")]
+    where = (
+        document.get("rollout", {}).get("where", "colocate") if isinstance(document.get("rollout", {}), Mapping) else ""
+    )
+    return [Finding(PLACE, text) for text in contradictions(method, args, where)] if where else []
+
+
+def _ask_vllm(document: Mapping[str, Any]) -> list[Finding]:
+    """Is it there, where one is to be started, and does it know what `[rollout] vllm` says?"""
+    method, rollout = document.get("method"), document.get("rollout", {})
+    if not isinstance(rollout, Mapping) or method not in DRAWING:
+        return []
+    if rollout.get("where", "colocate") not in ("colocate", "server"):
+        return []
+    from qlora_rl.engine.compat import vllm_version
+    from qlora_rl.engine.options import vllm_arguments
+
+    try:
+        vllm_version()
+    except MissingDependencyError as error:
+        return [Finding("[rollout] where", str(error))]
+    given = rollout.get("vllm")
+    if not given or not isinstance(given, Mapping):
+        return []
+    known = vllm_arguments()
+    text = "vLLM has no {}{}"
+    return [
+        Finding("[rollout] vllm", text.format(show(name), nearest(name, known))) for name in given if name not in known
+    ]
+
+
+def _settled(document: Mapping[str, Any], path: Path) -> RunConfig:
+    tables = {}
+    for name, table in TABLES.items():
+        if table is Reward:
+            tables[name] = tuple(Reward(**_filled(Reward, each)) for each in document.get(name, []))
+        else:
+            tables[name] = table(**_filled(table, document.get(name, {})))
+    if tables["run"].dir is None:
+        out = str(Path.cwd() / "runs" / path.stem)
+        tables["run"] = type(tables["run"])(**{**vars(tables["run"]), "dir": out})
+    return RunConfig(method=document["method"], train=copy.deepcopy(document.get(TRAIN, {})), **tables)
+
+
+def _filled(table: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for each in fields(table):
+        value = given.get(each.name, default(each))
+        hint = options(table)[each.name][0]
+        found[each.name] = float(value) if hint in (float, float | None) and value is not None else value
+    return found
+
+
+def _plain(method: str, held: Any) -> dict[str, Any]:
+    """The fields of a table that the method knows, without what says nothing."""
+    return {
+        name: value
+        for name, value in vars(held).items()
+        if value is not None
+        and value != {}
+        and (not options(type(held))[name][1].methods or method in options(type(held))[name][1].methods)
+    }

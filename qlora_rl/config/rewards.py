@@ -1,0 +1,131 @@
+"""Reward functions by name: one of ours, or `path.py:function`. Looked at without being run, then imported."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from qlora_rl import rewards as ours
+from qlora_rl.config.findings import nearest, not_among, show
+from qlora_rl.config.paths import split_reward
+from qlora_rl.config.schema import Reward
+from qlora_rl.errors import ConfigConflictError
+
+# What TRL passes to every reward function.
+_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+
+
+def check_use(use: str) -> list[str]:
+    """What is wrong with the name of a reward function."""
+    path, function = split_reward(use)
+    if not path:
+        wrong = function not in ours.__all__
+        return [not_among(function, [*ours.__all__, "path.py:function"])] if wrong else []
+    try:
+        names = _parameters_of_file(path)
+    except OSError as error:
+        return [f"{path}: {error.strerror}"]
+    except (SyntaxError, ValueError) as error:
+        return [f"{path} is no Python: {error}"]
+    if function not in names:
+        there = ", ".join(names) or "nothing"
+        return [f"{path} has no {show(function)}, but {there}{nearest(function, names)}"]
+    return []
+
+
+def check_arguments(use: str, arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments that the function does not take, and arguments of ours that it cannot do without."""
+    path, function = split_reward(use)
+    if path:
+        takes = _parameters_of_file(path)[function]
+        required: list[str] = []
+    else:
+        parameters = inspect.signature(getattr(ours, function)).parameters.values()
+        takes = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - set(_PASSED)
+        required = [p.name for p in parameters if p.name in takes and p.default is p.empty and p.kind == p.KEYWORD_ONLY]
+    found = []
+    if takes is not None:
+        found += [
+            f"{show(name)} is none of {', '.join(sorted(takes))}{nearest(name, takes)}"
+            for name in arguments
+            if name not in takes
+        ]
+    return found + [f"{name} is missing: {show(function)} needs it" for name in required if name not in arguments]
+
+
+def column_of(use: str, arguments: Mapping[str, Any]) -> str | None:
+    """The column of the data that a reward of ours compares with; `None` where it needs none, or nobody knows."""
+    path, function = split_reward(use)
+    if path or function not in ours.__all__:
+        return None
+    column = inspect.signature(getattr(ours, function)).parameters.get("column")
+    found = arguments.get("column", column.default if column else None)
+    return found if isinstance(found, str) else None
+
+
+def load_reward(reward: Reward) -> Any:
+    """The function, its arguments bound. This runs the user's file.
+
+    Raises:
+        ConfigConflictError: the file cannot be imported; says why.
+    """
+    path, function = split_reward(reward.use)
+    found = getattr(_import(path) if path else ours, function, None)
+    if not callable(found):
+        raise ConfigConflictError(f"loading the rewards: {reward.use} is no function, but {show(found)}.")
+    if inspect.isclass(found):
+        found = found(**reward.arguments)
+    elif reward.arguments:
+        bound = functools.partial(found, **reward.arguments)
+        found = functools.update_wrapper(bound, found)
+    return found
+
+
+def digest(reward: Reward) -> str:
+    """SHA-256 of the file of a reward, for the record; empty for one of ours."""
+    path, _ = split_reward(reward.use)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+
+
+def _import(path: str) -> ModuleType:
+    name = f"qlora_rl_reward_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses and pickle look
+    sys.path.insert(0, str(Path(path).parent))  # what stands beside it can be imported, as with `python path.py`
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigConflictError(
+            f"loading the rewards: {path} cannot be imported ({type(error).__name__}: {error}). Run it with python to see where."
+        ) from error
+    finally:
+        sys.path.remove(str(Path(path).parent))
+    return module
+
+
+def _parameters_of_file(path: str) -> dict[str, set[str] | None]:
+    """What can be called in a file: names of its arguments, `None` where any will do or they cannot be seen."""
+    found: dict[str, set[str] | None] = {}
+    for node in ast.parse(Path(path).read_text(encoding="utf-8"), path).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+            found[node.name] = None if node.args.kwarg else names - set(_PASSED)
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = None
+        elif isinstance(node, ast.Assign):
+            found |= {target.id: None for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: None for alias in node.names}
+    return found

@@ -1,0 +1,355 @@
+"""What may stand in the TOML file of a run: one dataclass per table, one `option` per field. Plain data, no library.
+
+`[train]` is not here: its fields are those of TRL's config of the method, by TRL's names (`config/trl_fields`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Literal, get_type_hints
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train.
+
+    Attributes:
+        trainer: public name of the trainer.
+        says: what it does, in one line.
+        draws: it draws completions, so it has an engine.
+        scores: it scores them with reward functions.
+        columns: the datasets that it takes, by the columns that they must have: one of these sets.
+    """
+
+    trainer: str
+    says: str
+    draws: bool
+    scores: bool
+    columns: tuple[tuple[str, ...], ...]
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "sft": Method(
+            "QLoRASFTTrainer",
+            "imitates the completions of a dataset",
+            False,
+            False,
+            (("text",), ("messages",), ("prompt", "completion"), ("input_ids",)),
+        ),
+        "dpo": Method(
+            "QLoRADPOTrainer", "learns which of two completions is better", False, False, (("chosen", "rejected"),)
+        ),
+        "grpo": Method("QLoRAGRPOTrainer", "draws a group per prompt, rewards it", True, True, (("prompt",),)),
+        "rloo": Method(
+            "QLoRARLOOTrainer", "as grpo, with the others of the group as baseline", True, True, (("prompt",),)
+        ),
+        "online_dpo": Method(
+            "QLoRAOnlineDPOTrainer", "draws two per prompt, prefers the better one", True, True, (("prompt",),)
+        ),
+        "async_grpo": Method(
+            "QLoRAAsyncGRPOTrainer", "as grpo, while the next completions are drawn", True, True, (("prompt",),)
+        ),
+    }
+)
+DRAWING = tuple(name for name, method in METHODS.items() if method.draws)
+PLANNED = ("grpo", "rloo", "async_grpo")  # their memory is planned
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is asked of a value beside its type.
+
+    Attributes:
+        says: what the field does, one line.
+        above, at_least, at_most, below: bounds of a number.
+        choices: the only values; of a text.
+        is_required: there is no default.
+        kind: "path" (made absolute), "model", "data" (a path, or a name on the hub), "reward", or "" for a plain value.
+        methods: the only methods that know it; empty for all.
+        example: for a template.
+    """
+
+    says: str = ""
+    above: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] = ()
+    is_required: bool = False
+    kind: str = ""
+    methods: tuple[str, ...] = ()
+    example: Any = None
+
+    @property
+    def range(self) -> str:
+        """The bounds in words; empty where there are none."""
+        low = f"above {self.above:g}" if self.above is not None else ""
+        low = f"at least {self.at_least:g}" if self.at_least is not None else low
+        high = f"below {self.below:g}" if self.below is not None else ""
+        high = f"at most {self.at_most:g}" if self.at_most is not None else high
+        return " and ".join(part for part in (low, high) if part)
+
+    def admits(self, number: float) -> bool:
+        """It lies within the bounds."""
+        return not (
+            (self.above is not None and not number > self.above)
+            or (self.at_least is not None and not number >= self.at_least)
+            or (self.at_most is not None and not number <= self.at_most)
+            or (self.below is not None and not number < self.below)
+        )
+
+
+def option(says: str, default: Any = MISSING, **rules: Any) -> Any:
+    """A field of a table; without a default it must be given."""
+    metadata = {"rules": Rules(says, is_required=default is MISSING, **rules)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=None if default is MISSING else default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model, and how its frozen base is held."""
+
+    model: str = option(
+        "hub name, checkpoint directory, or a base made by `qlora-rl prepare`", kind="model", example="Qwen/Qwen3-0.6B"
+    )
+    quant: str = option("how the base is held", "nf4", choices=("nf4", "fp4", "none"))
+    double_quant: bool = option("quantise the block scales too", True)
+    blocksize: Literal[64, 128, 256, 512, 1024, 2048, 4096] = option("weights that share a scale", 64)
+    compute_dtype: str = option(
+        "of activations and of what is not quantised", "bfloat16", choices=("bfloat16", "float16", "float32")
+    )
+    skip_modules: list[str] = option("name endings of linears that stay unquantised", [], example=["down_proj"])
+    revision: str | None = option("branch, tag or commit of a hub model", None, example="main")
+    trust_remote_code: bool = option("let the model's own code run", False)
+    attn_implementation: str | None = option("transformers' attention, for the trainer", None, example="sdpa")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What is trained; the fields of PEFT's `LoraConfig`, and three of ours."""
+
+    kind: str = option(
+        "`none` trains all weights of a base with quant = 'none' (methods that draw)", "lora", choices=("lora", "none")
+    )
+    start_from: str | None = option(
+        "directory of an adapter that is trained on; it brings its own LoraConfig", None, kind="path"
+    )
+    dtype: str = option("of the trained weights", "float32", choices=("float32", "bfloat16"))
+    r: int = option("rank", 16, at_least=1)
+    lora_alpha: int = option("scale: alpha / r", 32, at_least=1)
+    target_modules: str | list[str] = option("linears that get an adapter: names, or a pattern", "all-linear")
+    exclude_modules: str | list[str] | None = option("linears that get none", None, example=["lm_head"])
+    lora_dropout: float = option("dropout before the adapter, while training", 0.0, at_least=0.0, below=1.0)
+    bias: str = option("biases that are trained too", "none", choices=("none", "all", "lora_only"))
+    use_rslora: bool = option("scale: alpha / sqrt(r)", False)
+    use_dora: bool = option("DoRA; travels as full weights", False)
+    init_lora_weights: bool | Literal["gaussian", "orthogonal"] = option("how the adapter starts", True)
+    rank_pattern: dict[str, int] = option("ranks of single modules, by pattern", {}, example={"q_proj": 32})
+    alpha_pattern: dict[str, int] = option("alphas of single modules, by pattern", {}, example={"q_proj": 64})
+    layers_to_transform: list[int] | int | None = option(
+        "numbers of the only layers with an adapter", None, example=[0]
+    )
+    layers_pattern: str | list[str] | None = option("name of the list of layers", None, example="layers")
+    modules_to_save: list[str] | None = option(
+        "modules trained in full; travels as full weights", None, example=["norm"]
+    )
+
+
+@dataclass(frozen=True)
+class Data:
+    """What it is trained on."""
+
+    train: str | list[str] = option(
+        ".jsonl or .parquet files, or one name on the hub", kind="data", example="examples/data/sums.jsonl"
+    )
+    eval: str | list[str] | None = option(
+        "the same, to evaluate on; needs [train] eval_strategy", None, kind="data", example="eval.jsonl"
+    )
+    split: str = option("of a hub dataset", "train")
+    eval_split: str = option("of a hub dataset", "test")
+    subset: str | None = option("configuration of a hub dataset", None, example="main")
+    revision: str | None = option("branch, tag or commit of a hub dataset", None, example="main")
+    columns: dict[str, str] = option("columns under new names: new = 'old'", {}, example={"prompt": "question"})
+    prompt_template: str | None = option(
+        "makes the column `prompt` out of others", None, example="Question: {question}\nAnswer:"
+    )
+    limit: int | None = option("the first rows only", None, at_least=1, example=1000)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function; one `[[rewards]]` for each."""
+
+    use: str = option(
+        "`path.py:function`, or one of ours: exact_match, numeric_match, format_match, length_match, program_match",
+        kind="reward",
+        example="exact_match",
+    )
+    weight: float = option("factor of its rewards", 1.0)
+    arguments: dict[str, Any] = option("further arguments, by name", {}, example={"column": "answer"})
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Where completions are drawn."""
+
+    where: str | list[str] = option(
+        "`colocate`: vLLM in this process; `server`: one is started beside it; or URLs of `qlora-rl serve`",
+        "colocate",
+        methods=DRAWING,
+    )
+    api_key_file: str | None = option("holds the key of that server", None, kind="path", methods=DRAWING)
+    share_base: bool | Literal["auto"] = option("hold the base once", "auto", methods=DRAWING)
+    max_staleness: int = option(
+        "policies that the one that trains may be newer than the one that drew", 1, at_least=0, methods=("async_grpo",)
+    )
+    rollout_threads: int | None = option(
+        "batches that are drawn at once; by default max_staleness + 1",
+        None,
+        at_least=1,
+        methods=("async_grpo",),
+        example=1,
+    )
+    base_compute: str = option(
+        "what linears multiply with on the CPU (colocate)",
+        "nf4",
+        choices=("nf4", "baked", "auto", "vllm"),
+        methods=DRAWING,
+    )
+    max_num_seqs: int | None = option(
+        "sequences in flight; by default those of a rollout", None, at_least=1, methods=DRAWING, example=64
+    )
+    kv_cache_gib: float | None = option("size of the KV cache", None, above=0.0, methods=DRAWING, example=2.0)
+    enforce_eager: bool | None = option("no CUDA graphs", None, methods=DRAWING, example=True)
+    enable_prefix_caching: bool = option("share the cache of common beginnings of prompts", True, methods=DRAWING)
+    vllm: dict[str, Any] = option(
+        "further arguments of `vllm.LLM`, by their names (colocate)", {}, methods=DRAWING, example={"block_size": 32}
+    )
+
+
+@dataclass(frozen=True)
+class Sync:
+    """How the policy reaches the engine, and how that is proven."""
+
+    how: str = option(
+        "`lora_adapter`, `weights` (full weights), or what the adapter needs",
+        "auto",
+        choices=("auto", "lora_adapter", "weights"),
+        methods=DRAWING,
+    )
+    dir: str | None = option(
+        "where adapter versions lie on their way, if not on tmpfs", None, kind="path", methods=DRAWING
+    )
+    canary_every: int = option(
+        "both sides score fixed sequences after each n-th push; 0: no push is proven", 2, at_least=0, methods=DRAWING
+    )
+    allow_base_mismatch: bool = option("train although the engine holds another base", False, methods=DRAWING)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run directory, and what the run may take."""
+
+    dir: str | None = option(
+        "of the run; by default runs/ and the name of the file", None, kind="out", example="runs/one"
+    )
+    existing: str = option("what to do when it holds a run", "refuse", choices=("refuse", "overwrite", "continue"))
+    seed: int = option("of adapter, data order and sampling", 42, at_least=0)
+    gpu_memory: float | Literal["auto"] = option(
+        "GiB that the run may hold; `auto`: what is free", "auto", above=0.0, methods=PLANNED
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, every field settled but those of TRL, which are as the file gives them.
+
+    Attributes:
+        method: one of `METHODS`.
+        train: fields of TRL's config of the method.
+    """
+
+    method: str
+    base: Base
+    data: Data
+    adapter: Adapter = Adapter()
+    rewards: tuple[Reward, ...] = ()
+    rollout: Rollout = Rollout()
+    sync: Sync = Sync()
+    run: Run = Run()
+    train: Mapping[str, Any] = field(default_factory=dict)
+
+
+# In the order in which they are shown. [train] is TRL's, [[rewards]] a list of tables.
+TABLES: Mapping[str, type] = MappingProxyType(
+    {"base": Base, "adapter": Adapter, "data": Data, "rewards": Reward, "rollout": Rollout, "sync": Sync, "run": Run}
+)
+TRAIN = "train"
+
+# What people call a field elsewhere, and where it is here.
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "lr": "[train] learning_rate",
+        "epochs": "[train] num_train_epochs",
+        "steps": "[train] max_steps",
+        "batch_size": "[train] per_device_train_batch_size",
+        "group_size": "[train] num_generations",
+        "max_tokens": "[train] max_completion_length",
+        "max_model_length": "[train] vllm_max_model_length",
+        "gpu_memory_utilization": "[train] vllm_gpu_memory_utilization",
+        "rank": "[adapter] r",
+        "lora_r": "[adapter] r",
+        "alpha": "[adapter] lora_alpha",
+        "dropout": "[adapter] lora_dropout",
+        "model_name_or_path": "[base] model",
+        "dataset": "[data] train",
+        "dataset_name": "[data] train",
+        "reward_funcs": "[[rewards]] use",
+        "load_in_4bit": "[base] quant",
+        "output_dir": "[run] dir",
+        "out": "[run] dir",
+        "existing_run": "[run] existing",
+        "seed": "[run] seed",
+        "strategy": "[sync] how",
+    }
+)
+
+# Fields of TRL's configs that have their place elsewhere in the file.
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "output_dir": "[run] dir",
+        "seed": "[run] seed",
+        "trust_remote_code": "[base] trust_remote_code",
+        "model_init_kwargs": "[base]",
+        "dtype": "[base] compute_dtype",
+        "reward_weights": "[[rewards]] weight",
+        "reward_model_path": "[[rewards]] use",
+        "judge": "[[rewards]] use",
+        "use_vllm": "[rollout] where",
+        "vllm_mode": "[rollout] where",
+        "vllm_server_base_url": "[rollout] where",
+        "vllm_server_host": "[rollout] where",
+        "vllm_server_port": "[rollout] where",
+        "vllm_group_port": "[rollout] where",
+    }
+)
+# Fields of transformers that only its example scripts read.
+IDLE = ("do_train", "do_eval", "do_predict")
+
+
+@cache
+def options(table: type) -> Mapping[str, tuple[Any, Rules]]:
+    """The fields of a table: type and rules of each, by name."""
+    hints = get_type_hints(table)
+    return MappingProxyType({each.name: (hints[each.name], each.metadata["rules"]) for each in fields(table)})
+
+
+def default(each: Field[Any]) -> Any:
+    """What a field is when the file does not say it."""
+    return each.default_factory() if each.default_factory is not MISSING else each.default

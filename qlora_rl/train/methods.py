@@ -1,0 +1,71 @@
+"""TRL's config class of each method, for those who read configs and know no TRL."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from qlora_rl.errors import QloraRLError
+
+_CONFIGS = {
+    "sft": ("trl", "SFTConfig"),
+    "dpo": ("trl", "DPOConfig"),
+    "grpo": ("trl", "GRPOConfig"),
+    "rloo": ("trl", "RLOOConfig"),
+    "online_dpo": ("trl.experimental.online_dpo", "OnlineDPOConfig"),
+    "async_grpo": ("trl", "GRPOConfig"),  # ours is GRPO ahead of itself, not TRL's experimental trainer
+}
+
+
+def config_class(method: str) -> type:
+    """TRL's config of a method; importing it loads transformers and torch, no model."""
+    module, name = _CONFIGS[method]
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    return getattr(importlib.import_module(module), name)
+
+
+def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
+    """What the trainer of a method would refuse in its config, before it is made."""
+    if method in ("sft", "dpo"):
+        return []
+    from qlora_rl.train import settings
+
+    try:
+        settings.check(args, settings.as_one(rollout))
+    except QloraRLError as error:
+        return list(error.reasons)
+    return []
+
+
+def check_memory(model: str, args: Any, quantization: dict[str, Any], peft_config: Any, ours: dict[str, Any]) -> None:
+    """Plan the memory of a run as its trainer will, by the name of its model: before a base is made of it.
+
+    Args:
+        model: hub name or directory.
+        args: TRL's config.
+        quantization: transformers' `quantization_config` of the base.
+        peft_config: the adapter to make.
+        ours: arguments of the trainer beside TRL's.
+
+    Raises:
+        MemoryBudgetError: the run cannot fit into `gpu_memory`.
+    """
+    from qlora_rl.train import settings
+    from qlora_rl.train.budget import MemoryBudget, expects_full_weights
+    from qlora_rl.train.pairing import expects_one_copy
+
+    rollout = settings.as_one(ours["rollout"])
+    MemoryBudget(
+        ours["gpu_memory"],
+        model,
+        args,
+        peft_config=peft_config,
+        quantization_config=quantization,
+        engine_options=ours["engine_options"],
+        optimizer=None,
+        adapter_dtype=ours["adapter_dtype"],
+        shared=expects_one_copy(model, rollout, ours["share_base"]),
+        has_engine=rollout == "colocate",
+        baked=expects_full_weights(model, peft_config, ours["sync"], trust_remote_code=args.trust_remote_code),
+    )

@@ -1,0 +1,83 @@
+"""`qlora-rl train` without an engine: the SFT and DPO examples, and one after the other."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qlora_rl.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["train.max_steps=2", "train.per_device_train_batch_size=4", "train.gradient_checkpointing=false"]
+
+
+def train(file, out, *overrides: str) -> list[dict]:
+    """Run the command; the lines of metrics.jsonl."""
+    command = ["train", str(file)]
+    for override in (*overrides, f"run.dir={out}"):
+        command += ["--set", override]
+    assert main(command) == 0
+    assert json.loads((out / "summary.json").read_text())["status"] == "finished"
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    return lines
+
+
+@pytest.fixture
+def tiny(model_dir):
+    return [*SMALL, f"base.model={model_dir}"]
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_example_runs_and_its_settled_copy_gives_the_same_numbers(name, tiny, tmp_path):
+    first = train(ROOT / "examples" / f"{name}.toml", tmp_path / "run", *tiny)
+    second = train(tmp_path / "run" / "run.toml", tmp_path / "again")
+    for one, other in zip(first, second, strict=True):
+        for value in ("loss", "grad_norm"):
+            assert one[value] is not None
+            assert one[value] == other[value], value
+
+
+def test_dpo_trains_the_adapter_of_sft_on(tiny, tmp_path):
+    from safetensors.torch import load_file
+
+    train(ROOT / "examples" / "sft.toml", tmp_path / "sft", *tiny, "adapter.r=4")
+    start = tmp_path / "sft" / "adapter"
+    train(
+        ROOT / "examples" / "dpo.toml",
+        tmp_path / "dpo",
+        *tiny,
+        f"adapter.start_from={start}",
+        "train.learning_rate=1e-6",
+    )
+    before = load_file(start / "adapter_model.safetensors")
+    after = load_file(tmp_path / "dpo" / "adapter" / "adapter_model.safetensors")
+    assert before.keys() == after.keys()
+    assert any((before[name] != after[name]).any() for name in before)  # trained
+    for name in before:  # on, not anew
+        assert (before[name] - after[name]).abs().max() < 1e-4
+
+
+def test_an_adapter_of_another_base_is_refused(tiny, other_model_dir, tmp_path, capsys):
+    train(ROOT / "examples" / "sft.toml", tmp_path / "sft", *tiny)
+    start = f"adapter.start_from={tmp_path / 'sft' / 'adapter'}"
+    command = ["train", str(ROOT / "examples" / "dpo.toml"), "--set", start, "--set", f"run.dir={tmp_path / 'dpo'}"]
+    assert main([*command, "--set", f"base.model={other_model_dir}"]) == 1
+    assert "It was trained on the base with digest" in capsys.readouterr().err
+    assert not (tmp_path / "dpo").exists()
+
+
+def test_a_run_that_cannot_fit_is_refused_before_a_base_is_made(model_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("qlora_rl.base.checkpoint.prepare_base", lambda *_, **__: pytest.fail("a base was made"))
+    command = [
+        "train",
+        str(ROOT / "examples" / "grpo.toml"),
+        "--set",
+        f"base.model={model_dir}",
+        "--set",
+        f"run.dir={tmp_path}",
+    ]
+    assert main([*command, "--set", "run.gpu_memory=0.001"]) == 1
+    error = capsys.readouterr().err
+    assert "GiB" in error
+    assert "lower" in error.lower()

@@ -1,0 +1,376 @@
+"""The TOML file of a run: every field has a wrong value, and what is said about it; the settled copy is the same run."""
+
+import json
+import re
+import tempfile
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runfile import GOOD, ROOT, reasons, with_field, written
+
+from qlora_rl.config.describe import example, markdown
+from qlora_rl.config.launch import record
+from qlora_rl.config.read import read_config, resolved
+from qlora_rl.config.schema import ALIASES, METHODS, TABLES, TRAIN, Reward, options
+from qlora_rl.config.write import to_toml
+from qlora_rl.errors import ConfigConflictError
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+TEXT, WHOLE, NUMBER, TRUTH, TABLE = "a text in quotes", "a whole number", "a number", "true or false", "a table"
+# A wrong value of every field, and what is said about it.
+WRONG = {
+    "base": {
+        "model": [(3, TEXT), ("/nowhere", "no directory /nowhere"), ("a/b/c", "neither a directory nor a name")],
+        "quant": [("nf5", "did you mean 'nf4'"), (4, TEXT)],
+        "double_quant": [("yes", TRUTH)],
+        "blocksize": [(65, "one of 64, 128"), ("64", "one of 64")],
+        "compute_dtype": [("bf16", "none of 'bfloat16'"), ("float32", "vLLM's kernels do not take")],
+        "skip_modules": [("down_proj", "a list of texts"), ([1], "a list of texts")],
+        "revision": [(1, TEXT)],
+        "trust_remote_code": [(1, TRUTH)],
+        "attn_implementation": [(False, TEXT)],
+    },
+    "adapter": {
+        "kind": [("dora", "none of 'lora', 'none'"), ("none", "a 4-bit base, which cannot be trained itself")],
+        "start_from": [(1, TEXT), ("/nowhere", "holds no adapter_config.json")],
+        "dtype": [("float16", "none of 'float32', 'bfloat16'")],
+        "r": [(0, "0 is not at least 1"), (8.0, WHOLE), (True, WHOLE)],
+        "lora_alpha": [(-1, "at least 1"), ("32", WHOLE)],
+        "target_modules": [(1, "a text in quotes or a list of texts")],
+        "exclude_modules": [({}, "a list of texts")],
+        "lora_dropout": [(1.0, "below 1"), (-0.1, "at least 0"), ("0", NUMBER)],
+        "bias": [("lora", "did you mean 'lora_only'"), (True, TEXT)],
+        "use_rslora": [("no", TRUTH)],
+        "use_dora": [(0, TRUTH)],
+        "init_lora_weights": [("gausian", "did you mean 'gaussian'"), (1, "one of 'gaussian'")],
+        "rank_pattern": [({"q_proj": "8"}, "a table of whole numbers"), ([1], TABLE)],
+        "alpha_pattern": [({"q_proj": 0.5}, "a table of whole numbers")],
+        "layers_to_transform": [("0", "a list of whole numbers or a whole number")],
+        "layers_pattern": [(0, "a text in quotes or a list of texts")],
+        "modules_to_save": [("norm", "a list of texts")],
+    },
+    "data": {
+        "train": [
+            (3, "a text in quotes or a list of texts"),
+            ([], "names no file"),
+            ("/nowhere/x.jsonl", "no file /nowhere/x.jsonl"),
+            ("x.csv y", "neither a .jsonl or .parquet file nor a name on the hub"),
+            (["a.jsonl", "openai/gsm8k"], "a dataset of the hub stands alone"),
+        ],
+        "eval": [(False, "a text in quotes"), ("/nowhere/x.parquet", "no file"), ("a/b", "is never looked at")],
+        "split": [(1, TEXT), ("test", "train names a file")],
+        "eval_split": [([], TEXT)],
+        "subset": [(1, TEXT), ("main", "train names a file")],
+        "revision": [(1.5, TEXT), ("main", "train names a file")],
+        "columns": [("prompt", "a table of texts"), ({"text": "txet"}, "no column 'txet', but prompt, answer, careless")],
+        "prompt_template": [
+            ("no braces", "names no column"),
+            ("{", "is no template"),
+            ("{question}", "no column 'question'"),
+            (1, TEXT),
+        ],
+        "limit": [(0, "at least 1"), ("all", WHOLE)],
+    },
+    "rewards": {
+        "use": [
+            ("exactmatch", "did you mean 'exact_match'"),
+            ("/nowhere/r.py:f", "No such file"),
+            (str(ROOT / "examples" / "rewards.py:shorts"), "did you mean 'short'"),
+            (1, TEXT),
+        ],
+        "weight": [("1", NUMBER), (True, NUMBER)],
+        "arguments": [({"colum": "x"}, "did you mean 'column'"), ("x", TABLE)],
+    },
+    "rollout": {
+        "where": [("colocat", "did you mean 'colocate'"), ([], "names no server"), (["localhost:8000"], "nor a URL")],
+        "api_key_file": [("/nowhere", "no file /nowhere"), (1, TEXT)],
+        "share_base": [("yes", "true or false or 'auto'")],
+        "max_staleness": [(-1, "at least 0"), (2, "is of async_grpo, not of method = 'grpo'")],
+        "rollout_threads": [(0, "at least 1")],
+        "base_compute": [("bakd", "did you mean 'baked'")],
+        "max_num_seqs": [(0, "at least 1")],
+        "kv_cache_gib": [(0, "above 0"), ("2", NUMBER)],
+        "enforce_eager": [("yes", TRUTH)],
+        "enable_prefix_caching": [(1, TRUTH)],
+        "vllm": [("block_size", "a table of values")],
+    },
+    "sync": {
+        "how": [("merge", "none of 'auto', 'lora_adapter', 'weights'")],
+        "dir": [(1, TEXT)],
+        "canary_every": [(-1, "at least 0"), (1.5, WHOLE)],
+        "allow_base_mismatch": [("no", TRUTH)],
+    },
+    "run": {
+        "dir": [(1, TEXT), (str(ROOT / "Makefile"), "is a file")],
+        "existing": [("overwrit", "did you mean 'overwrite'")],
+        "seed": [(-1, "at least 0"), ("0", WHOLE)],
+        "gpu_memory": [(0, "above 0"), ("aut", "did you mean 'auto'")],
+    },
+}  # fmt: skip
+EVERY_FIELD = [(table, each.name) for table, kind in TABLES.items() for each in fields(kind)]
+
+
+def check_read_or_refused(directory: Path, document: dict) -> None:
+    """Any other exception comes out."""
+    config, said = None, ()
+    try:
+        config = read_config(written(directory, document), asks_trl=False)
+    except ConfigConflictError as error:
+        said = error.reasons
+    assert said or read_config(written(directory, resolved(config)), asks_trl=False) == config
+
+
+@pytest.mark.parametrize(("table", "name"), EVERY_FIELD, ids=lambda part: part)
+def test_a_wrong_value_of_any_field_is_found_and_said_with_its_place(table, name, tmp_path):
+    place = f"[[{table}]] {name}" if table == "rewards" else f"[{table}] {name}"
+    for value, said in WRONG[table][name]:  # a field without a wrong value fails here
+        found = reasons(written(tmp_path, with_field(table, name, value)))
+        mine = [reason for reason in found if reason.startswith(f"{place}: ") and said in reason]
+        assert mine, (value, found)
+
+
+def test_the_table_of_wrong_values_has_no_field_that_is_gone():
+    assert {(table, name) for table, held in WRONG.items() for name in held} == set(EVERY_FIELD)
+
+
+def test_everything_is_said_at_once(tmp_path):
+    file = tmp_path / "some.toml"
+    file.write_text(
+        'method = "gpro"\nepochs = 3\n[base]\nmdel = "x"\n[adapter]\nrank = 8\nr = "8"\n[sinc]\nhow = 1\n[run]\nlora_alpha = 2\n'
+        '[rollout]\nwhere = "colocat"\n[[rewards]]\nuse = "length_match"\n[[rewards]]\nuse = "format_match"\nweight = "1"\n'
+    )
+    found = reasons(file, "rewards.5.weight=2", "adapter")
+    for wanted in (
+        "--set rewards.5.weight=2: there is no number 5 among 2; they are counted from 0",
+        "--set adapter: is no table.field=value",
+        "method: 'gpro' is none of 'sft', 'dpo', 'grpo', 'rloo', 'online_dpo', 'async_grpo'; did you mean 'grpo'?",
+        "epochs: unknown; did you mean [train] num_train_epochs?",
+        "[sinc]: unknown; did you mean 'sync'?",
+        "[base] mdel: unknown; did you mean 'model'?",
+        "[adapter] rank: unknown; did you mean [adapter] r?",
+        "[adapter] r: '8' is not a whole number",
+        "[run] lora_alpha: unknown; did you mean [adapter] lora_alpha?",
+        "[rollout] where: 'colocat' is neither 'colocate', 'server' nor a URL such as 'http://host:8000'; did you mean 'colocate'?",
+        "[[rewards]] number 0 arguments: at_most is missing: 'length_match' needs it",
+        "[[rewards]] number 1 weight: '1' is not a number",
+    ):
+        assert wanted in found
+    assert any(reason.startswith("[base] model: is missing") for reason in found)
+    assert any(reason.startswith("[data] train: is missing") for reason in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "said"),
+    [
+        ({"rewards": None}, "[[rewards]]", "scores completions"),
+        ({"method": "dpo", "rewards": None}, "[data] train", "needs the columns chosen and rejected; there are answer, careless, prompt"),
+        ({"method": "sft"}, "[[rewards]]", "scores no completions"),
+        ({"method": "sft", "rewards": None, "sync": {"how": "weights"}}, "[sync] how", "not of method = 'sft'"),
+        ({"method": "sft", "rewards": None, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "is of grpo, rloo, async_grpo, not"),
+        ({"method": "sft", "rewards": None, "adapter": {"kind": "none"}, "base": {"model": "a", "quant": "none"}}, "[adapter] kind", "adapters only"),
+        ({"base": {"model": "a", "quant": "none"}, "adapter": {"kind": "none"}}, "[adapter] kind", "Set [sync] how = 'weights'"),
+        ({"adapter": {"kind": "none"}, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "memory is not planned"),
+        ({"method": "async_grpo", "train": {"vllm_enable_sleep_mode": True}}, "[train] vllm_enable_sleep_mode", "never rests"),
+        ({"adapter": {"kind": "none", "r": 4}}, "[adapter] r", "trains no adapter"),
+        ({"adapter": {"use_dora": True}, "sync": {"how": "lora_adapter"}}, "[sync] how", "use_dora, which cannot travel alone"),
+        ({"rollout": {"where": "http://a", "base_compute": "baked"}}, "[rollout] base_compute", "where that server is started"),
+        ({"rollout": {"where": "server", "vllm": {"a": 1}}}, "[rollout] vllm", "colocate' only"),
+        ({"rollout": {"api_key_file": str(ROOT / "Makefile")}}, "[rollout] api_key_file", "needs no key"),
+        ({"rollout": {"where": "server", "share_base": True}}, "[rollout] share_base", "its own base"),
+        ({"train": {"eval_strategy": "steps"}}, "[train] eval_strategy", "without [data] eval"),
+        ({"data": {**GOOD["data"], "columns": {"prompt": "answer"}, "prompt_template": "{answer}"}}, "[data] prompt_template", "so does columns"),
+        ({"data": {**GOOD["data"], "columns": {"question": "prompt"}}}, "[data] train", "needs the columns prompt"),
+        ({"base": {"model": str(ROOT), "revision": "main"}}, "[base] revision", "names a directory"),
+        ({"rewards": [{"use": "numeric_match", "arguments": {"column": "solution"}}]}, "[[rewards]] arguments", "there are answer, careless, prompt"),
+        ({"train": 3}, "[train]", "3 is not a table"),
+        ({"sync": "auto"}, "[sync]", "'auto' is not a table"),
+        ({"rewards": {"use": "exact_match"}}, "[[rewards]]", "is a list of tables"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_is_refused_with_the_way_out(changes, place, said, tmp_path):
+    document = {name: value for name, value in {**GOOD, **changes}.items() if value is not None}
+    found = reasons(written(tmp_path, document))
+    assert any(reason.startswith(f"{place}: ") and said in reason for reason in found), found
+
+
+def test_an_adapter_that_is_trained_on_brings_its_own_config(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    document = with_field("adapter", "start_from", str(tmp_path))
+    assert read_config(written(tmp_path, document), asks_trl=False).adapter.start_from == str(tmp_path)
+    document["adapter"]["lora_alpha"] = 8
+    assert reasons(written(tmp_path, document))[0].startswith("[adapter] lora_alpha: beside start_from")
+
+
+def test_a_run_directory_that_is_taken_is_found_before_anything_is_loaded(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    file = written(tmp_path, with_field("run", "dir", str(tmp_path)))
+    assert "holds a run" in reasons(file)[0]
+    assert read_config(file, ["run.existing=overwrite"], asks_trl=False).run.dir == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("method = grpo", "it is no TOML"), (b"\xff\xfe", "it is no TOML"), (None, "No such file")],
+)
+def test_what_is_no_toml_is_refused(content, said, tmp_path):
+    file = tmp_path / "some.toml"
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert said in reasons(file)[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("", "is empty"), ("nonsense\n", "its first line is no JSON"), ("[1]\n", "no JSON object")],
+)
+def test_a_data_file_that_is_none_is_found_by_its_first_line(content, said, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text(content)
+    assert any(said in reason for reason in reasons(written(tmp_path, with_field("data", "train", str(data)))))
+
+
+# --- what is right --------------------------------------------------------------------------------------------------
+
+
+def test_a_set_replaces_adds_and_needs_no_quotes(tmp_path):
+    overrides = [
+        "adapter.r=32", "base.model=a/b", 'adapter.target_modules=["q_proj"]', "rewards.0.weight=2", "train.learning_rate=1e-3",
+        "method=rloo", "adapter.use_rslora=true",
+    ]  # fmt: skip
+    config = read_config(written(tmp_path, GOOD), overrides, asks_trl=False)
+    assert (config.adapter.r, config.base.model, config.adapter.target_modules) == (32, "a/b", ["q_proj"])
+    assert (config.rewards[0].weight, config.train, config.method) == (2.0, {"learning_rate": 1e-3}, "rloo")
+    assert config.adapter.use_rslora is True
+
+
+def test_paths_are_those_of_the_file_and_those_of_a_set_are_of_the_working_directory(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for directory in (here, there):
+        directory.mkdir()
+        (directory / "rows.jsonl").write_text('{"prompt": "a"}\n')
+        (directory / "mine.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
+        (directory / "model").mkdir()
+    file = written(
+        here,
+        {
+            "method": "grpo",
+            "base": {"model": "model"},
+            "data": {"train": "rows.jsonl"},
+            "rewards": [{"use": "mine.py:reward"}],
+        },
+    )
+    monkeypatch.chdir(there)
+    config = read_config(file, asks_trl=False)
+    assert (config.base.model, config.data.train) == (str(here / "model"), str(here / "rows.jsonl"))
+    assert (config.rewards[0].use, config.run.dir) == (f"{here / 'mine.py'}:reward", str(there / "runs" / "some"))
+    overrides = ["base.model=model", "data.train=rows.jsonl", "rewards.0.use=mine.py:reward", "run.dir=out"]
+    config = read_config(file, overrides, asks_trl=False)
+    assert (config.base.model, config.data.train) == (str(there / "model"), str(there / "rows.jsonl"))
+    assert (config.rewards[0].use, config.run.dir) == (f"{there / 'mine.py'}:reward", str(there / "out"))
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda f: f.stem)
+def test_the_settled_copy_of_every_example_is_the_same_run(file, tmp_path):
+    config = read_config(file, asks_trl=False)
+    copy = tmp_path / "elsewhere" / "run.toml"
+    copy.parent.mkdir()
+    copy.write_text(record(config))
+    assert read_config(copy, asks_trl=False) == config
+    assert all(f'"{file.parent}' in line for line in copy.read_text().splitlines() if "sums.jsonl" in line)
+
+
+def test_the_settled_copy_says_every_field_that_its_method_knows(tmp_path):
+    """Other defaults of a later version do not change it."""
+    document = resolved(read_config(written(tmp_path, GOOD), asks_trl=False))
+    for table, kind in TABLES.items():
+        held = document[table][0] if kind is Reward else document[table]
+        known = {name for name, (_, rules) in options(kind).items() if not rules.methods or "grpo" in rules.methods}
+        silent = known - set(held)
+        for name in silent:  # nothing to say
+            default = getattr(kind(), name, None) if kind is not Reward else {}
+            assert default in (None, {}), (table, name)
+
+
+LEAVES = st.one_of(
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
+)
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3), max_leaves=8)  # fmt: skip
+
+
+ODD = ["a" * 5000 + ".jsonl", "/" + "b" * 5000, "a" * 5000 + ".py:f", "~nobody/x", "\0", "/a\0.jsonl", ".", "/", ":", ".py:f", "http://", "{0}", "{!r}"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "name"), [each for each in EVERY_FIELD if options(TABLES[each[0]])[each[1]][0] is not bool]
+)
+def test_odd_texts_are_read_or_refused(table, name, tmp_path):
+    for value in [*ODD, ODD]:
+        check_read_or_refused(tmp_path, with_field(table, name, value))
+
+
+PATHS = st.sampled_from(
+    ["/", ".", "~", "a.jsonl", "/x/y.parquet", "a" * 5000 + ".jsonl", "/" + "b" * 5000, "a.py:b", "~nobody/x", "\0"]
+)
+ANYTHING = st.one_of(
+    VALUES, PATHS, st.lists(PATHS, max_size=2), st.just("auto"), st.just("server"), st.just("http://a")
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([*METHODS, "none"]),
+    st.lists(
+        st.tuples(st.sampled_from([*EVERY_FIELD, ("base", "x"), ("x", "y"), ("train", "seed")]), ANYTHING), max_size=6
+    ),
+    st.dictionaries(st.sampled_from([*TABLES, "train", "x"]), ANYTHING, max_size=1),
+)
+def test_whatever_stands_in_the_file_is_read_or_refused_with_reasons(method, changes, tables):
+    document = {**json.loads(json.dumps(GOOD)), "method": method}
+    for (table, name), value in changes:
+        held = document.setdefault(table, [{}] if table == "rewards" else {})
+        (held[0] if table == "rewards" else held)[name] = value
+    document |= tables
+    with tempfile.TemporaryDirectory() as directory:
+        check_read_or_refused(Path(directory), document)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text("abc_ .\"'é\n", max_size=4), VALUES, max_size=4))
+def test_what_is_written_is_read_again(table):
+    assert tomllib.loads(to_toml({"top": 1, "table": table, "many": [table, {"x": 1}]})) == {
+        name: value
+        for name, value in {"top": 1, "table": table, "many": [each for each in (table, {"x": 1}) if each]}.items()
+        if value != {}
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_file_to_start_from_is_right_and_shows_every_field(method, tmp_path, monkeypatch):
+    text = example(method)
+    file = tmp_path / "run.toml"
+    file.write_text(text.replace("examples/data", str(ROOT / "examples" / "data")))
+    assert read_config(file, asks_trl=False).method == method
+    loose = tomllib.loads(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
+    for table, kind in TABLES.items():
+        wanted = {name for name, (_, rules) in options(kind).items() if not rules.methods or method in rules.methods}
+        if kind is Reward and not METHODS[method].scores:
+            continue
+        held = loose.get(table, {})
+        assert set(held[0] if kind is Reward else held) == wanted
+
+
+def test_the_documentation_has_every_field():
+    assert markdown() in (ROOT / "docs" / "config.md").read_text()
+
+
+def test_every_alias_leads_to_a_field():
+    for place in ALIASES.values():
+        table, name = re.fullmatch(r"\[+(\w+)\]+ (\w+)", place).groups()
+        assert table == TRAIN or name in options(TABLES[table]), place

@@ -1,0 +1,190 @@
+"""Datasets and rewards of a run's TOML file, and the command itself."""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runfile import GOOD, ROOT, reasons, with_field, written
+
+from qlora_rl.config.data import load_data
+from qlora_rl.config.describe import markdown
+from qlora_rl.config.launch import trainer_arguments
+from qlora_rl.config.read import read_config
+from qlora_rl.config.rewards import load_reward
+from qlora_rl.config.schema import METHODS, Reward
+from qlora_rl.errors import ConfigConflictError
+
+# --- data and rewards -----------------------------------------------------------------------------------------------
+
+
+def data_of(tmp_path, **changes):
+    rewards = [{"use": "length_match", "arguments": {"at_most": 3}}]  # needs no column
+    document = {**GOOD, "rewards": rewards, "data": {**GOOD["data"], **changes}}
+    return read_config(written(tmp_path, document), asks_trl=False).data
+
+
+def test_data_is_renamed_cut_and_put_into_a_template(tmp_path):
+    changes = {"columns": {"solution": "answer"}, "prompt_template": "Q: {prompt}\nA: {{", "limit": 3}
+    dataset, held_out = load_data(data_of(tmp_path, **changes))
+    assert held_out is None
+    assert dataset.column_names == ["prompt", "solution", "careless"]
+    assert dataset[0] == {"prompt": "Q: 97+36=\nA: {", "solution": "133", "careless": "23"}
+    assert len(dataset) == 3
+
+
+def test_parquet_is_read_and_its_columns_are_known_before(tmp_path):
+    from datasets import Dataset
+
+    parquet = tmp_path / "rows.parquet"
+    Dataset.from_list([{"question": "1+1=", "answer": "2"}] * 4).to_parquet(parquet)
+    file = written(tmp_path, with_field("data", "train", str(parquet)))
+    found = reasons(file)
+    assert found == (
+        "[data] train: method = 'grpo' needs the columns prompt; there are answer, question. Rename with columns",
+    )
+    dataset, _ = load_data(data_of(tmp_path, train=str(parquet), columns={"prompt": "question"}))
+    assert dataset[:2] == {"prompt": ["1+1="] * 2, "answer": ["2"] * 2}
+    parquet.write_text("nonsense")
+    assert "is no Parquet file" in reasons(file)[0]
+
+
+def test_two_files_are_one_dataset_and_a_broken_line_names_the_file(tmp_path):
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    one.write_text('{"prompt": "a"}\n')
+    two.write_text('{"prompt": "b"}\n')
+    assert load_data(data_of(tmp_path, train=[str(one), str(two)]))[0]["prompt"] == ["a", "b"]
+    two.write_text('{"prompt": "b"}\n{"prompt": \n')
+    with pytest.raises(ConfigConflictError, match=r"\[data\] train: .*two.jsonl cannot be read"):
+        load_data(data_of(tmp_path, train=[str(one), str(two)], limit=2))
+
+
+def test_a_dataset_of_the_hub_is_asked_for_by_its_name(tmp_path, monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load(name, subset, **options):
+        asked.append((name, subset, options))
+        return datasets.Dataset.from_list([{"question": "1+1="}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    data = {
+        "train": "openai/gsm8k",
+        "eval": "openai/gsm8k",
+        "subset": "main",
+        "revision": "v1",
+        "columns": {"prompt": "question"},
+    }
+    document = {**GOOD, "data": data, "train": {"eval_strategy": "steps"}}
+    train, held_out = load_data(read_config(written(tmp_path, document), asks_trl=False).data)
+    assert asked == [("openai/gsm8k", "main", {"split": split, "revision": "v1"}) for split in ("train", "test")]
+    assert (train.column_names, held_out.column_names) == (["prompt"], ["prompt"])
+    document["data"]["columns"] = {"prompt": "problem"}
+    with pytest.raises(ConfigConflictError, match="it has no column problem, but question"):
+        load_data(read_config(written(tmp_path, document), asks_trl=False).data)
+
+
+def test_the_rows_of_the_examples_are_right():
+    rows = [json.loads(line) for line in (ROOT / "examples" / "data" / "sums.jsonl").read_text().splitlines()]
+    assert len(rows) == 200
+    for row in rows:
+        left, right = re.fullmatch(r"(\d\d)\+(\d\d)=", row["prompt"]).groups()
+        assert (row["answer"], row["careless"] != row["answer"]) == (str(int(left) + int(right)), True)
+
+
+def test_a_reward_is_loaded_with_its_arguments(tmp_path):
+    (tmp_path / "beside.py").write_text("ONE = 1.0\n")
+    (tmp_path / "mine.py").write_text(
+        "from beside import ONE\ndef reward(completions, bonus, **_):\n    return [ONE + bonus] * len(completions)\n"
+    )
+    reward = load_reward(Reward(f"{tmp_path / 'mine.py'}:reward", 1.0, {"bonus": 2}))
+    assert (reward(completions=["a", "b"]), reward.__name__) == ([3.0, 3.0], "reward")
+    assert load_reward(Reward("numeric_match", 1.0, {"column": "x"}))(completions=["so 3"], x=["3"]) == [1.0]
+    assert "beside" not in [Path(each).name for each in sys.path]
+
+
+def test_a_reward_file_is_not_run_by_the_check_and_its_failure_is_said(tmp_path):
+    (tmp_path / "mine.py").write_text("def reward(completions, bonus):\n    pass\nraise RuntimeError('boom')\n")
+    document = with_field("rewards", "use", f"{tmp_path / 'mine.py'}:reward")
+    config = read_config(written(tmp_path, document), asks_trl=False)
+    with pytest.raises(ConfigConflictError, match=r"mine.py cannot be imported \(RuntimeError: boom\)"):
+        load_reward(config.rewards[0])
+    document["rewards"][0]["arguments"] = {"bonsu": 1}
+    assert reasons(written(tmp_path, document)) == (
+        "[[rewards]] arguments: 'bonsu' is none of bonus; did you mean 'bonus'?",
+    )
+
+
+def test_only_what_differs_from_the_default_is_told_the_engine(tmp_path):
+    document = with_field("rollout", "vllm", {"block_size": 32})
+    document["rollout"] |= {"kv_cache_gib": 1, "base_compute": "nf4"}
+    arguments = trainer_arguments(read_config(written(tmp_path, document), asks_trl=False))
+    assert arguments["engine_options"] == {"kv_cache_gib": 1.0, "block_size": 32}
+    assert arguments["sync"] == "auto"
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+HEAVY = ("torch", "vllm", "trl", "peft", "transformers", "bitsandbytes", "datasets", "numpy")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["train", "--example", "grpo"]], ids=" ".join)
+def test_the_command_answers_at_once_and_imports_nothing_heavy(arguments):
+    code = (
+        "import sys; from qlora_rl.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        f"print('HEAVY', [m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.stdout.strip().endswith("HEAVY []")
+    assert min(seconds) < 0.5  # of the processor: others may use it too
+
+
+def test_our_own_fields_are_checked_without_a_library(tmp_path):
+    code = (
+        "import sys; from qlora_rl.config.read import read_config\n"
+        f"read_config({str(written(tmp_path, GOOD))!r}, asks_trl=False)\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_command_knows_every_method():
+    from qlora_rl.commands.train import METHODS as known
+
+    assert known == tuple(METHODS)
+
+
+def test_the_command_names_what_is_wrong_and_ends_with_1(tmp_path, capsys):
+    from qlora_rl.cli import main
+
+    assert main(["train"]) == 1
+    assert "--example grpo" in capsys.readouterr().err
+    assert main(["train", str(written(tmp_path, with_field("adapter", "r", 0))), "--set", "method=gpro"]) == 1
+    error = capsys.readouterr().err
+    assert "2 reasons" in error
+    assert "[adapter] r: 0 is not at least 1" in error
+    assert main(["train", "--print-schema"]) == 0
+    assert capsys.readouterr().out == markdown()
+
+
+def test_an_interrupted_run_says_where_it_lies(tmp_path, capsys, monkeypatch):
+    from qlora_rl.cli import main
+
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qlora_rl.config.launch.launch", interrupted)
+    file = written(tmp_path, {**GOOD, "run": {"dir": str(tmp_path / "out")}})
+    assert main(["train", str(file)]) == 130
+    assert f"interrupted; what there is lies in {tmp_path / 'out'}" in capsys.readouterr().err
