@@ -1,10 +1,12 @@
 """Reward functions with TRL's signature: keyword lists in, one number per completion out. Pass them in `reward_funcs`.
 
 Each takes completions as text or as messages, reads the dataset's columns by name, and swallows what it does not use; to change
-an argument use `functools.partial`. To combine several, pass a list and `GRPOConfig(reward_weights=[...])`.
+an argument use `functools.partial`. To combine several, pass a list and `GRPOConfig(reward_weights=[...])`. `load_reward` finds
+one by its name, or in a file of your own.
 """
 
+from qlora_rl.rewards.load import load_reward
 from qlora_rl.rewards.match import exact_match, format_match, length_match, numeric_match
 from qlora_rl.rewards.programs import program_match
 
-__all__ = ["exact_match", "format_match", "length_match", "numeric_match", "program_match"]
+__all__ = ["exact_match", "format_match", "length_match", "load_reward", "numeric_match", "program_match"]
