@@ -21,6 +21,7 @@
     ├── CannotShareError         (ValueError)           trainer and engine cannot hold one copy of the base
     ├── SyncError                (RuntimeError)         a push failed; the version before it still serves
     ├── CanaryError              (RuntimeError)         the engine does not multiply with what was pushed
+    ├── ExportError              (RuntimeError)         an export that, loaded again, is not the policy
     ├── RewardFunctionError      (ValueError)           a reward function raised or returned nonsense
     └── RunDirectoryError        (OSError)              a run directory that is taken, or a disk that is full
 
@@ -120,6 +121,10 @@ class SyncError(QloraRLError, RuntimeError):
 
 class CanaryError(QloraRLError, RuntimeError):
     """After a push, the engine does not hold or does not apply what was pushed; the version before it serves again."""
+
+
+class ExportError(QloraRLError, RuntimeError):
+    """What was exported, loaded again, is too far from the policy that was trained; nothing was left."""
 
 
 class RewardFunctionError(QloraRLError, ValueError):
