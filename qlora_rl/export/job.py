@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import tempfile
@@ -16,9 +17,11 @@ import torch
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.adapter.export import read_adapter
 from qlora_rl.adapter.store import write_adapter, write_origin
+from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.bake import bake_base, copy_plain
 from qlora_rl.base.checkpoint import load_base
 from qlora_rl.base.writer import write_weights
+from qlora_rl.contracts import rank_class
 from qlora_rl.errors import ConfigConflictError, ExportError
 from qlora_rl.export.card import Card, write_card
 from qlora_rl.export.proof import Distance, Witness, choose_prompts
@@ -116,8 +119,14 @@ def export_run(
         say(f"loading the policy of {trained.path}")
         policy = trained.load()
         vocabulary = policy.get_input_embeddings().weight.shape[0]
+        positions = policy.config.get_text_config().max_position_embeddings
         ids, where = choose_prompts(
-            trained.path, tokenizer, vocabulary, data=None if data is None else Path(data), count=prompts
+            trained.path,
+            tokenizer,
+            vocabulary,
+            data=None if data is None else Path(data),
+            count=prompts,
+            longest=min(256, positions // 2),
         )
         is_exact = dtype == "float32" and to in ("merged", "gguf")
         witness = None if is_exact else Witness(policy, ids, autocast=trained.autocast)
@@ -154,7 +163,7 @@ def export_run(
                 f"exporting {trained.path} as {to}: {distance}, above the limit of {limit:g}. Nothing was written. In 16 bits "
                 "the rounding of a large model may come to that: look at it with --max-kl 1, or export float32."
             )
-        load = _lines(trained, target, to)
+        load = _lines(trained, staging, target, to)
         write_card(Card(trained, to, dtype, form, distance, where, load, original), staging)
         staging.chmod(0o755)
         _settle(staging)
@@ -247,14 +256,19 @@ def _load_again(trained: TrainedRun, directory: Path, to: str) -> Any:
     return load_plain(directory)
 
 
-def _lines(trained: TrainedRun, target: Path, to: str) -> dict[str, str]:
+def _lines(trained: TrainedRun, written: Path, target: Path, to: str) -> dict[str, str]:
     """How it is loaded, one line each; `target` stands for whatever the directory is called where it lies then."""
-    name = target.name
+    name, base = target.name, trained.base.path.name
     if to == "adapter":
-        return {
-            "transformers": f'PeftModel.from_pretrained(qlora_rl.load_base("{trained.base.path.name}"), "{name}")',
-            "vllm": f"vllm serve {trained.base.path.name} --enable-lora --max-lora-rank 64 --lora-modules policy={name}",
-        }
+        lines = {"transformers": f'PeftModel.from_pretrained(qlora_rl.load_base("{base}"), "{name}")'}
+        config = json.loads((written / "adapter_config.json").read_text())
+        # vLLM knows plain LoRA, and drops patterns without a word.
+        if judge_adapter(written, base=trained.base) and not (
+            config.get("rank_pattern") or config.get("alpha_pattern")
+        ):
+            rank = f" --max-lora-rank {rank_class(config['r'])}" if config["r"] > 16 else ""
+            lines["vllm"] = f"vllm serve {base} --enable-lora{rank} --lora-modules policy={name}"
+        return lines
     if to == "gguf":
         file = f"{trained.name}.gguf"
         return {

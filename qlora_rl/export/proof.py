@@ -119,7 +119,10 @@ def choose_prompts(
     if found:
         step = max(1, len(found) // count)
         ids = [encode(tokenizer, prompt)[-longest:] for prompt in found[::step][:count]]
-        return [each for each in ids if each], where
+        ids = [each for each in ids if each]
+        if not ids:
+            raise ConfigConflictError(f"choosing prompts: those of {where} are all empty. Pass others: --data F.jsonl.")
+        return ids, where
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocabulary, (count, 8), generator=generator).tolist(), "random tokens"
 

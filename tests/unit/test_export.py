@@ -107,6 +107,7 @@ def test_the_adapter_alone_is_the_policy_on_its_base(base, tmp_path, form):
     assert (written["lora_alpha"] == written["r"]) == (form == "canonical")
     assert json.loads((done.path / "qlora_adapter.json").read_text()) == {"base_digest": base.digest}
     assert (done.path / "tokenizer.json").is_file()
+    assert ("vllm" in done.load) == (form == "canonical")  # vLLM drops patterns
 
 
 def test_dora_is_merged_and_travels_in_its_own_form_only(base, tmp_path):
@@ -207,6 +208,11 @@ def test_prompts_come_from_the_samples_of_the_run_or_a_file(run, tmp_path):
     data.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}]}) + "\n")
     done = export(copy, out=tmp_path / "b", data=data)
     assert (done.prompts, done.distance.tokens <= 24) == ("data.jsonl", True)
+    data.write_text('{"prompt": ""}\n')
+    with pytest.raises(ConfigConflictError, match="are all empty"):
+        export(copy, out=tmp_path / "c", data=data)
+    data.write_text(json.dumps({"prompt": "1+1=" * 200}) + "\n")  # longer than the model has positions
+    assert export(copy, out=tmp_path / "d", data=data).distance.tokens > 0
     data.write_text('{"question": "1"}\n')
     with pytest.raises(ConfigConflictError, match='no column "prompt"'):
         export(copy, out=tmp_path / "c", data=data)
