@@ -47,6 +47,8 @@ _HOMES = {
     "QLoRASFTTrainer": "qlora_rl.train.offline",
     "QLoRADPOTrainer": "qlora_rl.train.offline",
     "attach": "qlora_rl.train.attach",
+    "export_run": "qlora_rl.export.job",
+    "open_trained": "qlora_rl.policy.trained",
 }
 _ERRORS = [
     "AccessDeniedError",
@@ -60,6 +62,7 @@ _ERRORS = [
     "EngineBusyError",
     "EngineClosedError",
     "EngineUnsupportedError",
+    "ExportError",
     "MemoryBudgetError",
     "MissingDependencyError",
     "NotYetSupportedError",

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from qlora_rl import __version__
-from qlora_rl.commands import bench, demo, judge, plan, prepare, recommend, report, serve, train, verify
+from qlora_rl.commands import bench, chat, demo, evaluate, export, judge, plan, prepare, recommend, report, serve, train, verify
 from qlora_rl.commands.codes import INTERRUPTED
 from qlora_rl.errors import QloraRLError
 
-COMMANDS = (demo, train, prepare, plan, recommend, verify, serve, bench, judge, report)
+COMMANDS = (demo, train, prepare, plan, recommend, verify, serve, bench, judge, report, export, chat, evaluate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

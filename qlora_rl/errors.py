@@ -22,6 +22,7 @@
     ├── SyncError                (RuntimeError)         a push failed; the version before it still serves
     ├── CanaryError              (RuntimeError)         the engine does not multiply with what was pushed
     ├── PolicyMismatchError      (RuntimeError)         rollouts were drawn by something else than the trainer's policy; says by what
+    ├── ExportError              (RuntimeError)         an export that, loaded again, is not the policy
     ├── RewardFunctionError      (ValueError)           a reward function raised or returned nonsense
     └── RunDirectoryError        (OSError)              a run directory that is taken, or a disk that is full
 
@@ -131,6 +132,10 @@ class PolicyMismatchError(QloraRLError, RuntimeError):
     """
 
     cause: str = "unknown"
+
+
+class ExportError(QloraRLError, RuntimeError):
+    """What was exported, loaded again, is too far from the policy that was trained; nothing was left."""
 
 
 class RewardFunctionError(QloraRLError, ValueError):

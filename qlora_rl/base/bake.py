@@ -58,15 +58,26 @@ def bake_base(
         if len(stored.files) > 1:
             index = {"metadata": {}, "weight_map": weight_map}
             (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
-        for file in source.path.iterdir():
-            if file.is_dir():  # further chat templates of a tokenizer
-                shutil.copytree(file, directory / file.name)
-            elif file.name not in BASE_FILES and ".safetensors" not in file.name:
-                shutil.copy(file, directory / file.name)
-        config = json.loads((source.path / "config.json").read_text())
-        config.pop("quantization_config")
-        config["dtype"] = spec.compute_dtype
-        (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True))
+        copy_plain(source, directory, spec.compute_dtype)
         return spec
 
     return derive(source, spec, write, out)
+
+
+def copy_plain(base: PreparedBase, directory: Path, dtype: str) -> None:
+    """Copy all of a base but its weights (config, tokenizer, chat templates, code), for weights that are not quantised.
+
+    Args:
+        base: of which.
+        directory: an existing one.
+        dtype: torch name of the weights' dtype, which the config will say.
+    """
+    for file in base.path.iterdir():
+        if file.is_dir():  # further chat templates of a tokenizer
+            shutil.copytree(file, directory / file.name)
+        elif file.name not in BASE_FILES and ".safetensors" not in file.name:
+            shutil.copy(file, directory / file.name)
+    config = json.loads((base.path / "config.json").read_text())
+    config.pop("quantization_config", None)
+    config["dtype"] = dtype
+    (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True))

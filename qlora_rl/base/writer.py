@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,57 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
     (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True, default=str))
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
+
+
+def write_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], directory: Path, *, shard_bytes: int = 4 * 10**9
+) -> None:
+    """Write named weights as the safetensors files of a checkpoint, one shard in memory at a time.
+
+    Args:
+        weights: each name once; read once.
+        directory: that holds no weights yet.
+        shard_bytes: largest file; a single weight may be larger.
+
+    Raises:
+        ConfigConflictError: a weight is not finite in its dtype.
+    """
+    from safetensors.torch import save_file
+
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+
+    def part(number: int) -> Path:
+        return directory / f"part-{number}.safetensors"
+
+    def write() -> None:
+        save_file(held, part(len(shards)), metadata={"format": "pt"})
+        shards.append(list(held))
+        held.clear()
+
+    total = nbytes = 0
+    for name, weight in weights:
+        if not bool(torch.isfinite(weight).all()):
+            raise ConfigConflictError(
+                f"writing weights: {name} is not finite in {str(weight.dtype).removeprefix('torch.')}. Write bfloat16 or float32."
+            )
+        size = weight.numel() * weight.element_size()
+        if held and nbytes + size > shard_bytes:
+            write()
+            nbytes = 0
+        held[name] = weight.detach().to("cpu", copy=True).contiguous()
+        nbytes, total = nbytes + size, total + size
+    write()
+    if len(shards) == 1:
+        part(0).rename(directory / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        part(number).rename(directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
 
 
 def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

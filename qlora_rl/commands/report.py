@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
+
+from qlora_rl.errors import ConfigConflictError
 
 
 def add(commands: Any) -> None:
@@ -13,11 +16,25 @@ def add(commands: Any) -> None:
     report.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="run directories; the page goes into the first"
     )
+    report.add_argument(
+        "--live", action="store_true", help="while it trains: a page on this machine that renews itself, until Ctrl-C"
+    )
+    report.add_argument("--port", type=int, default=0, metavar="N", help="of --live (default: a free one)")
     report.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page and name it."""
+    """Write the page and name it; or serve it until Ctrl-C, which is its ordinary end."""
+    if arguments.live:
+        from qlora_rl.report.live import LiveReport
+
+        with LiveReport(arguments.runs, arguments.port) as report:
+            with contextlib.suppress(KeyboardInterrupt):
+                print(f"{report.url}  (Ctrl-C ends it)", flush=True)
+                report.serve()
+        return 0
+    if arguments.port:
+        raise ConfigConflictError("writing a report: --port is of --live. Add --live, or leave it out.")
     from qlora_rl.report import write_report
 
     print(write_report(arguments.runs[0], arguments.runs[1:]))

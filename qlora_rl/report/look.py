@@ -1,4 +1,4 @@
-"""How the page looks (`CSS`), and the read-out under the pointer (`JS`), which the page can do without.
+"""How the page looks (`CSS`), the read-out under the pointer (`JS`), and what renews a live page (`LIVE_JS`).
 
 Colours are Okabe and Ito's (safe for colour-blind readers), darkened or lightened for contrast; runs also
 differ by dash.
@@ -29,6 +29,8 @@ section { margin-top: 3.6rem; }
 .meta { font-size: .85rem; display: flex; flex-wrap: wrap; gap: .2rem .9rem; align-items: center; }
 .chip { border: 1px solid var(--line); border-radius: 1rem; padding: .02rem .65rem; color: var(--ink); }
 .chip.failed, .chip.interrupted { border-color: var(--bad); color: var(--bad); }
+.live { font-size: .85rem; color: var(--soft); border: 1px solid var(--line); border-radius: .4rem; background: var(--card);
+  padding: .35rem .75rem; margin: 0 0 1.6rem; max-width: none; }
 .lead { font-size: 1.06rem; color: var(--soft); }
 .note { border-left: 3px solid var(--s1); background: var(--faint); padding: .6rem .9rem; font-size: .93rem;
   margin: .8rem 0; max-width: none; white-space: pre-wrap; }
@@ -77,14 +79,15 @@ section { margin-top: 3.6rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: .42rem 1rem .42rem 0; border-bottom: 1px solid var(--line);
   vertical-align: baseline; font-weight: 400; } th:last-child, td:last-child { padding-right: 0; }
-thead th { color: var(--soft); font-size: .82rem; vertical-align: bottom; } tbody th { color: var(--soft); }
+thead th { color: var(--soft); font-size: .82rem; vertical-align: bottom; } tbody th { color: var(--soft); min-width: 6rem; }
+.error { color: var(--soft); }
 .num { text-align: right; white-space: nowrap; } td.main { font-weight: 620; } thead .num { white-space: normal; }
 .sample { border: 1px solid var(--line); border-radius: .6rem; background: var(--card); margin-top: .9rem;
   padding: 1rem 1.15rem; } .sample > p { margin: 0; max-width: none; white-space: pre-wrap; }
 .sample .answer { font-size: .88rem; color: var(--soft); margin-top: .25rem; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1.2rem; margin-top: .8rem; } .pair > div { min-width: 0; }
 .pair h4 { margin: 0 0 .25rem; font-size: .82rem; font-weight: 400; color: var(--soft); }
-.mark { font-weight: 650; margin-left: .5rem; } .mark.right { color: var(--good); } .mark.wrong { color: var(--bad); }
+.mark { font-weight: 650; margin-left: .5rem; } .alone .mark { margin-left: 0; } .mark.right { color: var(--good); } .mark.wrong { color: var(--bad); }
 pre { font: .83rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; margin: 0;
   white-space: pre-wrap; background: var(--faint); border-radius: .4rem; padding: .6rem .75rem; max-height: 15rem;
   overflow: auto; }
@@ -104,12 +107,12 @@ footer { font-size: .82rem; margin-top: 2.5rem; }
   .plot { margin-left: 2.7rem; height: 210px; } .legend { margin-left: 0; }
   .pair { grid-template-columns: 1fr; gap: .8rem; }
   dl.words { grid-template-columns: 1fr; gap: 0; } dl.words dd { margin-bottom: .5rem; }
-  th, td { padding-right: .7rem; } }
+  th, td { padding-right: .7rem; } .error { display: block; font-size: .8rem; } }
 @media print { .cross, .readout { display: none; } section, .sample { break-inside: avoid; } }
 """
 
 JS = """
-for (const plot of document.querySelectorAll("[data-hover]")) {
+const watch = () => { for (const plot of document.querySelectorAll("[data-hover]")) {
   const data = JSON.parse(plot.dataset.hover), [low, high] = data.x;
   const make = (name) => {
     const made = plot.appendChild(document.createElement("div"));
@@ -135,5 +138,32 @@ for (const plot of document.querySelectorAll("[data-hover]")) {
     box.style.right = part < .5 ? "" : `calc(${100 - 100 * part}% + 12px)`;
   });
   plot.addEventListener("pointerleave", () => { cross.hidden = box.hidden = true; });
-}
+} };
+watch();
+"""
+
+# Asks for the page every three seconds; what changed is put in the place of what is shown, and what was opened stays open.
+LIVE_JS = """
+let shown = null;
+const renew = async () => {
+  let text;
+  try {
+    const answer = await fetch("/", { cache: "no-cache" });
+    if (!answer.ok) throw new Error(answer.statusText);
+    text = await answer.text();
+  } catch {
+    document.querySelector(".live").textContent = "The server of this page has stopped; what is shown is the last of it.";
+    return;
+  }
+  if (text === shown) return;
+  const isFirst = shown === null;
+  shown = text;
+  if (isFirst) return;
+  const main = new DOMParser().parseFromString(text, "text/html").querySelector("main");
+  const open = new Set([...document.querySelectorAll("details[open] > summary")].map((s) => s.textContent));
+  for (const s of main.querySelectorAll("details > summary")) s.parentNode.open = open.has(s.textContent);
+  document.querySelector("main").replaceWith(document.adoptNode(main));
+  watch();
+};
+setInterval(renew, 3000);
 """

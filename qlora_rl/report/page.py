@@ -14,11 +14,12 @@ from statistics import fmean, median
 from typing import Any
 
 from .charts import Band, Line, Reference, draw_chart, smooth
-from .look import CSS, JS
+from .look import CSS, JS, LIVE_JS
 from .markup import Markup, join, tag
-from .quantities import ABSENT, factor, octets, plain, seconds, share
+from .outcomes import draw_evaluation, draw_rollouts, draw_samples
+from .parts import object_in, pairs, section, table
+from .quantities import ABSENT, factor, finite, octets, plain, seconds, share
 from .run import Run, read_run, summarise
-from .samples import judge_sample
 from .sentences import (
     MISMATCH_BAR,
     Facts,
@@ -29,7 +30,6 @@ from .sentences import (
     unproven_sentence,
 )
 
-SAMPLES_SHOWN = 6
 _SECRET = re.compile(r"(?i)(?:^|[_.-])(?:api[_-]?key|(?:hf|auth|access|bearer)[_-]?token|secret|password)$")
 _SECRET_ARGUMENT = re.compile(r"(?i)(--?[\w-]*(?:api[_-]?key|hf[_-]?token|auth[_-]?token|secret|password)[= ]\s*)\S+")
 
@@ -54,12 +54,20 @@ def write_report(run_dir: Path | str, against: Sequence[Path | str] = ()) -> Pat
     return target
 
 
-def render(runs: Sequence[Run]) -> str:
-    """The page of the first run, beside the others."""
+def render(runs: Sequence[Run], news: str | None = None) -> str:
+    """The page of the first run, beside the others.
+
+    Args:
+        runs: as `read_run` gives them.
+        news: of a page that renews itself: a sentence for its top.
+    """
     run, names, facts = runs[0], name_runs(runs), [summarise(r) for r in runs]
-    script_digest = base64.b64encode(hashlib.sha256(JS.encode()).digest()).decode()
+    script = JS if news is None else JS + LIVE_JS
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # The policy lets the browser fetch nothing and run no script but ours, even if something slipped through escaping.
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{script_digest}'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    if news is not None:
+        policy += "; connect-src 'self'"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -73,14 +81,17 @@ def render(runs: Sequence[Run]) -> str:
     has_steps = any(r.metrics for r in runs)
     body = tag(
         "main",
-        _draw_top(run, facts[0]),
+        tag("p", news, class_="live", role="status") if news is not None else None,
+        _draw_top(run, facts[0], is_live=news is not None),
         *(draw(runs, names) for draw in (_draw_reward, _draw_mismatch, _draw_ratio, _draw_time) if has_steps),
-        _draw_samples(run),
+        draw_evaluation(run),
+        draw_samples(run),
+        draw_rollouts(run),
         _draw_table(runs, names, facts),
         _draw_details(run),
         tag("footer", f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files of {run.name}."),
     )
-    page = tag("html", head, tag("body", body, tag("script", Markup(JS))), lang="en")
+    page = tag("html", head, tag("body", body, tag("script", Markup(script))), lang="en")
     return "<!doctype html>\n" + page + "\n"
 
 
@@ -104,7 +115,8 @@ WORDS = (
 )
 
 
-def _draw_top(run: Run, facts: Facts) -> Markup:
+def _draw_top(run: Run, facts: Facts, *, is_live: bool) -> Markup:
+    state = "training" if is_live and run.status == "unfinished" else run.status
     model = run.config.get("model")
     words = [part for term, meaning in WORDS for part in (tag("dt", term), tag("dd", meaning))]
     notes = [sentence for sentence in (unproven_sentence(run), peak_sentence(run), *run.problems) if sentence]
@@ -112,7 +124,7 @@ def _draw_top(run: Run, facts: Facts) -> Markup:
         notes.insert(0, f"The run ended with an error: {run.summary['error']}")
     return tag(
         "header",
-        tag("div", tag("span", run.status, class_=f"chip {run.status}"), tag("span", run.name),
+        tag("div", tag("span", state, class_=f"chip {run.status}"), tag("span", run.name),
             tag("span", model) if model else None, class_="meta"),
         tag("h1", headline(run, facts)),
         tag("p", sentence, class_="lead") if (sentence := fidelity_sentence(run, facts)) else None,
@@ -146,14 +158,6 @@ def _draw_tiles(facts: Facts) -> Markup | None:
     return tag("dl", *drawn, class_="tiles two" if len(drawn) in (2, 4) else "tiles") if drawn else None
 
 
-def _section(title: str, caption: str | None, *content: object) -> Markup:
-    shown = [part for part in content if part is not None]
-    return tag(
-        "section", tag("h2", title), tag("p", caption, class_="caption") if caption else None,
-        *(shown or [tag("p", "Not recorded in this run.", class_="soft")]),
-    )  # fmt: skip
-
-
 def _draw_curve(
     runs: Sequence[Run], names: Sequence[str], column: str, average, title: str, y_label: str, word: str, **options: Any
 ) -> Markup | None:
@@ -184,7 +188,7 @@ def _draw_reward(runs: Sequence[Run], names: Sequence[str]) -> Markup:
     title = "Reward: how good the answers were"
     caption = "The average score of the answers written in each step; learning makes it rise."
     caption += _smoothing(runs, "mean")
-    return _section(title, caption, _draw_curve(runs, names, "reward", fmean, title, "mean reward per answer", "mean"))
+    return section(title, caption, _draw_curve(runs, names, "reward", fmean, title, "mean reward per answer", "mean"))
 
 
 def _draw_mismatch(runs: Sequence[Run], names: Sequence[str]) -> Markup:
@@ -197,7 +201,7 @@ def _draw_mismatch(runs: Sequence[Run], names: Sequence[str]) -> Markup:
     chart = _draw_curve(
         runs, names, "mismatch_kl", median, title, "mismatch KL, logarithmic", "median", references=[bar], is_log=True
     )
-    return _section(title, caption, chart)
+    return section(title, caption, chart)
 
 
 def _draw_ratio(runs: Sequence[Run], names: Sequence[str]) -> Markup:
@@ -227,7 +231,7 @@ def _draw_ratio(runs: Sequence[Run], names: Sequence[str]) -> Markup:
         extras.append(f"{share(facts['masked_share_mean'])} of tokens masked (mean)")
     said = "; ".join(extras)
     name = f"{names[0]}: " if len(runs) > 1 else ""
-    return _section(title, caption, chart, tag("p", f"{name}{said}.", class_="caption") if said else None)
+    return section(title, caption, chart, tag("p", f"{name}{said}.", class_="caption") if said else None)
 
 
 PARTS = ("sampler writes answers", "trainer scores and learns", "push to the sampler")
@@ -259,16 +263,27 @@ def _draw_time(runs: Sequence[Run], names: Sequence[str]) -> Markup:
              *(f"{seconds(parts[i])} · {share(parts[i] / sum(parts))}" for _, parts in timed))
             for i, part in enumerate(PARTS)
         ]  # fmt: skip
-        content = [tag("div", *bars, class_="bars"), _table(["Part of a step", *(name for name, _ in timed)], rows)]
+        content = [tag("div", *bars, class_="bars"), table(["Part of a step", *(name for name, _ in timed)], rows)]
     pushes = [_push_facts(run) for run in runs]
     kept = [row for row in zip(PUSH_ROWS, *pushes, strict=True) if set(row[1:]) != {ABSENT}]
     if kept:
-        content += [tag("h3", "What a push is made of"), _table(["Median of all pushes", *names], kept)]
+        content += [tag("h3", "What a push is made of"), table(["Median of all pushes", *names], kept)]
     caption = "A typical step, split in three: the median over all steps of each part."
-    return _section("Time: where a step goes", caption, *content)
+    return section("Time: where a step goes", caption, *content)
 
 
-PUSH_ROWS = ("Pushes", "Way", "Size", "Tensors", "Export", "Deliver", "Load", "Whole push")
+PUSH_ROWS = (
+    "Pushes",
+    "Way",
+    "Size",
+    "Tensors",
+    "Export",
+    "Deliver",
+    "Load",
+    "Whole push",
+    "Its proof",
+    "Difference found",
+)
 
 
 def _push_facts(run: Run) -> list[str]:
@@ -286,50 +301,9 @@ def _push_facts(run: Run) -> list[str]:
         middle(seconds, "deliver_seconds"),
         middle(seconds, "load_seconds"),
         middle(seconds, "seconds", "sync_seconds"),
+        middle(seconds, "canary_seconds"),
+        middle(plain, "canary_difference"),
     ]
-
-
-def _draw_samples(run: Run) -> Markup | None:
-    if not run.samples:
-        return None
-    cards, marks = [], []
-    for sample in run.samples:
-        verdict = {when: judge_sample(sample, when) for when in ("before", "after")}
-        marks.append(verdict)
-        sides = []
-        for when, title in (("before", "Before training"), ("after", "After training")):
-            text = sample.get(when)
-            shown = (
-                tag("pre", _text(text), tabindex=0) if text not in (None, "") else tag("p", "(nothing)", class_="soft")
-            )
-            sides.append(tag("div", tag("h4", title, _mark(verdict[when])), shown))
-        answer = sample.get("answer")
-        cards.append(tag(
-            "article", tag("p", _text(sample.get("prompt", ABSENT))),
-            tag("p", f"Correct answer: {answer}", class_="answer") if answer is not None else None,
-            tag("div", *sides, class_="pair"), class_="sample",
-        ))  # fmt: skip
-    right = {when: sum(mark[when] is True for mark in marks) for when in ("before", "after")}
-    caption = (
-        f"Problems that were kept out of training, answered greedily (always the likeliest token). Of these "
-        f"{len(cards)}, {right['before']} were right before and {right['after']} after."
-    )
-    rest = cards[SAMPLES_SHOWN:]
-    more = tag("details", tag("summary", f"{len(rest)} more"), tag("div", *rest), class_="intro") if rest else None
-    return _section("Samples: the same problem before and after", caption, *cards[:SAMPLES_SHOWN], more)
-
-
-def _text(value: Any) -> str:
-    """A prompt or an answer as text; a chat is the contents of its messages."""
-    if isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
-        return "\n\n".join(str(message["content"]) for message in value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _mark(is_right: bool | None) -> Markup | None:
-    if is_right is None:
-        return None
-    return tag("span", "✓ right" if is_right else "✗ wrong", class_="mark right" if is_right else "mark wrong")
 
 
 TABLE = (  # label, fact, how to say it, whether "n times less" makes sense of it
@@ -353,7 +327,7 @@ TABLE = (  # label, fact, how to say it, whether "n times less" makes sense of i
 def _draw_table(runs: Sequence[Run], names: Sequence[str], facts: Sequence[Facts]) -> Markup | None:
     if len(runs) < 2:
         return None
-    plans = [str(_object(run.config, "plan").get("strategy") or run.config.get("sync") or ABSENT) for run in runs]
+    plans = [str(object_in(run.config, "plan").get("strategy") or run.config.get("sync") or ABSENT) for run in runs]
     rows: list[tuple[object, ...]] = [("State", *(run.status for run in runs)), ("What is pushed", *plans)]
     known = [entry for entry in TABLE if any(f[entry[1]] is not None for f in facts)]
     rows += [(label, *(say(f[key]) for f in facts)) for label, key, say, _ in known]
@@ -362,25 +336,7 @@ def _draw_table(runs: Sequence[Run], names: Sequence[str], facts: Sequence[Facts
         times = {label: factor(facts[0][key], facts[1][key]) for label, key, _, is_ratio in TABLE if is_ratio}
         rows = [(*row, times.get(str(row[0]), "")) for row in rows]
         heads.append(f"{names[0]} has")
-    return _section("Side by side", caption, _table(heads, rows, is_first_main=True))
-
-
-def _table(heads: Sequence[object], rows: Sequence[Sequence[object]], *, is_first_main: bool = False) -> Markup:
-    top = tag("tr", *(tag("th", head, scope="col", class_="num" if i else None) for i, head in enumerate(heads)))
-
-    def _cell(i: int) -> str:
-        return "num main" if is_first_main and i == 0 else "num"
-
-    body = [
-        tag("tr", tag("th", row[0], scope="row"), *(tag("td", c, class_=_cell(i)) for i, c in enumerate(row[1:])))
-        for row in rows
-    ]
-    return tag("div", tag("table", tag("thead", top), tag("tbody", *body)), class_="scroll")
-
-
-def _object(record: dict[str, Any], name: str) -> dict[str, Any]:
-    value = record.get(name)
-    return value if isinstance(value, dict) else {}
+    return section("Side by side", caption, table(heads, rows, is_first_main=True))
 
 
 def _flatten(value: Any, name: str = "") -> list[tuple[str, str]]:
@@ -394,20 +350,23 @@ def _flatten(value: Any, name: str = "") -> list[tuple[str, str]]:
 
 
 def _draw_details(run: Run) -> Markup | None:
-    plan, known = _object(run.config, "plan"), {"plan", "versions", "machine", "git_commit", "command"}
+    plan, known = object_in(run.config, "plan"), {"plan", "versions", "machine", "git_commit", "command"}
+    known |= {"base_proof", "memory"}
     reasons = plan.get("reasons")
     reasons = reasons if isinstance(reasons, list) else [reasons] if reasons else []
     command = run.config.get("command")
     words = " ".join(map(str, command)) if isinstance(command, list) else command
     groups = [
         ("Plan: how weights travel, and why", [
-            _pairs(_flatten({k: v for k, v in plan.items() if k != "reasons"})) if plan else None,
+            pairs(_flatten({k: v for k, v in plan.items() if k != "reasons"})) if plan else None,
             tag("ul", *(tag("li", reason) for reason in reasons)) if reasons else None]),
+        ("Proof: trainer and sampler hold the same base", [pairs(_flatten(object_in(run.config, "base_proof")))]),
+        ("Memory: what the run was planned to hold", [_draw_memory(run)]),
         ("Configuration", [
             tag("pre", _SECRET_ARGUMENT.sub(r"\1(hidden)", str(words))) if words else None,
-            _pairs(_flatten({k: v for k, v in run.config.items() if k not in known}))]),
-        ("Versions and machine", [_pairs([
-            *_flatten(_object(run.config, "versions")), *_flatten(run.config.get("machine", {}), "machine"),
+            pairs(_flatten({k: v for k, v in run.config.items() if k not in known}))]),
+        ("Versions and machine", [pairs([
+            *_flatten(object_in(run.config, "versions")), *_flatten(run.config.get("machine", {}), "machine"),
             *_flatten({k: run.config[k] for k in ("git_commit",) if run.config.get(k)})])]),
         ("Every number that was recorded per step", [_draw_every_metric(run)]),
     ]  # fmt: skip
@@ -416,16 +375,30 @@ def _draw_details(run: Run) -> Markup | None:
         for title, parts in groups
         if (shown := [part for part in parts if part is not None])
     ]
-    return _section("How it was run", None, *drawn) if drawn else None
+    return section("How it was run", None, *drawn) if drawn else None
 
 
-def _pairs(pairs: Sequence[tuple[str, str]]) -> Markup | None:
-    rows = [tag("tr", tag("th", key, scope="row"), tag("td", value)) for key, value in pairs if key]
-    return tag("div", tag("table", tag("tbody", *rows)), class_="scroll") if rows else None
+def _draw_memory(run: Run) -> Markup | None:
+    """The ledger, line by line, the largest first."""
+    memory = object_in(run.config, "memory")
+    lines = memory.get("lines")
+    lines = [line for line in lines if isinstance(line, dict)] if isinstance(lines, list) else []
+    known = [(finite(line.get("nbytes")) or 0.0, line) for line in lines]
+    rows = [
+        (line.get("name", ABSENT), octets(nbytes), line.get("when", ABSENT))
+        for nbytes, line in sorted(known, key=lambda pair: -pair[0])
+    ]
+    cache = finite(memory.get("kv_cache_bytes"))
+    if cache is not None:
+        rows.append(("KV cache", octets(cache), "rollout"))
+    if not rows:
+        return None
+    told = "Bytes that are held always, or only while a step, a layer or a rollout is computed. Planned before anything was loaded."
+    return tag("div", tag("p", told, class_="caption"), table(["", "Size", "While"], rows))
 
 
 def _draw_every_metric(run: Run) -> Markup | None:
     names = [name for name in dict.fromkeys(key for record in run.metrics for key in record) if name != "step"]
     columns = [(name, values) for name in names if (values := run.values(name))]
     rows = [(n, *map(plain, (v[0], median(v), v[-1], min(v), max(v))), f"{len(v):,}") for n, v in columns]
-    return _table(["", "First", "Median", "Last", "Lowest", "Highest", "Steps"], rows) if rows else None
+    return table(["", "First", "Median", "Last", "Lowest", "Highest", "Steps"], rows) if rows else None

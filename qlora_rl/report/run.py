@@ -30,6 +30,8 @@ class Run:
     syncs: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    rollouts: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     @property
@@ -73,7 +75,9 @@ def read_run(run_dir: Path | str) -> Run:
     syncs = _read_lines(path / "sync.jsonl", problems)
     summary = _read_json(path / "summary.json", dict, problems)
     samples = [s for s in _read_json(path / "samples.json", list, problems) if isinstance(s, dict)]
-    return Run(path, path.resolve().name, config, metrics, syncs, summary, samples, tuple(problems))
+    rollouts, evaluation = (_read_json(path / name, dict, problems) for name in ("rollouts.json", "eval.json"))
+    name = path.resolve().name
+    return Run(path, name, config, metrics, syncs, summary, samples, rollouts, evaluation, tuple(problems))
 
 
 def _read_text(path: Path, problems: list[str]) -> str:

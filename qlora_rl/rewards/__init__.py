@@ -2,11 +2,13 @@
 
 Each takes completions as text or as messages, reads the dataset's columns by name, and swallows what it does not use; to change
 an argument use `functools.partial`. To combine several, pass a list and `GRPOConfig(reward_weights=[...])`, or `weighted`.
+`load_reward` finds one by its name, or in a file of your own.
 """
 
 from qlora_rl.rewards.formulas import math_match
+from qlora_rl.rewards.load import load_reward
 from qlora_rl.rewards.match import exact_match, format_match, length_match, numeric_match
 from qlora_rl.rewards.programs import program_match
 from qlora_rl.rewards.several import weighted
 
-__all__ = ["exact_match", "format_match", "length_match", "math_match", "numeric_match", "program_match", "weighted"]
+__all__ = ["exact_match", "format_match", "length_match", "load_reward", "math_match", "numeric_match", "program_match", "weighted"]

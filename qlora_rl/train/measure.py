@@ -5,14 +5,21 @@ It changes nothing of the training; the demo puts it on TRL's own trainer too, s
 
 from __future__ import annotations
 
+import json
+import logging
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
+from qlora_rl.errors import RunDirectoryError
 from qlora_rl.fidelity import Fidelity, FidelityMonitor
 from qlora_rl.train.alarm import MismatchAlarm, drawn_from, filters_of
-from qlora_rl.train.run import RunDirectory, StepRecord
+from qlora_rl.train.run import ROLLOUTS, RunDirectory, StepRecord
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 8  # rollouts of a group that are written down
 
 
 class MeasuredSteps:
@@ -26,6 +33,7 @@ class MeasuredSteps:
         """Record every step from now on, in `run` and in TRL's log (names `qlora_rl/…`); `alarm` looks at each of them."""
         self.fidelity, self.alarm = FidelityMonitor(), alarm
         self._record = StepRecord(run)
+        self._first_rollouts: dict[str, Any] = {}
         self.add_callback(_StepClock(self._record))
 
     def _rollout_facts(self) -> dict[str, float]:
@@ -57,6 +65,7 @@ class MeasuredSteps:
                 completion_length=latest.get("completions/mean_length"),
                 **measured,
             )
+            self._note_rollouts(len(output["completion_ids"]))
         if self.alarm is not None and fidelity is not None:
             self._watch(fidelity, output, mask_BT)
         return output
@@ -68,6 +77,35 @@ class MeasuredSteps:
             self._record.add(mismatch_cause=found.cause)
             if self.bridge.sleeps:
                 self.bridge.engine.sleep()  # the examination has woken it
+
+    def _note_rollouts(self, count: int) -> None:
+        """Keep a group of rollouts of the first step and one of the newest, for people to read.
+
+        Args:
+            count: rollouts that TRL has just added to its log of texts.
+        """
+        run, texts = self._record.run, self._logs
+        if run is None or not texts["prompt"]:
+            return
+        size = min(self.num_generations, count)
+        prompts, completions = list(texts["prompt"])[-count:], list(texts["completion"])[-count:]
+        rewards = {name: list(values)[-count:] for name, values in texts["rewards"].items()}
+        worth = [tuple(values[i] for values in rewards.values()) for i in range(count)]
+        # Of the groups one that teaches: where all rewards are equal there is no gradient.
+        starts = range(0, count, size)
+        start = next((i for i in starts if len(set(worth[i : i + size])) > 1), 0)
+        rollouts = [
+            {"completion": completions[i], "rewards": {name: values[i] for name, values in rewards.items()}}
+            for i in range(start, start + min(size, _KEPT))
+        ]
+        last = {"step": self.state.global_step + 1, "prompt": prompts[start], "rollouts": rollouts}
+        if not self._first_rollouts:
+            held = run.path / ROLLOUTS  # of a run that goes on
+            self._first_rollouts = json.loads(held.read_text())["first"] if held.exists() else last
+        try:
+            run.write_json(ROLLOUTS, {"first": self._first_rollouts, "last": last})
+        except RunDirectoryError as error:  # the record of the steps ends a run on a full disk, this does not
+            logger.warning("%s", error)
 
     def _trainer_logprobs(self, output: Any, mode: str) -> torch.Tensor:
         """[B, T] natural logs under the policy that drew the tokens; TRL has them unless its correction is off."""

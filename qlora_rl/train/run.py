@@ -20,6 +20,7 @@ from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 
 CONFIG, METRICS, SYNCS, SUMMARY, ADAPTER = "config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "adapter"
 FINGERPRINTS = "fingerprints.json"
+ROLLOUTS = "rollouts.json"  # the first and the newest, for people
 MODEL = "model"  # of a base that was trained itself
 EXISTING = ("refuse", "overwrite", "continue")
 
@@ -56,7 +57,17 @@ class RunDirectory:
         """The run really starts: what it is to overwrite goes now, when nothing can be refused any more."""
         if not self._overwrites:
             return
-        for name in (CONFIG, METRICS, SYNCS, SUMMARY, FINGERPRINTS, "samples.json", "report.html"):
+        for name in (
+            CONFIG,
+            METRICS,
+            SYNCS,
+            SUMMARY,
+            FINGERPRINTS,
+            ROLLOUTS,
+            "samples.json",
+            "eval.json",
+            "report.html",
+        ):
             (self.path / name).unlink(missing_ok=True)
         for directory in [self.path / ADAPTER, self.path / MODEL, *self.path.glob("checkpoint-*")]:
             shutil.rmtree(directory, ignore_errors=True)

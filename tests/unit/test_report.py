@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import http.client
 import json
 import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from qlora_rl.errors import RunDirectoryError
+from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.report import read_run, summarise, write_report
 from qlora_rl.report.charts import Line, Reference, draw_chart, linear_axis, log_axis, smooth, thin_out
+from qlora_rl.report.live import HOST, LiveReport
 from qlora_rl.report.page import name_runs
 from qlora_rl.report.quantities import factor, octets, plain, seconds, share
 from qlora_rl.report.samples import judge_sample
@@ -136,7 +146,7 @@ def test_resumed_run_keeps_the_later_record_of_a_step(tmp_path):
     assert read_run(make_run(tmp_path / "a", metrics=lines)).column("reward") == [0.1, 0.9, 0.3]
 
 
-@pytest.mark.parametrize("stem", ["config", "metrics", "sync", "summary", "samples"])
+@pytest.mark.parametrize("stem", ["config", "metrics", "sync", "summary", "samples", "rollouts", "eval"])
 @pytest.mark.parametrize("content", [None, "", "{", "null", "[]", "{}", '"text"', "\x00\ufffd"])
 def test_any_file_may_be_missing_or_hold_anything(tmp_path, stem, content):
     page = read_page(make_run(tmp_path / "a", **{stem: content}), (make_run(tmp_path / "b", **{stem: content}),))
@@ -341,3 +351,145 @@ def test_lone_point_between_gaps_is_a_dot():
 
 def test_chart_without_a_value_is_not_drawn():
     assert draw_chart("t", "y", [Line("ours", [1, 2], [None, float("nan")])]) is None
+
+
+# --- what the model wrote ---------------------------------------------------------------------------------------------
+
+EVAL = {
+    "asked": {"data": "test.jsonl"},
+    "rewards": {"exact": {side: {"value": v, "error": 0.0125} for side, v in (("base", 0.25), ("policy", 0.75), ("difference", 0.5))}},
+    "lengths": [3.0, 4.5], "prompts": 120, "samples": 4, "sampling": {"temperature": 1.0},
+    "rows": [{"prompt": "p", "before": "one", "after": "two", "before_rewards": {"exact": 0.0}, "after_rewards": {"exact": 1.0}}],
+}  # fmt: skip
+
+
+def test_an_evaluation_is_tabled_with_its_errors(tmp_path):
+    page = read_page(make_run(tmp_path / "a", eval=EVAL))
+    text = re.sub(r"<[^>]*>", "|", page[page.index("Evaluation: the base") :])
+    assert "120 prompts of test.jsonl, 4 answers to each, temperature 1." in text
+    assert re.search(r"exact\|+0\.25\|+ ± 0\.013\|+0\.75\|+ ± 0\.013\|+0\.5\|+ ± 0\.013", text)
+    assert "Before training|reward 0|" in text
+    assert "After training|reward 1|" in text
+
+
+def test_rollouts_are_shown_with_their_rewards(tmp_path):
+    group = {"prompt": [{"role": "user", "content": "2+2?"}], "rollouts": [
+        {"completion": "4", "rewards": {"right": 1.0, "short": 0.5}}, {"completion": "", "rewards": {"right": 0.0, "short": None}}
+    ]}  # fmt: skip
+    page = read_page(make_run(tmp_path / "a", rollouts={"first": {"step": 1, **group}, "last": {"step": 40, **group}}))
+    for said in (
+        "First step (1)",
+        "Newest step (40)",
+        "2+2?",
+        "reward right 1, short 0.5",
+        "reward right 0, short –",
+        "(nothing)",
+    ):
+        assert said in page
+
+
+def test_memory_and_proof_of_the_base_are_in_the_details(tmp_path):
+    memory = {
+        "lines": [
+            {"name": "adapter", "nbytes": 2e6, "when": "always"},
+            {"name": "base", "nbytes": 3e9, "when": "always"},
+            7,
+        ]
+    }
+    config = {"memory": memory | {"kv_cache_bytes": 5e6}, "base_proof": {"proven": True, "repaired": 21}}
+    page = read_page(make_run(tmp_path / "a", config=config))
+    details = page[page.index("How it was run") :]
+    assert details.index(">base<") < details.index(">adapter<")  # the largest first
+    assert re.search(r"KV cache</th><td[^>]*>5\.0 MB", details)
+    assert re.search(r"repaired</th><td>21", details)
+
+
+# --- live -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(tmp_path):
+    path = make_run(tmp_path / "a", summary=None)
+    with LiveReport([path]) as report:
+        thread = threading.Thread(target=report.serve)
+        thread.start()
+        yield path, report
+        report.close()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def ask(report, path="/", method="GET", **headers):
+    connection = http.client.HTTPConnection(HOST, int(report.url.rsplit(":")[-1].strip("/")), timeout=10)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    body = answer.read().decode()
+    connection.close()
+    return answer, body
+
+
+def test_a_live_page_follows_the_run_and_says_when_it_has_finished(live):
+    path, report = live
+    answer, page = ask(report)
+    assert answer.status == 200
+    assert "Live: this run is training" in page
+    known = answer.headers["ETag"]
+    assert ask(report, **{"If-None-Match": known})[0].status == 304
+    with open(path / "metrics.jsonl", "a") as handle:
+        handle.write(json.dumps({"step": 41, "reward": 1.0, **METRIC}) + "\n")
+    answer, page = ask(report, **{"If-None-Match": known})
+    assert answer.status == 200
+    assert "So far, in 41 steps" in page
+    (path / "summary.json").write_text('{"status": "finished"}')
+    assert "This run has finished; the page changes no more." in ask(report)[1]
+    assert not (path / "report.html").exists()
+
+
+def test_a_live_page_is_for_this_machine_and_only_to_be_read(live):
+    _, report = live
+    assert report.url.startswith("http://127.0.0.1:")
+    assert ask(report, Host="evil.example")[0].status == 403
+    assert ask(report, "/config.json")[0].status == 404
+    assert ask(report, "/../secrets")[0].status == 404
+    assert ask(report, method="POST")[0].status == 501
+    page = ask(report)[1]
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page).group(1).replace("&#x27;", "'")
+    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL).group(1)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy.split("; ") == [
+        "default-src 'none'", "style-src 'unsafe-inline'", "img-src data:", f"script-src 'sha256-{digest}'", "connect-src 'self'",
+    ]  # fmt: skip
+
+
+def test_a_run_that_is_silent_for_minutes_is_told_from_one_that_trains(live):
+    path, report = live
+    for file in path.iterdir():
+        os.utime(file, (time.time() - 600,) * 2)
+    assert "written nothing for 10 min" in ask(report)[1].replace("\u202f", " ")
+
+
+def test_a_run_that_goes_away_is_an_error_on_the_page_and_not_the_end(live):
+    path, report = live
+    shutil.rmtree(path)
+    assert ask(report)[0].status == 500
+    make_run(path)
+    assert ask(report)[0].status == 200
+
+
+def test_a_port_that_is_taken_is_said(live):
+    path, report = live
+    port = int(report.url.rsplit(":")[-1].strip("/"))
+    with pytest.raises(ConfigConflictError, match=f"port {port} of 127.0.0.1 cannot be had"):
+        LiveReport([path], port)
+    with pytest.raises(RunDirectoryError, match="is not a directory"):
+        LiveReport([path / "absent"])
+
+
+def test_the_command_serves_until_ctrl_c(tmp_path):
+    path = make_run(tmp_path / "a")
+    command = [sys.executable, "-m", "qlora_rl.cli", "report", str(path), "--live"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        said = process.stdout.readline()
+        assert "http://127.0.0.1:" in said
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0

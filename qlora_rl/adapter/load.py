@@ -1,0 +1,40 @@
+"""`load_adapter`: a saved adapter on a loaded model, to be asked and not to be trained."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.adapter.verdict import judge_adapter
+from qlora_rl.errors import AdapterRefusedError, collected
+
+
+def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> Any:
+    """A PeftModel with the adapter that `save_pretrained` has written, whatever its method.
+
+    Args:
+        model: of transformers; PEFT's layers are put into it.
+        directory: of the adapter.
+        base: directory that the adapter is held against (names, shapes, the digest that it was trained on); `None`: none.
+
+    Raises:
+        AdapterRefusedError: it is damaged, was made for another base, or does not fit the model.
+    """
+    from peft import PeftConfig, PeftModel
+
+    doing = f"loading the adapter {directory}"
+    verdict = judge_adapter(Path(directory), base=base)
+    if verdict.kind == "refuse":
+        raise collected(doing, verdict.reasons, AdapterRefusedError)
+    config = PeftConfig.from_pretrained(directory)
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # PiSSA and the like would start anew, and change the base once more
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            adapted = PeftModel.from_pretrained(model, directory, config=config)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise AdapterRefusedError(f"{doing}: it does not fit {type(model).__name__}: {error}") from error
+    return adapted.eval()

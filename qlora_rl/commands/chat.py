@@ -1,0 +1,89 @@
+"""`qlora-rl chat`: talk to what a run has trained."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+_HELP = "/new begins anew, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
+
+
+def add(commands: Any) -> None:
+    """The command's arguments."""
+    chat = commands.add_parser("chat", help="talk to what a run has trained; from a pipe: a line in, an answer out")
+    chat.add_argument("trained", type=Path, metavar="RUN", help="run directory, or a checkpoint in it")
+    chat.add_argument("--base-only", action="store_true", help="leave the adapter out, to compare")
+    chat.add_argument("--system", metavar="TEXT", help="first message")
+    chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of an answer (default: %(default)s)")
+    chat.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (default: %(default)s)")
+    chat.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(default: %(default)s)")
+    chat.add_argument("--seed", type=int, metavar="N", help="of the draws (default: another one each time)")
+    chat.add_argument(
+        "--raw",
+        action="store_true",
+        help="continue the text as it is, without the chat template and what was said before",
+    )
+    chat.add_argument("--base", type=Path, metavar="DIR", help="where the base lies now, if it was moved")
+    chat.add_argument("--json", action="store_true", help="from a pipe: one JSON object for each line")
+    chat.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """A talk in a terminal; from a pipe each line is a talk of its own."""
+    import json
+
+    from qlora_rl.errors import ConfigConflictError
+
+    if arguments.system and arguments.raw:
+        raise ConfigConflictError("chatting: --system with --raw, which knows no messages. Leave one of them out.")
+    from qlora_rl.demo.job import quieten
+
+    quieten()
+    from qlora_rl.policy.chat import Conversation
+    from qlora_rl.policy.trained import open_trained
+
+    trained = open_trained(arguments.trained, base=arguments.base)
+    talk = Conversation(
+        trained,
+        is_base_only=arguments.base_only,
+        system=arguments.system,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        uses_template=False if arguments.raw else None,
+    )
+    if arguments.system and not talk.uses_template:
+        raise ConfigConflictError("chatting: --system, and the base has no chat template. Leave it out.")
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            talk.forget()
+            text = line.rstrip("\n")
+            said = "".join(talk.answer(text))
+            print(
+                json.dumps({"prompt": text, "answer": said}, ensure_ascii=False) if arguments.json else said, flush=True
+            )
+        return 0
+    import readline  # noqa: F401  (input() gets a history)
+
+    who = "base" if arguments.base_only else trained.name
+    print(f"{who} on {trained.base.path.name}; {_HELP}")
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            print()
+            return 0
+        if text.strip() == "/quit":
+            return 0
+        if text.strip() == "/new":
+            talk.forget()
+            continue
+        try:
+            for piece in talk.answer(text):
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            pass
+        print()

@@ -1,0 +1,62 @@
+"""`qlora-rl eval`: rewards before and after."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """The command's arguments."""
+    evaluate = commands.add_parser(
+        "eval", help="rewards of the base and of the policy on the same prompts, in one vLLM"
+    )
+    evaluate.add_argument("trained", type=Path, metavar="RUN", help="run directory, or a checkpoint in it")
+    evaluate.add_argument(
+        "--data", type=Path, required=True, metavar="F", help='.jsonl: "prompt", and what the rewards read'
+    )
+    evaluate.add_argument(
+        "--reward", nargs="+", required=True, metavar="R", help="exact, numeric, program, or path.py:function; several"
+    )
+    evaluate.add_argument("--column", metavar="NAME", help="of the references, for built-in rewards (default: theirs)")
+    evaluate.add_argument("--samples", type=int, default=1, metavar="G", help="completions of a prompt (default: 1)")
+    evaluate.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    evaluate.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="of a completion (default: %(default)s)"
+    )
+    evaluate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: 0, greedy)")
+    evaluate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(default: %(default)s)")
+    evaluate.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
+    evaluate.add_argument("--base", type=Path, metavar="DIR", help="where the base lies now, if it was moved")
+    evaluate.add_argument("--no-save", action="store_true", help="write no eval.json into the run directory")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
+    evaluate.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the table, leave eval.json for the report."""
+    import json
+
+    from qlora_rl.contracts import SamplingSpec
+    from qlora_rl.rewards.load import BUILT_IN, load_reward
+
+    columns = {"column": arguments.column} if arguments.column else {}
+    rewards = {
+        name: load_reward(name, columns if name.removesuffix("_match") in BUILT_IN else None)
+        for name in arguments.reward
+    }
+    from qlora_rl.demo.job import quieten
+
+    quieten()
+    from qlora_rl.policy.evaluation import evaluate, read_rows, save
+    from qlora_rl.policy.trained import open_trained
+
+    rows = read_rows(arguments.data, arguments.limit)
+    trained = open_trained(arguments.trained, base=arguments.base)
+    sampling = SamplingSpec(arguments.max_tokens, arguments.temperature, arguments.top_p, seed=arguments.seed)
+    found = evaluate(trained, rows, rewards, samples=arguments.samples, sampling=sampling)
+    if not arguments.no_save:
+        save(found, trained, {"data": arguments.data.name, "rewards": list(rewards)})
+    print(json.dumps(found.as_dict(), indent=1) if arguments.json else found)
+    return 0

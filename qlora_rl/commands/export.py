@@ -1,0 +1,74 @@
+"""`qlora-rl export`: what a run has trained, for others."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """The command's arguments."""
+    export = commands.add_parser("export", help="what a run has trained as files, loaded again and compared with it")
+    export.add_argument("trained", type=Path, metavar="RUN", help="run directory, or a checkpoint in it")
+    export.add_argument(
+        "--to",
+        choices=["adapter", "merged", "merged-original", "gguf"],
+        default="merged",
+        help="merged: one model, on the dequantised base (default); merged-original: on the weights from before the quantisation",
+    )
+    export.add_argument("--out", type=Path, metavar="DIR", help="directory to write (default: export-<to> in RUN)")
+    export.add_argument(
+        "--form",
+        choices=["canonical", "original"],
+        default="canonical",
+        help="of an adapter: scale folded in, one rank; or as PEFT saved it (default: %(default)s)",
+    )
+    export.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float16", "float32"],
+        help="of merged weights (default: the base's compute dtype)",
+    )
+    export.add_argument("--original", metavar="MODEL", help="of merged-original (default: what the base was made from)")
+    export.add_argument("--base", type=Path, metavar="DIR", help="where the base lies now, if it was moved")
+    export.add_argument(
+        "--data", type=Path, metavar="F", help=".jsonl file with prompts to compare on (default: the run's samples)"
+    )
+    export.add_argument("--prompts", type=int, default=16, metavar="N", help="to compare on (default: %(default)s)")
+    export.add_argument("--max-kl", type=float, metavar="K", help="largest mean KL (default: 1e-3; 1e-9 in float32)")
+    export.add_argument("--shard-gb", type=float, default=4.0, metavar="GB", help="largest file (default: %(default)s)")
+    export.add_argument("--json", action="store_true", help="print JSON")
+    export.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export, and say how far it is from the policy."""
+    import json
+
+    from qlora_rl.demo.job import quieten
+
+    quieten()
+    from qlora_rl.export.job import export_run
+
+    done = export_run(
+        arguments.trained,
+        arguments.to,
+        out=arguments.out,
+        form=arguments.form,
+        dtype=arguments.dtype,
+        original=arguments.original,
+        base=arguments.base,
+        data=arguments.data,
+        prompts=arguments.prompts,
+        max_kl=arguments.max_kl,
+        shard_gb=arguments.shard_gb,
+        say=None if arguments.json else print,
+    )
+    if arguments.json:
+        found = {"path": str(done.path), "to": done.kind, **done.distance.as_dict(), "prompts": done.prompts}
+        print(json.dumps(found | {"load": done.load}, indent=1))
+        return 0
+    print(f"{done.path}: {done.distance} (prompts: {done.prompts})")
+    for name, line in done.load.items():
+        print(f"  {name}: {line}")
+    return 0

@@ -1,0 +1,251 @@
+"""The model card of an export: README.md, and the run's curves as a small picture beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.export.proof import Distance
+from qlora_rl.policy.trained import TrainedRun, arguments_of
+from qlora_rl.report.charts import Axis, linear_axis, log_axis, smooth, thin_out
+from qlora_rl.report.quantities import plain
+from qlora_rl.report.run import Run, read_run, summarise
+from qlora_rl.train.run import describe_versions
+
+CARD, CURVES, NUMBERS = "README.md", "curves.svg", "export.json"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_WIDTH, _HEIGHT = 720, 150
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the card is made of; see `export_run`."""
+
+    trained: TrainedRun
+    kind: str
+    dtype: str
+    form: str
+    distance: Distance
+    prompts: str
+    load: dict[str, str]
+    original: str | None
+
+
+def write_card(card: Card, directory: Path) -> None:
+    """Write README.md, export.json, and curves.svg where the run has curves."""
+    run = read_run(card.trained.path)
+    picture = draw_curves(run)
+    if picture:
+        (directory / CURVES).write_text(picture)
+    numbers = {
+        "run": card.trained.name,
+        "to": card.kind,
+        "dtype": None if card.kind == "adapter" else card.dtype,
+        "form": card.form if card.kind == "adapter" else None,
+        "base_digest": card.trained.base.digest,
+        "distance": card.distance.as_dict(),
+        "prompts": card.prompts,
+        "versions": describe_versions(),
+    }
+    (directory / NUMBERS).write_text(json.dumps({k: v for k, v in numbers.items() if v is not None}, indent=1) + "\n")
+    (directory / CARD).write_text(_text(card, run, has_curves=bool(picture)))
+
+
+def _text(card: Card, run: Run, *, has_curves: bool) -> str:
+    trained, base = card.trained, card.trained.base
+    parts = [
+        _front_matter(card),
+        f"# {trained.name}: {_TITLES[card.kind]}",
+        _what(card),
+        "## Load it\n\n" + "\n".join(f"{name}:\n\n```\n{line}\n```\n" for name, line in card.load.items()).rstrip(),
+        "## Is it the policy that was trained?",
+        f"These files were loaded again before they got their name, and compared with the policy on {card.distance.tokens} tokens that the "
+        f"policy drew itself (prompts: {card.prompts}).",
+        _table(
+            ["", ""],
+            [
+                ("KL(policy ‖ export), mean, nats per token", f"{card.distance.kl_mean:.2e}"),
+                ("worst token", f"{card.distance.kl_max:.2e}"),
+                ("same likeliest token", f"{card.distance.agreement:.2%}"),
+            ],
+        ),
+        "## The run",
+        _table(["", ""], _run_rows(card, run)),
+    ]
+    if has_curves:
+        parts.append(f"![Reward and mismatch KL over the steps of the run]({CURVES})")
+    steps = _step_rows(run)
+    if steps:
+        parts.append(_table(["step", "reward", "completion length", "mismatch KL"], steps))
+    parts += [
+        "## The base",
+        f"{base.spec.label}, compute dtype {base.spec.compute_dtype}; digest `{base.digest}`. {_again(card)}",
+        "## Versions",
+        _table(["", "trained with", "exported with"], _version_rows(trained.config.get("versions"))),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+_TITLES = {
+    "adapter": "adapter",
+    "merged": "merged model",
+    "merged-original": "adapter merged into the original weights",
+    "gguf": "merged model, GGUF",
+}
+
+
+def _front_matter(card: Card) -> str:
+    lines = [f"library_name: {'peft' if card.kind == 'adapter' else 'gguf' if card.kind == 'gguf' else 'transformers'}"]
+    if _is_hub_name(card.trained.source):
+        lines.append(f"base_model: {card.trained.source}")
+    lines += ["pipeline_tag: text-generation", "tags:", "- qlora-rl", "- trl"]
+    return "---\n" + "\n".join(lines) + "\n---"
+
+
+def _what(card: Card) -> str:
+    label = card.trained.base.spec.label
+    if card.kind == "adapter":
+        form = (
+            "In canonical form: its scale is folded into B, all ranks are equal, `lora_alpha` is `r`."
+            if card.form == "canonical"
+            else "As PEFT has saved it."
+        )
+        return f"The LoRA adapter alone, to be served on the {label} base that it was trained on. {form}"
+    if card.kind == "merged-original":
+        return (
+            f"The adapter, added to the weights from before the quantisation. It was trained on the {label} base, so this is another "
+            "function; how far away it is stands below."
+        )
+    return (
+        f"The {label} base, dequantised exactly, with the adapter added: the function that was trained, each weight rounded once to "
+        f"{card.dtype}."
+    )
+
+
+def _again(card: Card) -> str:
+    source, spec = card.trained.source, card.trained.base.spec
+    if not _is_hub_name(source) or not spec.is_4bit:
+        return ""
+    double = "" if spec.double_quant else " --no-double-quant"
+    skip = f" --skip {' '.join(spec.skip_modules)}" if spec.skip_modules else ""
+    return (
+        f"To make it again: `qlora-rl prepare {source} base --quant {spec.quant_type} --blocksize {spec.blocksize} --compute-dtype "
+        f"{spec.compute_dtype}{double}{skip}`."
+    )
+
+
+def _is_hub_name(name: str) -> bool:
+    return bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
+
+
+def _run_rows(card: Card, run: Run) -> list[tuple[str, str]]:
+    config, facts = run.config, summarise(run)
+    arguments = arguments_of(config)
+    rows = [("state", run.status), ("steps", plain(facts["steps"]))]
+    known = (
+        "learning_rate",
+        "per_device_train_batch_size",
+        "num_generations",
+        "max_completion_length",
+        "temperature",
+        "beta",
+        "loss_type",
+        "seed",
+    )
+    rows += [(name, str(arguments[name])) for name in known if name in arguments]
+    for name in ("r", "lora_alpha", "peft_type"):
+        value = config.get("lora", {}).get(name) if isinstance(config.get("lora"), dict) else None
+        if value is not None:
+            rows.append((name, str(getattr(value, "value", value))))
+    data = config.get("data")
+    if isinstance(data, dict):
+        rows += [(f"data: {name}", str(value)) for name, value in data.items()]
+    tokens = sum(run.values("rollout_tokens"))
+    if tokens:
+        rows.append(("tokens drawn", plain(tokens)))
+    for label, key in (
+        ("right before", "accuracy_before"), ("right after", "accuracy_after"), ("problems", "eval_problems"),
+        ("reward at first", "reward_first"), ("reward at last", "reward_last"),
+        ("mismatch KL, median", "mismatch_kl_median"), ("mismatch KL, worst step", "mismatch_kl_max"),
+    ):  # fmt: skip
+        if facts[key] is not None:
+            rows.append((label, plain(facts[key])))
+    return rows
+
+
+def _step_rows(run: Run, count: int = 8) -> list[tuple[str, ...]]:
+    """Some steps of the run, the first and the last among them."""
+    last = len(run.metrics) - 1
+    chosen = sorted({round(i * last / (count - 1)) for i in range(count)}) if last >= 0 else []
+    names = ("step", "reward", "completion_length", "mismatch_kl")
+    return [tuple(plain(run.metrics[i].get(name)) for name in names) for i in chosen]
+
+
+def _version_rows(trained: Any) -> list[tuple[str, str, str]]:
+    then, now = trained if isinstance(trained, dict) else {}, describe_versions()
+    return [(name, str(then.get(name, "")), now.get(name, "")) for name in dict.fromkeys([*then, *now])]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def draw_curves(run: Run) -> str:
+    """Reward and mismatch KL over the steps as one SVG; "" where there is nothing to draw."""
+    panels = [
+        (title, run.column(name), axis)
+        for title, name, axis in (("reward", "reward", linear_axis), ("mismatch KL", "mismatch_kl", log_axis))
+        if len(run.values(name)) > 1
+    ]
+    if not panels:
+        return ""
+    height = _HEIGHT * len(panels)
+    drawn = [_panel(title, run.steps, values, axis, i * _HEIGHT) for i, (title, values, axis) in enumerate(panels)]
+    style = (
+        "text{font:11px system-ui,sans-serif;fill:#6b7280}.raw{fill:none;stroke:#0a66a8;stroke-width:1;opacity:.35}"
+        ".smooth{fill:none;stroke:#0a66a8;stroke-width:2}.grid{stroke:#9ca3af;stroke-width:.5;opacity:.5}"
+        "@media(prefers-color-scheme:dark){.raw,.smooth{stroke:#62b6f0}}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" role="img">'
+        f"<title>{escape(run.name)}: {' and '.join(title for title, _, _ in panels)} over training steps</title>"
+        f"<style>{style}</style>{''.join(drawn)}</svg>\n"
+    )
+
+
+def _panel(title: str, steps: Sequence[float], values: Sequence[float | None], make_axis: Any, top: int) -> str:
+    left, right, upper, lower = 56, _WIDTH - 10, top + 20, top + _HEIGHT - 22
+    up: Axis = make_axis([v for v in values if v is not None])
+    across = linear_axis(list(steps), 6, is_whole=True, is_snug=True)
+
+    def line(x: Sequence[float], y: Sequence[float | None], name: str) -> str:
+        points = [
+            f"{left + across.place(u) * (right - left):.1f},{lower - up.place(v) * (lower - upper):.1f}"
+            for u, v in zip(x, y, strict=True)
+            if v is not None
+        ]
+        return f'<polyline class="{name}" points="{" ".join(points)}"/>'
+
+    marks = [up.ticks[0], up.ticks[-1]]
+    grid = "".join(
+        f'<line class="grid" x1="{left}" x2="{right}" y1="{(y := lower - up.place(t) * (lower - upper)):.1f}" y2="{y:.1f}"/>'
+        f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(plain(t))}</text>'
+        for t in marks
+    )
+    ends = "".join(
+        f'<text x="{x}" y="{lower + 15}" text-anchor="{anchor}">{escape(label)}</text>'
+        for x, anchor, label in ((left, "start", f"step {plain(steps[0])}"), (right, "end", plain(steps[-1])))
+    )
+    window = max(5, len(values) // 20 | 1)
+    averaged = smooth(values, window, lambda near: sum(near) / len(near))
+    return (
+        f'<text x="{left}" y="{top + 13}">{escape(title)}</text>{grid}{ends}'
+        + line(*thin_out(steps, values), "raw")
+        + line(*thin_out(steps, averaged), "smooth")
+    )

@@ -1,0 +1,299 @@
+"""`export_run`: adapter, merged model or GGUF file, written beside its place, loaded again, compared, and only then put there."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_rl.adapter.delta import iter_weights
+from qlora_rl.adapter.export import read_adapter
+from qlora_rl.adapter.store import write_adapter, write_origin
+from qlora_rl.adapter.verdict import judge_adapter
+from qlora_rl.base.bake import bake_base, copy_plain
+from qlora_rl.base.checkpoint import load_base
+from qlora_rl.base.writer import write_weights
+from qlora_rl.contracts import rank_class
+from qlora_rl.errors import ConfigConflictError, ExportError
+from qlora_rl.export.card import Card, write_card
+from qlora_rl.export.proof import Distance, Witness, choose_prompts
+from qlora_rl.policy.trained import TrainedRun, load_plain, open_trained
+
+KINDS = ("adapter", "merged", "merged-original", "gguf")
+FORMS = ("canonical", "original")
+DTYPES = ("bfloat16", "float16", "float32")
+# Largest mean KL (nats per token) of an export that claims to be the policy. Two 16-bit computations of one function differ by
+# rounding; two of float32 by next to nothing.
+LIMIT, LIMIT_FLOAT32 = 1e-3, 1e-9
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was exported.
+
+    Attributes:
+        path: directory.
+        kind: one of `KINDS`.
+        distance: from the trained policy, of what was loaded again from `path`.
+        prompts: where the prompts of that comparison are from.
+        load: one line each that load it, by name of the library.
+    """
+
+    path: Path
+    kind: str
+    distance: Distance
+    prompts: str
+    load: dict[str, str]
+
+
+def export_run(
+    run: str | os.PathLike[str],
+    to: str = "merged",
+    *,
+    out: str | os.PathLike[str] | None = None,
+    form: str = "canonical",
+    dtype: str | None = None,
+    original: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | None = None,
+    data: str | os.PathLike[str] | None = None,
+    prompts: int = 16,
+    max_kl: float | None = None,
+    shard_gb: float = 4.0,
+    say: Callable[[str], None] | None = None,
+) -> Export:
+    """Export what a run has trained; the result is loaded again, and its distance from the policy stands in its README.md.
+
+    Args:
+        run: directory of a run, or a checkpoint in it.
+        to: "adapter": for PEFT and vLLM, on the same base. "merged": one plain model on the exactly dequantised base, the function
+            that was trained. "merged-original": the adapter on the weights from before the quantisation, another function.
+            "gguf": the merged model as one file, for llama.cpp.
+        out: directory to write; there must be none. By default `export-<to>` in the run directory.
+        form: of an adapter: "canonical" (scale folded in, one rank: any engine serves it right) or "original" (as PEFT has saved it).
+        dtype: of merged weights; by default the base's compute dtype.
+        original: model of "merged-original": directory or hub name; by default what the base says it was made from.
+        base: where the base lies now, if it was moved.
+        data: .jsonl file with prompts to compare on; by default the run's held-out samples, or random tokens.
+        prompts: how many of them.
+        max_kl: largest mean KL in nats per token; by default 1e-3, or 1e-9 in float32. "merged-original" has no limit of its own.
+        shard_gb: largest file of weights, in 10^9 bytes.
+        say: gets a line for people before each stage.
+
+    Raises:
+        RunDirectoryError, BaseIncompleteError, BaseMismatchError: see `open_trained`.
+        AdapterRefusedError: it cannot be written in this form; names every reason.
+        ConfigConflictError: the target exists, or arguments contradict each other.
+        ExportError: what was loaded again is not the policy; nothing is left.
+        NotYetSupportedError: GGUF of this model; names the way out.
+    """
+    _check(to, form, dtype, original)
+    say = say or (lambda line: None)
+    trained = open_trained(run, base=base)
+    target = Path(out) if out is not None else trained.path / f"export-{to}"
+    if target.exists() or target.is_symlink():
+        raise ConfigConflictError(f"exporting to {target}: it is there already. Choose another --out, or remove it.")
+    if trained.adapter is None and to in ("adapter", "merged-original"):
+        raise ConfigConflictError(
+            f"exporting {trained.path}: its base itself was trained, so there is no adapter. Export it as merged or gguf."
+        )
+    dtype = dtype or trained.base.spec.compute_dtype
+    tokenizer = _tokenizer(trained)
+    if to == "gguf":
+        from qlora_rl.export.gguf import check_gguf
+
+        check_gguf(trained.base.path)
+    if to == "merged-original":
+        original = _original(trained, original)
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
+    try:
+        say(f"loading the policy of {trained.path}")
+        policy = trained.load()
+        vocabulary = policy.get_input_embeddings().weight.shape[0]
+        positions = policy.config.get_text_config().max_position_embeddings
+        ids, where = choose_prompts(
+            trained.path,
+            tokenizer,
+            vocabulary,
+            data=None if data is None else Path(data),
+            count=prompts,
+            longest=min(256, positions // 2),
+        )
+        is_exact = dtype == "float32" and to in ("merged", "gguf")
+        witness = None if is_exact else Witness(policy, ids, autocast=trained.autocast)
+        say(f"writing {to}")
+        if to == "adapter":
+            del policy
+            _write_adapter(trained, staging, form)
+        elif to == "merged-original":
+            del policy
+            _forget()
+            plain = trained.adapted(load_plain(original, trained.base.spec.compute_dtype))
+            _write_merged(trained, plain, staging, dtype, shard_gb)
+            del plain
+        elif to == "merged":
+            _write_merged(trained, policy, staging, dtype, shard_gb)
+            del policy
+        else:
+            from qlora_rl.export.gguf import write_gguf
+
+            write_gguf(policy, trained.base, tokenizer, staging / f"{trained.name}.gguf", dtype, name=trained.name)
+            del policy
+        _forget()
+        if witness is None:
+            say("computing the policy in float32")
+            witness = _exact_witness(trained, ids, target.parent)
+        say("loading it again")
+        again = _load_again(trained, staging, to)
+        distance = witness.distance(again, autocast=trained.autocast if to == "adapter" else None)
+        del again
+        _forget()
+        limit = max_kl if max_kl is not None else _limit(to, dtype)
+        if not distance.kl_mean <= limit:
+            raise ExportError(
+                f"exporting {trained.path} as {to}: {distance}, above the limit of {limit:g}. Nothing was written. In 16 bits "
+                "the rounding of a large model may come to that: look at it with --max-kl 1, or export float32."
+            )
+        load = _lines(trained, staging, target, to)
+        write_card(Card(trained, to, dtype, form, distance, where, load, original), staging)
+        staging.chmod(0o755)
+        _settle(staging)
+        if target.exists():
+            raise ConfigConflictError(f"exporting to {target}: it has appeared meanwhile. Choose another --out.")
+        os.rename(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return Export(target, to, distance, where, load)
+
+
+def _check(to: str, form: str, dtype: str | None, original: Any) -> None:
+    if to not in KINDS:
+        raise ConfigConflictError(f"exporting: to={to!r} is not one of {', '.join(KINDS)}.")
+    if form not in FORMS:
+        raise ConfigConflictError(f"exporting: form={form!r} is not one of {', '.join(FORMS)}.")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigConflictError(f"exporting: dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
+    if to != "adapter" and form != "canonical":
+        raise ConfigConflictError(f"exporting: form={form!r} is of an adapter. Use it with --to adapter.")
+    if to == "adapter" and dtype is not None:
+        raise ConfigConflictError("exporting: an adapter keeps the dtype that it was trained in. Leave dtype out.")
+    if to != "merged-original" and original is not None:
+        raise ConfigConflictError(f"exporting: original={os.fspath(original)!r} is for --to merged-original.")
+
+
+def _limit(to: str, dtype: str) -> float:
+    if to == "merged-original":
+        return float("inf")
+    return LIMIT_FLOAT32 if dtype == "float32" and to != "adapter" else LIMIT
+
+
+def _original(trained: TrainedRun, wish: str | os.PathLike[str] | None) -> str:
+    """Name or directory of the model from before the quantisation."""
+    name = os.fspath(wish) if wish is not None else trained.source
+    if name.startswith("model object"):
+        raise ConfigConflictError(
+            f"exporting to the original: the base was made from a {name}. Say where its weights are: --original MODEL."
+        )
+    if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith((".", "~"))):
+        raise ConfigConflictError(
+            f"exporting to the original: there is no directory {name}. Say where it is: --original MODEL."
+        )
+    return name
+
+
+def _write_adapter(trained: TrainedRun, staging: Path, form: str) -> None:
+    adapter, base = trained.adapter, trained.base
+    if form == "original":
+        for file in adapter.iterdir():
+            if file.is_file() and file.name not in ("README.md", "training_args.bin"):
+                shutil.copy(file, staging / file.name)
+    else:
+        bundle = read_adapter(adapter, base)
+        write_adapter(bundle, staging)
+    write_origin(staging, base.parent or base.digest)
+    _tokenizer(trained).save_pretrained(staging)
+
+
+def _write_merged(trained: TrainedRun, model: Any, staging: Path, dtype: str, shard_gb: float) -> None:
+    copy_plain(trained.base, staging, dtype)
+    write_weights(iter_weights(model, dtype=getattr(torch, dtype)), staging, shard_bytes=int(shard_gb * 1e9))
+
+
+def _exact_witness(trained: TrainedRun, ids: list[list[int]], room: Path) -> Witness:
+    """The policy computed in float32: PEFT's own layers on the base whose products of code and scale are not rounded."""
+    if trained.adapter is None:
+        return Witness(load_plain(trained.model, "float32"), ids)
+    with tempfile.TemporaryDirectory(prefix=".exact-", dir=room) as directory:
+        if trained.base.spec.is_4bit:
+            plain = load_base(bake_base(trained.base, "float32", out=Path(directory) / "base"))
+        else:
+            plain = load_plain(trained.base.path, "float32")
+        witness = Witness(trained.adapted(plain), ids)
+        del plain
+        _forget()
+    return witness
+
+
+def _load_again(trained: TrainedRun, directory: Path, to: str) -> Any:
+    if to == "adapter":
+        from qlora_rl.adapter.load import load_adapter
+
+        return load_adapter(load_base(trained.base), directory, base=trained.base)
+    if to == "gguf":
+        from qlora_rl.export.gguf import load_gguf
+
+        return load_gguf(directory)
+    return load_plain(directory)
+
+
+def _lines(trained: TrainedRun, written: Path, target: Path, to: str) -> dict[str, str]:
+    """How it is loaded, one line each; `target` stands for whatever the directory is called where it lies then."""
+    name, base = target.name, trained.base.path.name
+    if to == "adapter":
+        lines = {"transformers": f'PeftModel.from_pretrained(qlora_rl.load_base("{base}"), "{name}")'}
+        config = json.loads((written / "adapter_config.json").read_text())
+        # vLLM knows plain LoRA, and drops patterns without a word.
+        if judge_adapter(written, base=trained.base) and not (
+            config.get("rank_pattern") or config.get("alpha_pattern")
+        ):
+            rank = f" --max-lora-rank {rank_class(config['r'])}" if config["r"] > 16 else ""
+            lines["vllm"] = f"vllm serve {base} --enable-lora{rank} --lora-modules policy={name}"
+        return lines
+    if to == "gguf":
+        file = f"{trained.name}.gguf"
+        return {
+            "transformers": f'AutoModelForCausalLM.from_pretrained("{name}", gguf_file="{file}")',
+            "llama.cpp": f"llama-cli -m {name}/{file}",
+        }
+    return {"transformers": f'AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")', "vllm": f'LLM("{name}")'}
+
+
+def _tokenizer(trained: TrainedRun) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(trained.base.path)
+
+
+def _settle(directory: Path) -> None:
+    """All of it is on disk before it gets its name."""
+    for file in directory.rglob("*"):
+        if file.is_file():
+            file.chmod(0o644)
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+
+
+def _forget() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

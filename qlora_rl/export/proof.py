@@ -1,0 +1,139 @@
+"""`Witness`: what the trained policy says about some tokens, kept, and how far an export is from it.
+
+Shape letters: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.policy.draw import draw, precision
+from qlora_rl.policy.prompts import encode
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far an export is from the policy, over N tokens that the policy itself has drawn.
+
+    Attributes:
+        kl_mean: KL(policy || export) of a token, over the whole vocabulary, in nats.
+        kl_max: of the worst token.
+        agreement: share of tokens where both find the same one likeliest.
+        tokens: N.
+    """
+
+    kl_mean: float
+    kl_max: float
+    agreement: float
+    tokens: int
+
+    def as_dict(self) -> dict[str, float]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"KL to the trained policy {self.kl_mean:.1e} nats per token (worst token {self.kl_max:.1e}), the same likeliest token in "
+            f"{self.agreement:.1%} of {self.tokens} tokens"
+        )
+
+
+class Witness:
+    """The policy's distributions over the completions that it draws to some prompts; the policy may go afterwards.
+
+    Args:
+        policy: a model.
+        prompts: token ids.
+        tokens: to draw for each prompt, at most.
+        autocast: torch name of the dtype under which the policy is asked; `None`: as it is.
+        seed: of the draws.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        tokens: int = 24,
+        autocast: str | None = None,
+        seed: int = 0,
+    ):
+        self._cases: list[tuple[list[int], int]] = []
+        self._logprobs_NV: list[torch.Tensor] = []
+        for i, prompt in enumerate(prompts):
+            generator = torch.Generator().manual_seed(seed + i)
+            ids = [*prompt, *draw(policy, prompt, tokens, generator, autocast=autocast)]
+            self._cases.append((ids, len(prompt)))
+            with precision(policy, autocast):
+                self._logprobs_NV.append(_logprobs(policy, ids, len(prompt)).cpu())
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return sum(len(logprobs_NV) for logprobs_NV in self._logprobs_NV)
+
+    def distance(self, model: Any, *, autocast: str | None = None) -> Distance:
+        """How far a model is from the policy."""
+        found, agreed = [], 0
+        with precision(model, autocast):
+            for (ids, start), theirs_NV in zip(self._cases, self._logprobs_NV, strict=True):
+                ours_NV = _logprobs(model, ids, start).cpu()
+                found.append((theirs_NV.exp() * (theirs_NV - ours_NV)).sum(-1))
+                agreed += int((theirs_NV.argmax(-1) == ours_NV.argmax(-1)).sum())
+        kl_N = torch.cat(found)
+        return Distance(float(kl_N.mean()), float(kl_N.max()), agreed / len(kl_N), len(kl_N))
+
+
+def choose_prompts(
+    run: Path, tokenizer: Any, vocabulary: int, *, data: Path | None = None, count: int = 16, longest: int = 256
+) -> tuple[list[list[int]], str]:
+    """Prompts to prove an export with, as token ids, and where they are from.
+
+    Args:
+        run: its samples.json has held-out prompts, in some runs.
+        tokenizer: of the base.
+        vocabulary: size of it, for prompts of random tokens where there are no others.
+        data: .jsonl file with a column "prompt" (text or messages); it goes first.
+        count: how many.
+        longest: tokens of a prompt; what is longer is cut at its beginning.
+    """
+    found, where = [], ""
+    if data is not None:
+        found, where = (
+            _prompts_of([json.loads(line) for line in data.read_text().splitlines() if line.strip()]),
+            data.name,
+        )
+        if not found:
+            raise ConfigConflictError(
+                f'choosing prompts: {data} has no column "prompt". Each line is a JSON object with one.'
+            )
+    elif (run / "samples.json").is_file():
+        found, where = _prompts_of(json.loads((run / "samples.json").read_text())), "held-out samples of the run"
+    if found:
+        step = max(1, len(found) // count)
+        ids = [encode(tokenizer, prompt)[-longest:] for prompt in found[::step][:count]]
+        ids = [each for each in ids if each]
+        if not ids:
+            raise ConfigConflictError(f"choosing prompts: those of {where} are all empty. Pass others: --data F.jsonl.")
+        return ids, where
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocabulary, (count, 8), generator=generator).tolist(), "random tokens"
+
+
+def _prompts_of(rows: Any) -> list[Any]:
+    return [row["prompt"] for row in rows if isinstance(row, dict) and isinstance(row.get("prompt"), str | list)]
+
+
+@torch.no_grad()
+def _logprobs(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """[N, V] natural logs, float64: of every token from `start` on."""
+    device = next(model.parameters()).device
+    logits_TV = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0]
+    return logits_TV[start - 1 : -1].double().log_softmax(-1)

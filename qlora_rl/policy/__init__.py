@@ -1,0 +1,1 @@
+"""What a run has trained: opened (`trained`), talked to (`chat`), measured (`evaluation`)."""

@@ -1,0 +1,94 @@
+"""`Conversation`: the policy, answering; the base beside it for comparison, since the adapter can be left out for an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from qlora_rl.policy.draw import draw
+from qlora_rl.policy.prompts import encode
+from qlora_rl.policy.trained import TrainedRun
+
+
+class Conversation:
+    """One talk with a policy, on its 4-bit base, in transformers.
+
+    With a chat template what was said before is part of the next prompt; without one each text is continued by itself.
+
+    Args:
+        trained: the run.
+        is_base_only: the adapter is left out.
+        system: first message; needs a chat template.
+        max_tokens: of an answer.
+        temperature: 0 is greedy.
+        top_p: share of the probability that is drawn from.
+        seed: of the draws.
+        uses_template: `None`: where there is one.
+    """
+
+    def __init__(
+        self,
+        trained: TrainedRun,
+        *,
+        is_base_only: bool = False,
+        system: str | None = None,
+        max_tokens: int = 256,
+        temperature: float = 0.7,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        uses_template: bool | None = None,
+    ):
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(trained.base.path)
+        self._model = trained.load_base_alone() if is_base_only else trained.load()
+        self.uses_template = bool(self.tokenizer.chat_template) if uses_template is None else uses_template
+        self._sampling = (max_tokens, temperature, top_p)
+        self._autocast = trained.autocast
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+        self._system = [{"role": "system", "content": system}] if system else []
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._said: list[dict[str, str]] = list(self._system)
+
+    def answer(self, text: str) -> Iterator[str]:
+        """The answer to a text, piece by piece; it is part of the talk when the last piece was taken."""
+        prompt = [*self._said, {"role": "user", "content": text}] if self.uses_template else text
+        pieces = []
+        for piece in self._stream(encode(self.tokenizer, prompt)):
+            pieces.append(piece)
+            yield piece
+        if self.uses_template:
+            self._said = [*prompt, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _stream(self, ids: list[int]) -> Iterator[str]:
+        """Text of the tokens that are drawn; a character of several tokens comes when it is whole."""
+        drawn, shown = [], ""
+        for token in self._draw(ids):
+            drawn.append(token)
+            text = self.tokenizer.decode(drawn, skip_special_tokens=True)
+            if not text.endswith("\ufffd") and len(text) > len(shown):
+                yield text[len(shown) :]
+                shown = text
+        rest = self.tokenizer.decode(drawn, skip_special_tokens=True)[len(shown) :]
+        if rest:
+            yield rest
+
+    def _draw(self, ids: list[int]) -> Iterator[int]:
+        max_tokens, temperature, top_p = self._sampling
+        return draw(
+            self._model,
+            ids,
+            max_tokens,
+            self._generator,
+            temperature=temperature,
+            top_p=top_p,
+            autocast=self._autocast,
+        )

@@ -1,0 +1,66 @@
+"""Tokens drawn from a transformers model one by one, with a cache; the same for a proof and for a talk.
+
+Shape letter: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+def draw(
+    model: Any,
+    prompt: Sequence[int],
+    tokens: int,
+    generator: torch.Generator,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    autocast: str | None = None,
+) -> Iterator[int]:
+    """What the model says after a prompt; the token that ends it is the last one.
+
+    Args:
+        model: in eval mode.
+        prompt: token ids, at least one.
+        tokens: to draw, at most; nor more than the model has positions for.
+        generator: of the draws, on the CPU.
+        temperature: 0 is greedy.
+        top_p: see `choose`.
+        autocast: see `precision`.
+    """
+    device = next(model.parameters()).device
+    ends = model.generation_config.eos_token_id
+    ends = set(ends) if isinstance(ends, list) else {ends}
+    room = model.config.get_text_config().max_position_embeddings - len(prompt)
+    cache, new = None, list(prompt)
+    for _ in range(min(tokens, room)):
+        with torch.no_grad(), precision(model, autocast):
+            said = model(input_ids=torch.tensor([new], device=device), past_key_values=cache, use_cache=True)
+        cache = said.past_key_values
+        token = choose(said.logits[0, -1].float().cpu(), temperature, top_p, generator)
+        yield token
+        if token in ends:
+            return
+        new = [token]
+
+
+def choose(logits_V: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """Draw a token: the likeliest at temperature 0, else among the likeliest that together have `top_p`."""
+    if temperature == 0:
+        return int(logits_V.argmax())
+    share_V, order_V = (logits_V / temperature).softmax(-1).sort(descending=True)
+    before_V = share_V.cumsum(-1) - share_V  # the first that passes top_p still counts
+    share_V = share_V.where(before_V < top_p, torch.zeros(()))
+    return int(order_V[torch.multinomial(share_V, 1, generator=generator)])
+
+
+def precision(model: Any, autocast: str | None) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to the dtype of this name, on the model's device; `None`: the model as it is."""
+    if autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, getattr(torch, autocast))

@@ -1,0 +1,22 @@
+"""A prompt as token ids: text as it is, messages by the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qlora_rl.errors import ConfigConflictError
+
+
+def encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of a prompt, as TRL makes them.
+
+    Raises:
+        ConfigConflictError: messages, and the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt).input_ids)
+    if not tokenizer.chat_template:
+        raise ConfigConflictError("reading a prompt: it is messages, and the base has no chat template. Pass text.")
+    made = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True)
+    return list(made["input_ids"])

@@ -1,0 +1,147 @@
+"""`open_trained`: the base and the adapter of a run directory, each checked to be what was trained."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, load_base, open_base
+from qlora_rl.errors import BaseIncompleteError, BaseMismatchError, RunDirectoryError
+from qlora_rl.train.run import ADAPTER, CONFIG, MODEL
+
+_ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run whose policy can be loaded.
+
+    Attributes:
+        path: of the run directory.
+        config: what its config.json says.
+        base: that it was trained on; checked.
+        adapter: PEFT directory; `None` where the base itself was trained.
+        model: directory of that base, trained; otherwise `None`.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    base: PreparedBase
+    adapter: Path | None
+    model: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the run's directory."""
+        return self.path.resolve().name
+
+    @property
+    def source(self) -> str:
+        """What the base was quantised from: a hub name, a directory, or "model object (...)"."""
+        return str(json.loads((self.base.path / MANIFEST).read_text()).get("source", ""))
+
+    @property
+    def autocast(self) -> str | None:
+        """Torch name of the dtype under which it was trained; `None`: no autocast."""
+        arguments = arguments_of(self.config)
+        return "bfloat16" if arguments.get("bf16") else "float16" if arguments.get("fp16") else None
+
+    def load(self) -> Any:
+        """The policy as it was trained: the base in its 4 bits, the adapter beside it; in eval mode.
+
+        Raises:
+            AdapterRefusedError: the adapter is damaged, or of another base.
+        """
+        if self.model is not None:
+            return load_plain(self.model)
+        return self.adapted(load_base(self.base))
+
+    def load_base_alone(self) -> Any:
+        """The base from before the training, in eval mode."""
+        return load_base(self.base).eval()
+
+    def adapted(self, model: Any) -> Any:
+        """The adapter on a model: the base, or one in its place."""
+        from qlora_rl.adapter.load import load_adapter
+
+        return load_adapter(model, self.adapter, base=self.base)
+
+
+def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> TrainedRun:
+    """Open a run directory, or a checkpoint in one.
+
+    Args:
+        run: directory of a run, or `checkpoint-N` in it.
+        base: where the base lies now; by default where it lay when it was trained.
+
+    Raises:
+        RunDirectoryError: no run, or one that has not trained anything yet.
+        BaseIncompleteError: the base is not there, or was changed.
+        BaseMismatchError: `base` is another one.
+    """
+    path = Path(run)
+    adapter = path / ADAPTER
+    if (path / _ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():  # a checkpoint, or adapter/ itself
+        adapter, path = path, path.resolve().parent
+    try:
+        config = json.loads((path / CONFIG).read_text())
+        held = config["base"]
+        place, digest = Path(held["path"]), str(held["digest"])
+    except FileNotFoundError:
+        raise RunDirectoryError(
+            f"opening the run {path}: there is no {CONFIG}. Pass the output_dir of a run that this package has trained."
+        ) from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunDirectoryError(
+            f"opening the run {path}: {CONFIG} is damaged or does not name a base ({type(error).__name__}: {error})."
+        ) from error
+    model = path / MODEL if (path / MODEL / CONFIG).is_file() else None
+    if model is None and not (adapter / _ADAPTER_CONFIG).is_file():
+        raise RunDirectoryError(
+            f"opening the run {path}: it holds no {ADAPTER}/, which is written when training ends or is interrupted. Wait for it, or pass "
+            "a checkpoint: RUN/checkpoint-N."
+        )
+    try:
+        opened = open_base(base if base is not None else place)
+    except BaseIncompleteError as error:
+        if base is not None or (place / MANIFEST).is_file():
+            raise
+        raise BaseIncompleteError(
+            f"opening the run {path}: its base lay at {place}, where none is now. Say where it is (--base), or prepare it again: "
+            f"qlora-rl prepare MODEL {place}; its digest must be {digest[:16]}."
+        ) from error
+    if opened.digest != digest:
+        raise BaseMismatchError(
+            f"opening the run {path}: it was trained on the base with digest {digest[:16]}, and {opened} has {opened.digest[:16]}. Pass the "
+            "base that it was trained on."
+        )
+    return TrainedRun(path, config, opened, None if model else adapter, model)
+
+
+def arguments_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The trainer's own arguments in a run's config.json, under whatever name they stand ("grpo", "sft", ...)."""
+    return next((v for v in config.values() if isinstance(v, dict) and "learning_rate" in v), {})
+
+
+def load_plain(directory: str | os.PathLike[str], dtype: str = "auto", **options: Any) -> Any:
+    """A checkpoint as transformers loads it, whole, on the GPU where there is one; in eval mode.
+
+    Raises:
+        BaseIncompleteError: weights are missing, or do not fit.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    model, told = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, device_map={"": device}, output_loading_info=True, **options
+    )
+    wrong = [
+        f"{what}: {', '.join(map(str, sorted(told[what])[:3]))}" for what in told if what != "error_msgs" and told[what]
+    ]
+    if wrong:
+        raise BaseIncompleteError(f"loading {directory}: its weights are not those of the model ({'; '.join(wrong)}).")
+    return model.eval()

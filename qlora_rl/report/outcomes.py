@@ -1,0 +1,131 @@
+"""What the model wrote and what it was worth: samples before and after, an evaluation, the first and the last rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .markup import Markup, tag
+from .parts import mark, object_in, section, table, text_of
+from .quantities import ABSENT, finite, plain
+from .run import Run
+from .samples import judge_sample
+
+SHOWN = 6
+_LONGEST = 4000  # characters of a text
+
+
+def draw_samples(run: Run) -> Markup | None:
+    """Held-out problems, answered before and after; `None` where there are none."""
+    if not run.samples:
+        return None
+    cards, marks = [], []
+    for sample in run.samples:
+        verdict = {when: judge_sample(sample, when) for when in ("before", "after")}
+        marks.append(verdict)
+        sides = []
+        for when, title in (("before", "Before training"), ("after", "After training")):
+            sides.append(tag("div", tag("h4", title, mark(verdict[when])), _shown(sample.get(when))))
+        cards.append(_card(sample, sides))
+    right = {when: sum(mark[when] is True for mark in marks) for when in ("before", "after")}
+    caption = (
+        f"Problems that were kept out of training, answered greedily (always the likeliest token). Of these "
+        f"{len(cards)}, {right['before']} were right before and {right['after']} after."
+    )
+    return section("Samples: the same problem before and after", caption, *_some(cards))
+
+
+def draw_evaluation(run: Run) -> Markup | None:
+    """What `qlora-rl eval` has left: rewards of base and policy, and some of their answers."""
+    found = run.evaluation
+    rewards = [(str(name), each) for name, each in object_in(found, "rewards").items() if isinstance(each, dict)]
+    rows = [
+        (name, *(_with_error(object_in(each, side)) for side in ("base", "policy", "difference")))
+        for name, each in rewards
+    ]
+    if not rows:
+        return None
+    lengths = found.get("lengths")
+    if isinstance(lengths, list) and len(lengths) == 2:
+        rows.append(("Tokens of an answer", *map(plain, lengths), ""))
+    asked = object_in(found, "asked")
+    said = [f"{plain(found.get('prompts'))} prompts" + (f" of {asked['data']}" if asked.get("data") else "")]
+    if (finite(found.get("samples")) or 1) > 1:
+        said.append(f"{plain(found.get('samples'))} answers to each")
+    said.append(f"temperature {plain(object_in(found, 'sampling').get('temperature'))}")
+    caption = f"{', '.join(said)}. Both were drawn by one sampler. Behind ± is the standard error; the difference is taken prompt by prompt."
+    cards = []
+    kept = found.get("rows")
+    for row in kept if isinstance(kept, list) else []:
+        if isinstance(row, dict):
+            titles = (("before", "Before training"), ("after", "After training"))
+            cards.append(
+                _card(
+                    row,
+                    [tag("div", tag("h4", t, _worth(row.get(f"{w}_rewards"))), _shown(row.get(w))) for w, t in titles],
+                )
+            )
+    return section(
+        "Evaluation: the base and what became of it",
+        caption,
+        table(["", "Before", "After", "Difference"], rows),
+        *_some(cards, 3),
+    )
+
+
+def draw_rollouts(run: Run) -> Markup | None:
+    """The answers to one prompt of the first step and to one of the newest, with their rewards."""
+    sides = []
+    for when, title in (("first", "First step"), ("last", "Newest step")):
+        group = object_in(run.rollouts, when)
+        answers = group.get("rollouts")
+        answers = [each for each in answers if isinstance(each, dict)] if isinstance(answers, list) else []
+        if not answers:
+            continue
+        step = plain(group.get("step"))
+        written = [
+            tag("div", tag("h4", _worth(each.get("rewards")), class_="alone"), _shown(each.get("completion")))
+            for each in answers
+        ]
+        sides.append(tag("article", tag("p", f"{title} ({step})", class_="answer"), tag("p", _cut(group.get("prompt", ABSENT))),
+                         tag("div", *written, class_="pair"), class_="sample"))  # fmt: skip
+    if not sides:
+        return None
+    caption = "What the sampler wrote to one prompt in training, and the reward of each answer: the model learns from their differences."
+    return section("Rollouts: what it learned from", caption, *sides)
+
+
+def _card(row: dict[str, Any], sides: Sequence[Markup]) -> Markup:
+    answer = row.get("answer")
+    return tag(
+        "article", tag("p", _cut(row.get("prompt", ABSENT))),
+        tag("p", f"Correct answer: {_cut(answer)}", class_="answer") if answer is not None else None,
+        tag("div", *sides, class_="pair"), class_="sample",
+    )  # fmt: skip
+
+
+def _some(cards: Sequence[Markup], shown: int = SHOWN) -> list[Markup | None]:
+    rest = cards[shown:]
+    more = tag("details", tag("summary", f"{len(rest)} more"), tag("div", *rest), class_="intro") if rest else None
+    return [*cards[:shown], more]
+
+
+def _shown(text: Any) -> Markup:
+    return tag("pre", _cut(text), tabindex=0) if text not in (None, "") else tag("p", "(nothing)", class_="soft")
+
+
+def _cut(value: Any) -> str:
+    text = text_of(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+
+
+def _worth(rewards: Any) -> Markup | None:
+    """Rewards by name; one alone without it."""
+    known = {str(name): plain(value) for name, value in rewards.items()} if isinstance(rewards, dict) else {}
+    said = ", ".join(f"{name} {value}" for name, value in known.items()) if len(known) > 1 else "".join(known.values())
+    return tag("span", f"reward {said}", class_="mark") if said else None
+
+
+def _with_error(mean: dict[str, Any]) -> Markup:
+    value, error = plain(mean.get("value")), finite(mean.get("error"))
+    return tag("span", value, None if error is None else tag("span", f" ± {error:.2g}", class_="error"))

@@ -1,0 +1,58 @@
+"""Parts that several sections of the page are made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from .markup import Markup, tag
+
+
+def section(title: str, caption: str | None, *content: object) -> Markup:
+    """A headed part of the page; where nothing is left of its content, it says that nothing was recorded."""
+    shown = [part for part in content if part is not None]
+    return tag(
+        "section", tag("h2", title), tag("p", caption, class_="caption") if caption else None,
+        *(shown or [tag("p", "Not recorded in this run.", class_="soft")]),
+    )  # fmt: skip
+
+
+def text_of(value: Any) -> str:
+    """A prompt or an answer as text; a chat is the contents of its messages."""
+    if isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
+        return "\n\n".join(str(message["content"]) for message in value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def mark(is_right: bool | None) -> Markup | None:
+    """Right or wrong, by sign and word."""
+    if is_right is None:
+        return None
+    return tag("span", "✓ right" if is_right else "✗ wrong", class_="mark right" if is_right else "mark wrong")
+
+
+def table(heads: Sequence[object], rows: Sequence[Sequence[object]], *, is_first_main: bool = False) -> Markup:
+    """A table whose first column is words and whose others are numbers."""
+    top = tag("tr", *(tag("th", head, scope="col", class_="num" if i else None) for i, head in enumerate(heads)))
+
+    def _cell(i: int) -> str:
+        return "num main" if is_first_main and i == 0 else "num"
+
+    body = [
+        tag("tr", tag("th", row[0], scope="row"), *(tag("td", c, class_=_cell(i)) for i, c in enumerate(row[1:])))
+        for row in rows
+    ]
+    return tag("div", tag("table", tag("thead", top), tag("tbody", *body)), class_="scroll")
+
+
+def object_in(record: dict[str, Any], name: str) -> dict[str, Any]:
+    """A field that is to be an object; an empty one where it is something else."""
+    value = record.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def pairs(pairs: Sequence[tuple[str, str]]) -> Markup | None:
+    """A table of two columns of words; `None` without a row."""
+    rows = [tag("tr", tag("th", key, scope="row"), tag("td", value)) for key, value in pairs if key]
+    return tag("div", tag("table", tag("tbody", *rows)), class_="scroll") if rows else None

@@ -1,0 +1,141 @@
+"""`load_reward`: a reward function out of what stands in a file or on a command line."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from qlora_rl.errors import ConfigConflictError, RewardFunctionError
+from qlora_rl.rewards.match import exact_match, format_match, length_match, numeric_match
+from qlora_rl.rewards.programs import program_match
+
+BUILT_IN: dict[str, Callable[..., Any]] = {
+    "exact": exact_match,
+    "numeric": numeric_match,
+    "format": format_match,
+    "length": length_match,
+    "program": program_match,
+}
+_DOING = "loading a reward function"
+
+
+def load_reward(
+    name: str, arguments: Mapping[str, Any] | None = None, *, folder: str | os.PathLike[str] | None = None
+) -> Callable[..., Any]:
+    """The reward function of a name.
+
+    Args:
+        name: a built-in one ("numeric", or "numeric_match"), "path.py:function", or "package.module:function".
+        arguments: of the function, fixed from now on: `{"column": "solution"}`.
+        folder: that a relative path starts from; by default the working directory.
+
+    Returns:
+        The function, with TRL's signature; a `functools.partial` of it, under its own name, where there are arguments.
+
+    Raises:
+        ConfigConflictError: there is no such function, or it does not take these arguments.
+        RewardFunctionError: its file raised while it was imported.
+    """
+    place, colon, own = name.rpartition(":")
+    built_in = BUILT_IN.get(name.removesuffix("_match"))
+    function = _imported(place, own, Path(folder or ".")) if colon else built_in
+    if function is None:
+        hint = f" Did you mean {name}:FUNCTION?" if name.endswith(".py") else ""
+        raise ConfigConflictError(
+            f"{_DOING}: {name!r} is not there.{hint} Take one of {', '.join(BUILT_IN)}, or your own as path.py:function."
+        )
+    return _with_arguments(function, name, dict(arguments or {}))
+
+
+def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C: it says nothing about itself
+        parameters = []
+    takes_any = not parameters or any(each.kind is each.VAR_KEYWORD for each in parameters)
+    known = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    is_built_in = function in BUILT_IN.values()  # what theirs take beside is the dataset's columns
+    unknown = sorted(arguments.keys() - set(known)) if is_built_in or not takes_any else []
+    if unknown:
+        raise ConfigConflictError(
+            f"{_DOING}: {name!r} takes no {', '.join(map(repr, unknown))}. It takes {', '.join(known) or 'nothing'}."
+        )
+    missing = [
+        each.name
+        for each in parameters
+        if is_built_in and each.kind is each.KEYWORD_ONLY and each.default is each.empty and each.name not in arguments
+    ]
+    if missing:
+        raise ConfigConflictError(
+            f"{_DOING}: {name!r} needs {', '.join(missing)}. Give it as an argument, or write a function of your own around "
+            f"qlora_rl.rewards.{function.__name__} and name it as path.py:function."
+        )
+    if not arguments:
+        return function
+    bound = functools.partial(function, **arguments)
+    bound.__name__ = getattr(function, "__name__", name)  # under which TRL logs it
+    return bound
+
+
+def _imported(place: str, own: str, folder: Path) -> Callable[..., Any]:
+    if not own.isidentifier() or not place:
+        raise ConfigConflictError(f"{_DOING}: {place}:{own} is not path.py:function, nor package.module:function.")
+    module = _of_file(folder / Path(place).expanduser()) if place.endswith(".py") else _of_package(place)
+    function = getattr(module, own, None)
+    if not callable(function):
+        names = sorted(
+            each
+            for each, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not each.startswith("_")
+        )
+        what = "is not there" if function is None else f"is a {type(function).__name__}, not a function"
+        raise ConfigConflictError(f"{_DOING}: {own} {what} in {place}. Its functions: {', '.join(names) or 'none'}.")
+    return function
+
+
+def _of_file(file: Path) -> ModuleType:
+    """The file as a module; what lies beside it can be imported while it is."""
+    file = file.resolve()
+    if not file.is_file():
+        raise ConfigConflictError(f"{_DOING}: there is no file {file}. Name it as path.py:function.")
+    # A name of its own: "rewards.py" must not hide a package of that name, nor another file; what has changed is read again.
+    digest = hashlib.sha256(str(file).encode() + file.read_bytes()).hexdigest()
+    name = f"qlora_rl_reward_{file.stem}_{digest[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look there
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise RewardFunctionError(
+            f"{_DOING}: {file} raised {type(error).__name__} while it was imported: {error}. Try it: python {file}"
+        ) from error
+    finally:
+        sys.path.remove(str(file.parent))
+    return module
+
+
+def _of_package(place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ConfigConflictError(
+            f"{_DOING}: there is no module {place!r} ({error}). Name a file as path.py:function, or install the package."
+        ) from error
+    except Exception as error:
+        raise RewardFunctionError(
+            f"{_DOING}: {place} raised {type(error).__name__} while it was imported: {error}."
+        ) from error

@@ -1,0 +1,139 @@
+"""What a run has trained, in real vLLM: exports loaded as they lie, base and policy evaluated in one engine."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig
+from trained import make_run
+from transformers import AutoModelForCausalLM
+
+from qlora_rl import ConfigConflictError, SamplingSpec, export_run, load_base, open_trained
+from qlora_rl.cli import main
+from qlora_rl.policy.evaluation import evaluate, read_rows
+
+SEQUENCES = [[40, 41, 42, 43, 44, 45, 46, 47], [60, 9, 33, 12, 7, 41, 5, 21]]
+# bf16 against bf16 of another library on a random model, see test_local.py; a missing adapter is above 0.1.
+MEAN_TOLERANCE = 0.03
+
+# What a user types; the rest makes vLLM small.
+PLAIN_VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], max_model_len=64, max_num_seqs=4, enforce_eager=True, gpu_memory_utilization=0.2)
+prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
+outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0), use_tqdm=False)
+print("\\n" + json.dumps([[e[t].logprob for t, e in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:])] for o in outputs]))
+"""
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    return make_run(base, tmp_path_factory.mktemp("runs") / "run")
+
+
+def scores(model):
+    """Natural logs of the probabilities of every token of `SEQUENCES` but the first, [2, 7]."""
+    with torch.no_grad():
+        logprobs_BTV = model(torch.tensor(SEQUENCES)).logits.float().log_softmax(-1)
+    return logprobs_BTV[:, :-1].gather(2, torch.tensor(SEQUENCES)[:, 1:, None])[..., 0]
+
+
+def test_a_merged_model_is_the_policy_in_vllm_as_it_comes(run, base, tmp_path):
+    done = export_run(run, out=tmp_path / "merged", prompts=2)
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    said = subprocess.run(
+        [sys.executable, "-c", PLAIN_VLLM, str(done.path), json.dumps(SEQUENCES)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+    )
+    assert said.returncode == 0, said.stderr[-2000:]
+    theirs = torch.tensor(json.loads(said.stdout.strip().splitlines()[-1]))
+    ours = scores(AutoModelForCausalLM.from_pretrained(done.path, dtype="auto"))
+    assert (ours - theirs).abs().mean() < MEAN_TOLERANCE
+    assert (scores(load_base(base)) - theirs).abs().mean() > 3 * MEAN_TOLERANCE
+
+
+def test_an_exported_adapter_is_the_policy_in_vllm(engine, run, tmp_path):
+    done = export_run(run, "adapter", out=tmp_path / "adapter", prompts=2)
+    engine.load_adapter(done.path, 1)
+    theirs = torch.tensor(engine.score(SEQUENCES))
+    bare = torch.tensor(engine.score(SEQUENCES, bare=True))
+    ours = scores(open_trained(run).load())
+    assert (ours - theirs).abs().mean() < MEAN_TOLERANCE
+    assert (bare - theirs).abs().mean() > 3 * MEAN_TOLERANCE
+
+
+def by_text(completions, **columns):
+    """A reward that any change of the text changes."""
+    return [float(sum(map(ord, text)) % 97) for text in completions]
+
+
+def test_base_and_policy_are_drawn_by_one_engine_and_scored_alike(run, base, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": f"{10 + i}+{11 + i}=", "answer": str(21 + 2 * i)}) + "\n" for i in range(6))
+    )
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "def by_text(completions, **_):\n    return [float(sum(map(ord, text)) % 97) for text in completions]\n"
+    )
+    command = [
+        "eval",
+        str(run),
+        "--data",
+        str(data),
+        "--reward",
+        "exact",
+        f"{source}:by_text",
+        "--max-tokens",
+        "8",
+        "--json",
+    ]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["prompts"] == 6
+    name = f"{source}:by_text"
+    rows = json.loads((run / "eval.json").read_text())["rows"]
+    expected = {"before": load_base(base), "after": open_trained(run).load()}
+    for side, model in expected.items():
+        texts = _greedy(model, base, [row["prompt"] for row in read_rows(data)])
+        agree = sum(row[side] == text for row, text in zip(rows, texts, strict=True))
+        assert agree >= 4  # of 6: the two libraries round differently, and a random model is nearly undecided
+        assert [row[f"{side}_rewards"][name] for row in rows] == by_text([row[side] for row in rows])
+    values = [row["after_rewards"][name] - row["before_rewards"][name] for row in rows]
+    assert found["rewards"][name]["difference"]["value"] == pytest.approx(sum(values) / 6)
+    assert any(values)
+
+
+def _greedy(model, base, prompts):
+    from transformers import AutoTokenizer
+
+    from qlora_rl.policy.draw import draw
+
+    tokenizer = AutoTokenizer.from_pretrained(base.path)
+    ids = [list(draw(model, tokenizer(p).input_ids, 8, torch.Generator(), temperature=0.0)) for p in prompts]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.full
+def test_what_is_no_plain_lora_is_evaluated_as_full_weights(base, tmp_path):
+    run = make_run(base, tmp_path / "run", LoraConfig(r=8, use_dora=True, target_modules="all-linear"))
+    rows = [{"prompt": f"{i}+{i}="} for i in range(10, 16)]
+    sampling = SamplingSpec(max_tokens=8, temperature=0.0)
+    found = evaluate(open_trained(run), rows, {"by_text": by_text}, sampling=sampling)
+    texts = _greedy(open_trained(run).load(), base, [row["prompt"] for row in rows])
+    assert sum(row["after"] == text for row, text in zip(found.rows, texts, strict=True)) >= 4
+
+
+def test_what_cannot_be_evaluated_is_refused_before_an_engine_starts(run):
+    trained = open_trained(run)
+    with pytest.raises(ConfigConflictError, match='needs a column "prompt"'):
+        evaluate(trained, [{"question": "1"}], {"by_text": by_text})
+    with pytest.raises(ConfigConflictError, match="times the same"):
+        evaluate(trained, [{"prompt": "1"}], {"by_text": by_text}, samples=2)

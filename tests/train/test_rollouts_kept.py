@@ -1,0 +1,34 @@
+"""rollouts.json: what the model learned from, for people to read."""
+
+import json
+
+from qlora_rl.report import write_report
+
+
+def test_a_group_of_the_first_and_of_the_newest_step_is_kept_with_its_rewards(make_trainer, config):
+    seen = []
+
+    def second_group(completions, **_):
+        """The first group has equal rewards, so it teaches nothing."""
+        seen.append(list(completions))
+        return [0.5, 0.5, *(float(i) for i in range(len(completions) - 2))]
+
+    trainer = make_trainer(args=config(max_steps=2), reward_funcs=second_group)
+    trainer.train()
+    kept = json.loads((trainer.run.path / "rollouts.json").read_text())
+    assert [kept["first"]["step"], kept["last"]["step"]] == [1, 2]
+    for when, completions in (("first", seen[0]), ("last", seen[-1])):
+        told = [(each["completion"], each["rewards"]) for each in kept[when]["rollouts"]]
+        assert told == [(completions[2], {"second_group": 0.0}), (completions[3], {"second_group": 1.0})]
+    assert "Rollouts: what it learned from" in write_report(trainer.run.path).read_text()
+
+
+def test_a_run_that_goes_on_keeps_its_first_rollouts(make_trainer, config):
+    first = make_trainer()
+    first.train()
+    before = json.loads((first.run.path / "rollouts.json").read_text())["first"]
+    make_trainer(existing_run="continue").train()
+    assert json.loads((first.run.path / "rollouts.json").read_text())["first"] == before
+    make_trainer(existing_run="overwrite").train()
+    kept = json.loads((first.run.path / "rollouts.json").read_text())
+    assert kept["first"] == kept["last"]

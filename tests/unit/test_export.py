@@ -1,0 +1,295 @@
+"""Exports: what is written is loaded again, is the policy, and appears whole or not at all."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig
+from trained import TEXT, make_bpe_model, make_run
+
+from qlora_rl import (
+    AdapterRefusedError,
+    BaseIncompleteError,
+    BaseMismatchError,
+    ConfigConflictError,
+    ExportError,
+    NotYetSupportedError,
+    RunDirectoryError,
+    iter_weights,
+    load_base,
+    open_trained,
+    prepare_base,
+)
+from qlora_rl.cli import main
+from qlora_rl.export.job import LIMIT, LIMIT_FLOAT32, export_run
+
+export = partial(export_run, prompts=6)
+IDS = torch.tensor([[40, 41, 42, 43, 44]])
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    return make_run(base, tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture
+def reload():
+    from transformers import AutoModelForCausalLM
+
+    return lambda path: AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", LIMIT), ("float16", LIMIT), ("float32", LIMIT_FLOAT32)])
+def test_the_merged_model_is_the_policy(run, tmp_path, reload, dtype, limit):
+    done = export(run, "merged", out=tmp_path / "merged", dtype=dtype)
+    assert 0 <= done.distance.kl_mean < limit
+    assert done.distance.tokens > 100
+    model = reload(done.path)
+    assert model.dtype == getattr(torch, dtype)
+    expected = dict(iter_weights(open_trained(run).load(), dtype=model.dtype))
+    assert expected.keys() == dict(model.named_parameters()).keys()
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, expected[name]), name
+
+
+def test_a_wrong_weight_shows_in_the_distance(run, tmp_path, monkeypatch):
+    """The proof can fail: one matrix whose adapter was forgotten is enough."""
+    from qlora_rl.export import job
+
+    name = "model.layers.1.mlp.down_proj.weight"
+    bare = dict(iter_weights(load_base(open_trained(run).base)))[name]
+
+    def forgetful(model, *, dtype):
+        return ((n, bare.to(dtype) if n == name else weight) for n, weight in iter_weights(model, dtype=dtype))
+
+    monkeypatch.setattr(job, "iter_weights", forgetful)
+    with pytest.raises(ExportError, match="above the limit"):
+        export(run, "merged", out=tmp_path / "merged", dtype="float32")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shards_tokenizer_and_template_are_all_there(run, tmp_path, reload, base):
+    whole = export(run, "merged", out=tmp_path / "whole")
+    cut = export(run, "merged", out=tmp_path / "cut", shard_gb=3e-4)
+    index = json.loads((cut.path / "model.safetensors.index.json").read_text())
+    files = sorted(cut.path.glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert {f.name for f in files} == set(index["weight_map"].values())
+    assert index["metadata"]["total_size"] == sum(p.numel() * 2 for p in reload(whole.path).parameters())
+    assert torch.equal(reload(cut.path)(IDS).logits, reload(whole.path)(IDS).logits)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (cut.path / name).read_bytes() == (base.path / name).read_bytes()
+    assert "quantization_config" not in json.loads((cut.path / "config.json").read_text())
+
+
+def test_onto_the_original_it_is_another_function_and_that_is_said(run, tmp_path, model_dir):
+    exact = export(run, "merged", out=tmp_path / "exact")
+    done = export(run, "merged-original", out=tmp_path / "original")  # the base knows what it was made from
+    assert done.distance.kl_mean > 3 * exact.distance.kl_mean
+    assert f"{done.distance.kl_mean:.2e}" in (done.path / "README.md").read_text()
+    again = export(run, "merged-original", out=tmp_path / "named", original=model_dir)
+    assert again.distance == done.distance
+
+
+@pytest.mark.parametrize("form", ["canonical", "original"])
+def test_the_adapter_alone_is_the_policy_on_its_base(base, tmp_path, form):
+    config = LoraConfig(
+        r=8, lora_alpha=12, target_modules="all-linear", rank_pattern={"q_proj": 4}, alpha_pattern={"down_proj": 3}
+    )
+    run = make_run(base, tmp_path / "run", config)
+    done = export(run, "adapter", out=tmp_path / "adapter", form=form)
+    # A scale that is no power of two moves where autocast rounds to bf16.
+    assert done.distance.kl_mean < LIMIT if form == "canonical" else done.distance.kl_max == 0
+    written = json.loads((done.path / "adapter_config.json").read_text())
+    assert bool(written.get("rank_pattern")) == (form == "original")
+    assert (written["lora_alpha"] == written["r"]) == (form == "canonical")
+    assert json.loads((done.path / "qlora_adapter.json").read_text()) == {"base_digest": base.digest}
+    assert (done.path / "tokenizer.json").is_file()
+    assert ("vllm" in done.load) == (form == "canonical")  # vLLM drops patterns
+
+
+def test_dora_is_merged_and_travels_in_its_own_form_only(base, tmp_path):
+    run = make_run(base, tmp_path / "run", LoraConfig(r=8, use_dora=True, target_modules="all-linear"))
+    assert export(run, "merged", out=tmp_path / "merged").distance.kl_mean < LIMIT
+    assert export(run, "adapter", out=tmp_path / "adapter", form="original").distance.kl_mean < LIMIT
+    with pytest.raises(AdapterRefusedError, match="DoRA"):
+        export(run, "adapter", out=tmp_path / "canonical")
+    assert not (tmp_path / "canonical").exists()
+
+
+def test_a_base_that_is_not_4bit_is_exported_too(model_dir, tmp_path):
+    run = make_run(prepare_base(model_dir, "none"), tmp_path / "run")
+    assert export(run, "merged", out=tmp_path / "a").distance.kl_mean < LIMIT
+    assert export(run, "merged", out=tmp_path / "b", dtype="float32").distance.kl_mean < LIMIT_FLOAT32
+
+
+def test_a_checkpoint_is_exported_as_a_run_is(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "adapter").rename(copy / "checkpoint-2")
+    with pytest.raises(RunDirectoryError, match="pass a checkpoint"):
+        export(copy)
+    done = export(copy / "checkpoint-2", out=tmp_path / "merged")
+    assert done.distance == export(run, out=tmp_path / "other").distance
+
+
+def test_another_base_is_refused_and_a_moved_one_is_named(run, base, other_model_dir, tmp_path):
+    with pytest.raises(BaseMismatchError, match="it was trained on the base with digest"):
+        export(run, out=tmp_path / "a", base=prepare_base(other_model_dir))
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["base"]["path"] = str(tmp_path / "gone")
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BaseIncompleteError, match="Say where it is"):
+        export(copy, out=tmp_path / "a")
+    assert export(copy, out=tmp_path / "a", base=base).distance.kl_mean < LIMIT
+
+
+def test_an_adapter_of_another_base_is_refused(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "adapter" / "qlora_adapter.json").write_text(json.dumps({"base_digest": "0" * 64}))
+    with pytest.raises(AdapterRefusedError, match="digest 0000"):
+        export(copy, out=tmp_path / "a")
+
+
+def test_what_is_there_is_never_touched(run, tmp_path):
+    target = tmp_path / "out"
+    target.mkdir()
+    with pytest.raises(ConfigConflictError, match="is there already"):
+        export(run, out=target)
+    target.rmdir()
+    target.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigConflictError, match="is there already"):
+        export(run, out=target)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_an_export_that_does_not_finish_leaves_nothing(run, tmp_path, monkeypatch, kind):
+    from qlora_rl.export import job
+
+    def fail(*_):
+        raise kind("full")
+
+    monkeypatch.setattr(job, "write_card", fail)
+    with pytest.raises(kind):
+        export(run, out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_card_says_what_it_is_and_names_no_path_of_this_machine(run, base, tmp_path):
+    done = export(run, out=tmp_path / "merged")
+    card = (done.path / "README.md").read_text()
+    for said in (
+        f"{done.distance.kl_mean:.2e}",
+        base.digest,
+        "random tokens",
+        'LLM("merged")',
+        "| transformers |",
+        "curves.svg",
+    ):
+        assert said in card
+    assert str(tmp_path) not in card
+    assert str(base.path.parent) not in card
+    assert (done.path / "curves.svg").read_text().startswith("<svg")
+    numbers = json.loads((done.path / "export.json").read_text())
+    assert numbers["distance"] == done.distance.as_dict()
+
+
+def test_prompts_come_from_the_samples_of_the_run_or_a_file(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "samples.json").write_text(json.dumps([{"prompt": f"{i}+1="} for i in range(40)]))
+    assert export(copy, out=tmp_path / "a").prompts == "held-out samples of the run"
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}]}) + "\n")
+    done = export(copy, out=tmp_path / "b", data=data)
+    assert (done.prompts, done.distance.tokens <= 24) == ("data.jsonl", True)
+    data.write_text('{"prompt": ""}\n')
+    with pytest.raises(ConfigConflictError, match="are all empty"):
+        export(copy, out=tmp_path / "c", data=data)
+    data.write_text(json.dumps({"prompt": "1+1=" * 200}) + "\n")  # longer than the model has positions
+    assert export(copy, out=tmp_path / "d", data=data).distance.tokens > 0
+    data.write_text('{"question": "1"}\n')
+    with pytest.raises(ConfigConflictError, match='no column "prompt"'):
+        export(copy, out=tmp_path / "c", data=data)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"to": "onnx"}, "is not one of adapter, merged"),
+        ({"to": "merged", "form": "original"}, "is of an adapter"),
+        ({"to": "adapter", "dtype": "float32"}, "Leave dtype out"),
+        ({"to": "merged", "original": "x"}, "is for --to merged-original"),
+        ({"to": "merged-original", "original": "/nowhere"}, "no directory /nowhere"),
+    ],
+)
+def test_arguments_that_contradict_are_refused(run, tmp_path, fields, says):
+    with pytest.raises(ConfigConflictError, match=says):
+        export(run, out=tmp_path / "a", **fields)
+
+
+def test_the_command_prints_the_distance_and_ends_with_zero(run, tmp_path, capsys):
+    assert main(["export", str(run), "--out", str(tmp_path / "a"), "--prompts", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kl_mean"] < LIMIT
+    assert main(["export", str(run), "--out", str(tmp_path / "a")]) == 1
+    assert "is there already" in capsys.readouterr().err
+
+
+# --- GGUF -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_a_gguf_file_is_the_policy(tmp_path, architecture):
+    pytest.importorskip("gguf")
+    base = prepare_base(make_bpe_model(tmp_path / "model", architecture))
+    run = make_run(base, tmp_path / "run")
+    assert export(run, "gguf", out=tmp_path / "a").distance.kl_mean < LIMIT
+    done = export(run, "gguf", out=tmp_path / "b", dtype="float32")
+    assert done.distance.kl_mean < LIMIT_FLOAT32
+    _check_vocabulary(next(done.path.glob("*.gguf")), base.path, "llama-bpe" if architecture == "llama" else "qwen2")
+
+
+def _check_vocabulary(file, base, splits):
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+
+    fields = GGUFReader(file).fields
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    assert [tokens[i] for i in tokenizer(TEXT[1]).input_ids] == tokenizer.tokenize(TEXT[1])
+    assert tokens[-1].startswith("[PAD")  # the embedding is larger
+    assert fields["tokenizer.ggml.token_type"].contents()[0] == 3
+    assert fields["tokenizer.ggml.pre"].contents() == splits
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == 0
+    assert fields["tokenizer.chat_template"].contents() == tokenizer.chat_template
+
+
+def test_gguf_of_what_is_not_known_is_refused_with_the_way_out(run, tmp_path):
+    pytest.importorskip("gguf")
+    with pytest.raises(NotYetSupportedError, match=r"no merges.*convert_hf_to_gguf\.py"):
+        export(run, "gguf", out=tmp_path / "a")
+    model = make_bpe_model(tmp_path / "model", "llama")
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NotYetSupportedError, match="positions are scaled"):
+        export(make_run(prepare_base(model), tmp_path / "run"), "gguf", out=tmp_path / "a")
+    other = make_bpe_model(tmp_path / "mistral", "mistral")
+    with pytest.raises(NotYetSupportedError, match="model_type='mistral'"):
+        export(make_run(prepare_base(other), tmp_path / "other"), "gguf", out=tmp_path / "a")
+
+
+def test_without_the_gguf_package_it_is_said_what_to_install(run, tmp_path, monkeypatch):
+    import sys
+
+    from qlora_rl import MissingDependencyError
+
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(MissingDependencyError, match="pip install 'gguf"):
+        export(run, "gguf", out=tmp_path / "a")

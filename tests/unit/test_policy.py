@@ -1,0 +1,125 @@
+"""A trained run: opened, talked to, and the arithmetic of its evaluation."""
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from trained import make_run
+
+from qlora_rl import ConfigConflictError, RunDirectoryError, open_trained
+from qlora_rl.cli import main
+from qlora_rl.policy.chat import Conversation
+from qlora_rl.policy.draw import choose
+from qlora_rl.policy.evaluation import compare, read_rows
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    return make_run(base, tmp_path_factory.mktemp("runs") / "run")
+
+
+def test_what_is_no_run_is_refused(tmp_path, run):
+    with pytest.raises(RunDirectoryError, match=r"there is no config\.json"):
+        open_trained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RunDirectoryError, match="does not name a base"):
+        open_trained(tmp_path)
+    (tmp_path / "config.json").write_text((run / "config.json").read_text())
+    with pytest.raises(RunDirectoryError, match="holds no adapter/"):
+        open_trained(tmp_path)
+
+
+# --- talking ----------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_answers_are_those_of_the_policy_and_of_the_base(run):
+    trained = open_trained(run)
+    for is_base_only, model in ((False, trained.load()), (True, trained.load_base_alone())):
+        talk = Conversation(trained, is_base_only=is_base_only, temperature=0.0, max_tokens=6, uses_template=False)
+        ids = talk.tokenizer("12+34=").input_ids
+        with torch.autocast("cpu", torch.bfloat16):
+            drawn = model.generate(
+                input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=6, do_sample=False
+            )
+        assert "".join(talk.answer("12+34=")) == talk.tokenizer.decode(drawn[0, len(ids) :], skip_special_tokens=True)
+
+
+def test_a_talk_remembers_what_was_said_and_forgets_it(run, monkeypatch):
+    talk = Conversation(open_trained(run), temperature=0.0, max_tokens=4)
+    assert talk.uses_template
+    seen = []
+    monkeypatch.setattr(
+        "qlora_rl.policy.chat.encode", lambda tokenizer, prompt: seen.append(prompt) or tokenizer("1").input_ids
+    )
+    first = "".join(talk.answer("one"))
+    list(talk.answer("two"))
+    assert [m["content"] for m in seen[1]] == ["one", first, "two"]
+    talk.forget()
+    list(talk.answer("three"))
+    assert [m["content"] for m in seen[2]] == ["three"]
+
+
+def test_a_seed_gives_the_same_answer_again(run):
+    said = {
+        "".join(Conversation(open_trained(run), temperature=1.0, max_tokens=12, seed=seed).answer("1+"))
+        for seed in (3, 3, 4)
+    }
+    assert len(said) == 2
+
+
+def test_from_a_pipe_each_line_gets_its_own_answer(run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n56+11=\n12+34=\n"))
+    assert main(["chat", str(run), "--temperature", "0", "--max-tokens", "4", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["prompt"] for each in found] == ["12+34=", "56+11=", "12+34="]
+    assert found[0] == found[2]  # nothing of the line before is in the next
+
+
+def test_a_system_message_needs_a_template(run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", str(run), "--system", "be brief", "--raw"]) == 1
+    assert "--raw, which knows no messages" in capsys.readouterr().err
+
+
+def test_tokens_beyond_top_p_are_never_drawn():
+    logits_V = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    generator = torch.Generator().manual_seed(0)
+    assert {choose(logits_V, 1.0, 0.6, generator) for _ in range(200)} == {0, 1}
+    assert {choose(logits_V, 1.0, 1.0, generator) for _ in range(400)} == {0, 1, 2, 3}
+    assert {choose(logits_V, 1.0, 1e-9, generator) for _ in range(20)} == {0}
+    assert choose(logits_V, 0.0, 1.0, generator) == 0
+
+
+# --- evaluating -------------------------------------------------------------------------------------------------------
+
+
+def test_means_and_errors_are_those_of_prompts_and_the_difference_is_paired():
+    found = compare([0, 1, 0, 0, 1, 1], [1, 1, 0, 1, 1, 1], 2)  # prompts: 0.5, 0, 1 and 1, 0.5, 1
+    assert found.base.value == pytest.approx(0.5)
+    assert found.base.error == pytest.approx(0.5 / math.sqrt(3))
+    assert found.policy.value == pytest.approx(2.5 / 3)
+    assert found.difference.value == pytest.approx(1 / 3)
+    assert found.difference.error == pytest.approx(math.sqrt(1 / 12) / math.sqrt(3))  # of 0.5, 0.5, 0
+
+
+def test_rewards_that_are_none_are_left_out_with_their_prompt():
+    found = compare([None, 1.0, 0.0], [0.0, 1.0, None], 1)
+    assert (found.base.prompts, found.policy.prompts, found.difference.prompts) == (2, 2, 1)
+    assert found.difference.value == 0
+    assert found.difference.error is None
+    with pytest.raises(ConfigConflictError, match="no number for any prompt"):
+        compare([None], [None], 1)
+
+
+def test_rows_are_read_and_what_is_none_is_named_by_its_line(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    assert [row["prompt"] for row in read_rows(file)] == ["a", "b"]
+    assert len(read_rows(file, 1)) == 1
+    file.write_text('{"prompt": "a"}\n[1]\n')
+    with pytest.raises(ConfigConflictError, match="line 2 is no JSON object"):
+        read_rows(file)
+    with pytest.raises(ConfigConflictError, match="No such file"):
+        read_rows(tmp_path / "absent")
