@@ -17,7 +17,6 @@ def multiply_adapters_directly(runner: Any) -> str:
     vLLM's CPU wrapper gathers A and B for every token, and takes the last slot's adapter for tokens that have none when others
     of the step have one. Remove when `PunicaWrapperCPU` does neither.
     """
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
     from qlora_rl.engine.linear import AdaptedLinear, AdapterProducts
@@ -39,9 +38,20 @@ def multiply_adapters_directly(runner: Any) -> str:
         if isinstance(layer.lora_a_stacked, tuple):
             layer.lora_a_stacked = _numbered(layer.lora_a_stacked)
             layer.lora_b_stacked = _numbered(layer.lora_b_stacked)
-            if type(layer).apply is BaseLinearLayerWithLoRA.apply:
+            if _is_plain(layer):
                 layer.apply = AdaptedLinear(layer, products[id(wrapper)])
     return "" if products else "vLLM's kernels for this device need no help"
+
+
+def _is_plain(layer: Any) -> bool:
+    """A linear whose `apply` does nothing but the product of the base and that of the adapter."""
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+    from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+    owns = (BaseLinearLayerWithLoRA.apply, MergedColumnParallelLinearWithLoRA.apply)
+    forwards = (ColumnParallelLinear.forward, RowParallelLinear.forward)
+    return getattr(type(layer), "apply", None) in owns and type(layer.base_layer).forward in forwards
 
 
 def bitsandbytes_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
