@@ -8,16 +8,23 @@ from typing import Any
 
 from qlora_rl.errors import ConfigConflictError
 
+DEFAULT_MODES = ["nf4", "baked"]
+AGAINST = {"rollout": "stock", "sync": "trl", "step": "trl", "memory": "trl"}
+
 
 def add(commands: Any) -> None:
     """The command's arguments."""
     bench = commands.add_parser("bench", help="what it costs here, against vLLM as it comes; both sides in one run")
-    bench.add_argument("what", choices=["rollout", "sync"], help="tokens per second with an adapter; seconds of a push")
+    bench.add_argument(
+        "what",
+        choices=list(AGAINST),
+        help="tokens per second with an adapter; seconds of a push; seconds and peak memory of a training step",
+    )
     bench.add_argument("--size", choices=["demo", "0.1b", "0.4b"], default="demo", help="(default: %(default)s)")
     bench.add_argument(
         "--against",
         choices=["stock", "trl"],
-        help="stock: vLLM, its plugin, its own way with LoRA (rollout); trl: its merge (sync)",
+        help="stock: vLLM, its plugin, its own way with LoRA (rollout); trl: its merge (sync), its trainer (step, memory)",
     )
     bench.add_argument(
         "--batch", type=int, nargs="+", default=[16, 64], metavar="B", help="prompts at once (default: 16 64)"
@@ -26,12 +33,16 @@ def add(commands: Any) -> None:
         "--mode",
         choices=["nf4", "baked", "auto"],
         nargs="+",
-        default=["nf4", "baked"],
+        default=DEFAULT_MODES,
         help="of the engine (default: nf4 baked)",
     )
     bench.add_argument("--tokens", type=int, default=32, metavar="T", help="of a completion (default: %(default)s)")
     bench.add_argument(
         "--minutes", type=float, default=4.0, metavar="M", help="for measuring, besides start-up (default: %(default)s)"
+    )
+    bench.add_argument("--steps", type=int, default=20, metavar="N", help="of a training (default: %(default)s)")
+    bench.add_argument(
+        "--rounds", type=int, default=2, metavar="N", help="trainings of each side (default: %(default)s)"
     )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, beside those of other sizes")
     bench.set_defaults(run=run)
@@ -44,11 +55,23 @@ def run(arguments: argparse.Namespace) -> int:
     quieten()
     from qlora_rl.bench.rounds import add_to
 
-    other = {"rollout": "stock", "sync": "trl"}[arguments.what]
+    other = AGAINST[arguments.what]
     if arguments.against not in (None, other):
         raise ConfigConflictError(
             f"measuring: bench {arguments.what} --against {arguments.against} is not there. Use --against {other}."
         )
+    if arguments.what in ("step", "memory"):
+        from qlora_rl.bench.step import bench_step, memory_table, table
+
+        steps = {"steps": arguments.steps, "rounds": arguments.rounds}
+        if arguments.what == "memory":
+            steps = {"steps": min(arguments.steps, 6), "rounds": 1}
+        options = {} if arguments.mode == DEFAULT_MODES else {"base_compute": arguments.mode[0]}
+        results = bench_step(arguments.size, **steps, options=options)
+        print(memory_table(results) if arguments.what == "memory" else table(results))
+        if arguments.json is not None:
+            add_to(arguments.json, results)
+        return 0
     if arguments.what == "sync":
         import json
 

@@ -49,6 +49,11 @@ def add(commands: Any) -> None:
     )
     plan.add_argument("--two-copies", action="store_true", help="trainer and engine hold a base each")
     plan.add_argument("--sleep", action="store_true", help="the KV cache is given back between rollouts")
+    plan.add_argument(
+        "--base-compute",
+        choices=["nf4", "baked"],
+        help="plan for the CPU, with an engine that multiplies with the codes, or with decoded copies beside them",
+    )
     plan.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=run)
@@ -75,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         gradient_checkpointing=arguments.gradient_checkpointing,
         shared=not arguments.two_copies,
         sleeps=arguments.sleep,
+        device="cuda" if arguments.base_compute is None else "cpu",
+        keeps_copies=arguments.base_compute == "baked",
         gpu_memory_gib=arguments.gpu_memory,
     )
     longest = largest_length(ledger) if arguments.gpu_memory is not None else None

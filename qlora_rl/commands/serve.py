@@ -30,6 +30,11 @@ def add(commands: Any) -> None:
     )
     serve.add_argument("--max-num-seqs", type=int, default=128, metavar="N", help="in flight (default: %(default)s)")
     serve.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="(default: %(default)s)")
+    serve.add_argument(
+        "--base-compute",
+        choices=["nf4", "baked", "auto", "vllm"],
+        help="what linears multiply with on the CPU: the codes (default), decoded copies beside them, or what is fastest",
+    )
     serve.add_argument("--kv-cache-gib", type=float, metavar="GIB", help="size of the KV cache")
     serve.add_argument(
         "--max-body-mib", type=float, metavar="MIB", help="largest request (default: by the largest adapter)"

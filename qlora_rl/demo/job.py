@@ -111,7 +111,7 @@ def run_demo(
             "trl-merge": "2/4  starting TRL's own vLLM",
         }[settings.sync]
     )
-    trainer = _make_trainer(settings, base, run)
+    trainer = make_trainer(settings, base, run)
     try:
         held_out = task.problems("held_out")
         before = _answers(trainer, held_out, settings)
@@ -251,14 +251,29 @@ def _make_base(run: RunDirectory, say: Callable[[str], None], show_progress: boo
     return base
 
 
-def _make_trainer(settings: DemoSettings, base: Any, run: RunDirectory) -> Any:
+def make_trainer(
+    settings: DemoSettings,
+    base: Any,
+    run: RunDirectory,
+    changes: Mapping[str, Any] | None = None,
+    engine_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """The demo's trainer, or TRL's own for "trl-merge".
+
+    Args:
+        settings: of the run.
+        base: that `prepare_base` made.
+        run: where it is recorded.
+        changes: arguments of GRPOConfig that are to be others.
+        engine_options: of `LocalEngine`, besides the demo's own.
+    """
     import torch
     from datasets import Dataset
     from transformers import PrinterCallback
     from trl import GRPOConfig
 
     on_gpu = torch.cuda.is_available()
-    config = GRPOConfig(
+    wanted: dict[str, Any] = dict(
         output_dir=str(run.path),
         max_steps=settings.steps,
         per_device_train_batch_size=settings.completions_per_step,
@@ -281,6 +296,7 @@ def _make_trainer(settings: DemoSettings, base: Any, run: RunDirectory) -> Any:
         # At ten tokens the backward pass of fused attention costs a CPU more than half of the step.
         model_init_kwargs=None if on_gpu else {"attn_implementation": "eager"},
     )
+    config = GRPOConfig(**wanted | dict(changes or {}))
     arguments: dict[str, Any] = {
         "reward_funcs": task.reward_exact_match,
         "train_dataset": Dataset.from_list(task.grpo_rows(settings.seed, 600)),
@@ -297,7 +313,7 @@ def _make_trainer(settings: DemoSettings, base: Any, run: RunDirectory) -> Any:
             sync=settings.sync,
             existing_run="continue",
             rollout=settings.rollout,
-            engine_options={"use_tqdm_on_load": False},
+            engine_options={"use_tqdm_on_load": False, **(engine_options or {})},
             **arguments,
         )
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.engine import compat
+from qlora_rl.engine import kernels
 from qlora_rl.engine.decoded import SLICE, DecodedLinear
 from qlora_rl.errors import ConfigConflictError
 
@@ -82,7 +82,7 @@ def install(
     if wish == "vllm":
         return BaseCompute(reason="asked for"), []
     left: dict[str, str] = {}
-    why = compat.multiply_adapters_directly(runner)
+    why = kernels.multiply_adapters_directly(runner)
     if why:
         left["(adapter)"] = why
     adapter = "vllm" if why else "direct"
@@ -107,7 +107,7 @@ def install(
     if base != "vllm":
         for linear, layer in zip(linears, layers, strict=True):
             if base == "baked":
-                nbytes += linear.bake(compat.pack_as_vllm)
+                nbytes += linear.bake(kernels.pack_as_vllm)
             layer.quant_method.apply = linear
     return BaseCompute(base, adapter, reason, nbytes, left, seconds), linears
 
@@ -136,7 +136,7 @@ def _decoded(model: torch.nn.Module, left: dict[str, str]) -> tuple[list[Decoded
     buffer: torch.Tensor | None = None
     linears: list[DecodedLinear] = []
     layers: list[torch.nn.Module] = []
-    for name, layer in compat.bitsandbytes_linears(model).items():
+    for name, layer in kernels.bitsandbytes_linears(model).items():
         if buffer is None:
             buffer = torch.empty(SLICE, dtype=torch.bfloat16)
         try:
@@ -162,7 +162,7 @@ def _measure(linears: list[DecodedLinear], layers: list[torch.nn.Module], rows: 
             times["vllm"] += len(members) * _seconds([layer.quant_method.apply for _, layer in few], few, x)
             times["nf4"] += len(members) * _seconds([linear for linear, _ in few], few, x)
             for linear, _ in few:
-                linear.bake(compat.pack_as_vllm)
+                linear.bake(kernels.pack_as_vllm)
             times["baked"] += len(members) * _seconds([linear for linear, _ in few], few, x)
             for linear, _ in few:
                 linear.unbake()

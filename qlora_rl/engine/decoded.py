@@ -10,13 +10,14 @@ Letters: T tokens of a step, I and O in- and out-features.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from qlora_rl.base.decode import Decode, decode_plainly, decoder
+from qlora_rl.engine.linear import Pack, Product
 
 # Weights that are decoded at a time: 4 MiB in bf16, so that the product reads them out of the cache.
 SLICE = 2**21
@@ -63,7 +64,7 @@ class DecodedLinear:
         if decode is None:
             raise ValueError("bitsandbytes has no kernel for it")
         self._decode: Decode = decode
-        self._packed: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._packed: Product | None = None
         self._cut()
         self._check()
 
@@ -107,11 +108,11 @@ class DecodedLinear:
                     if not torch.equal(here.view(torch.int16), plain[low - first : high - first].view(torch.int16)):
                         raise ValueError("its weights do not come out as bitsandbytes' own")
 
-    def bake(self, pack: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]) -> int:
+    def bake(self, pack: Pack) -> int:
         """Keep the decoded weight, and multiply with that from now on.
 
         Args:
-            pack: makes of a weight [O, I] the product with it.
+            pack: makes of a weight [O, I] the product with it, and with a bias.
 
         Returns:
             Bytes that are kept.
@@ -136,16 +137,18 @@ class DecodedLinear:
 
     def __call__(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., I] times the weight, plus the bias; multiplied in bf16, as vLLM's layer does."""
-        flat = x.reshape(-1, self._columns).to(torch.bfloat16)
         if self._packed is not None:
-            out = self._packed(flat)
-        else:
-            if not self._is_current():
-                self._cut()
-            out = torch.empty(flat.shape[0], self.shape[0], dtype=torch.bfloat16)
-            for part in self._slices:
-                weight = self._decoded(part)
-                torch.mm(flat, weight.t(), out=out[:, part.first : part.first + part.rows])
+            if x.dtype == torch.bfloat16 and (bias is None or bias.dtype == x.dtype):
+                return self._packed(x, bias)
+            out = self._packed(x.to(torch.bfloat16), None).to(x.dtype)
+            return out if bias is None else out + bias
+        if not self._is_current():
+            self._cut()
+        flat = x.reshape(-1, self._columns).to(torch.bfloat16)
+        out = torch.empty(flat.shape[0], self.shape[0], dtype=torch.bfloat16)
+        for part in self._slices:
+            weight = self._decoded(part)
+            torch.mm(flat, weight.t(), out=out[:, part.first : part.first + part.rows])
         out = out.to(x.dtype).view(*x.shape[:-1], self.shape[0])
         if bias is not None:
             out += bias

@@ -1,9 +1,9 @@
 """One adapter multiplied without detours, where vLLM's CPU backend gathers A and B anew for every token.
 
-Which adapter each token of a step has is looked up once per step. An adapter's tokens then go through two products, the A
-matrices of q, k and v (of gate and up) joined into one; tokens without an adapter are left as they are. In the dtype of the
-model, like a trainer's forward under autocast, and from vLLM's own buffers: whatever is written into a slot counts from the
-next product on.
+Which adapter each token of a step has is looked up once per step. An adapter's tokens then go through two products: A of all
+parts of a fused linear joined, and B of all parts as one block-diagonal matrix. Both are packed the way vLLM packs a 16-bit
+weight. vLLM's own buffers stay what counts: torch numbers the writes into a tensor, through whatever view, so a copy is packed
+anew at the first product after a write. Tokens without an adapter are left as they are.
 
 Letters: T tokens of a step, I and O in- and out-features, R rank of the slots, S slots, N parts of a fused linear.
 """
@@ -17,17 +17,36 @@ from typing import Any
 import torch
 
 Groups = list[tuple[int, torch.Tensor | None]]
+# The product of x [T, I] with a weight [O, I], and a bias [O] or none.
+Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+Pack = Callable[[torch.Tensor], Product]
+# Zeros that a block-diagonal B may hold: reading half a MiB of them costs less than another product does.
+ZEROS = 2**18
 
 
 @dataclass
-class Place:
-    """Views of one slot of a linear: A [R, I] of its parts, or one of all of them joined; B [R, O] and R of each part."""
+class Packed:
+    """One slot of a linear, ready to be multiplied.
+
+    Attributes:
+        a_stacked: vLLM's buffers, A [S, 1, R, I] of each part.
+        b_stacked: B [S, 1, O, R] of each part.
+        writes: torch's number of the writes into each of them, when they were packed.
+        down: the product with A [N R, I].
+        up: the product with B [O, N R]; or one per part, where it would hold too many zeros.
+    """
 
     a_stacked: tuple[torch.Tensor, ...]
     b_stacked: tuple[torch.Tensor, ...]
-    a: list[torch.Tensor]
-    b: list[torch.Tensor]
-    ranks: list[int]
+    writes: list[int]
+    down: Product
+    up: list[Product]
+
+    def is_current(self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...]) -> bool:
+        """These are the buffers, and nobody has written into them since."""
+        return (
+            self.a_stacked is a_stacked and self.b_stacked is b_stacked and self.writes == _writes(a_stacked, b_stacked)
+        )
 
 
 class AdapterProducts:
@@ -35,27 +54,19 @@ class AdapterProducts:
 
     Args:
         own: vLLM's, for whatever is not of the plain kind.
+        pack: makes of a weight [O, I] the product with a copy of it.
     """
 
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self._own = own
+    def __init__(self, own: Callable[..., Any], pack: Pack) -> None:
+        self._own, self._pack = own, pack
         self._groups: Groups | None = None
         self._tokens = 0
-        # By the identity of the tuple that vLLM hands in, which is kept here, so that none can be taken for another.
-        self._joined: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
-
-        self._places: dict[tuple[int, int], Place] = {}
+        # By the identity of vLLM's tuple, which is kept here, so that none can be taken for another.
+        self._packed: dict[tuple[int, int], Packed] = {}
 
     def note(self, slots_T: torch.Tensor) -> None:
         """What adapter the tokens of the next steps have: their slots, -1 for none."""
         self._groups, self._tokens = group(slots_T), slots_T.numel()
-
-    def join(self, a_stacked: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Views of one new tensor with the values of these: A [S, 1, R, I] of each of N parts."""
-        joined = torch.cat(a_stacked, dim=2)
-        parts = tuple(joined.split([a.shape[2] for a in a_stacked], dim=2))
-        self._joined[id(parts)] = (parts, joined)
-        return parts
 
     def __call__(
         self,
@@ -73,45 +84,70 @@ class AdapterProducts:
         if groups is None or more or not is_plain:
             return self._own(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **more)
         for slot, rows in groups:
-            if rows is None:
-                self._add(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, slot)
+            packed = self._packed.get((id(lora_a_stacked), slot))
+            if packed is None or not packed.is_current(lora_a_stacked, lora_b_stacked):
+                packed = self._pack_slot(lora_a_stacked, lora_b_stacked, slot)
+            if rows is None and len(packed.up) == 1:  # nearly always
+                y.add_(packed.up[0](packed.down(x, None), None), alpha=scale)
+            elif rows is None:
+                _add(y, x, packed, scale, output_slices)
             else:
                 part = y[rows]
-                self._add(part, x[rows], lora_a_stacked, lora_b_stacked, scale, output_slices, slot)
+                _add(part, x[rows], packed, scale, output_slices)
                 y[rows] = part
         return None
 
-    def _add(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        a_stacked: tuple[torch.Tensor, ...],
-        b_stacked: tuple[torch.Tensor, ...],
-        scale: float,
-        sizes: Sequence[int],
-        slot: int,
-    ) -> None:
-        place = self._places.get((id(a_stacked), slot))
-        if place is None or place.a_stacked is not a_stacked or place.b_stacked is not b_stacked:
-            place = self._places[id(a_stacked), slot] = self._find(a_stacked, b_stacked, slot)
-        lows = [torch.nn.functional.linear(x, a) for a in place.a]
-        if len(lows) < len(sizes):
-            lows = lows[0].split(place.ranks, dim=1)
-        if len(sizes) == 1:
-            y.addmm_(lows[0], place.b[0], alpha=scale)
-            return
-        for part, low, b in zip(y.split(sizes, dim=1), lows, place.b, strict=True):
-            part.addmm_(low, b, alpha=scale)
-
-    def _find(self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int) -> Place:
-        held = self._joined.get(id(a_stacked))
-        return Place(
+    def _pack_slot(self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int) -> Packed:
+        writes = _writes(a_stacked, b_stacked)
+        parts = [b[slot, 0] for b in b_stacked]
+        columns, rows = sum(b.shape[1] for b in parts), sum(b.shape[0] for b in parts)
+        if rows * columns - sum(b.numel() for b in parts) <= ZEROS:
+            parts = [torch.block_diag(*parts)]
+        packed = self._packed[id(a_stacked), slot] = Packed(
             a_stacked,
             b_stacked,
-            [a[slot, 0] for a in a_stacked] if held is None else [held[1][slot, 0]],
-            [b[slot, 0].t() for b in b_stacked],
-            [a.shape[2] for a in a_stacked],
+            writes,
+            self._pack(torch.cat([a[slot, 0] for a in a_stacked])),
+            [self._pack(part.clone()) for part in parts],
         )
+        return packed
+
+
+class AdaptedLinear:
+    """Takes the place of `apply` of one of vLLM's linears with LoRA; the same calls, without the detours in Python between them.
+
+    Args:
+        layer: vLLM's, with `base_layer`.
+        products: of its wrapper.
+    """
+
+    def __init__(self, layer: Any, products: AdapterProducts) -> None:
+        self._base, self._method, self._products = layer.base_layer, layer.base_layer.quant_method, products
+        self._stacked = layer.lora_a_stacked, layer.lora_b_stacked
+        self._slices = layer.output_slices
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., I] times the weight, plus the bias, plus the adapter's part."""
+        y = self._method.apply(self._base, x, bias)
+        if y.ndim == 2:
+            self._products(y, x, *self._stacked, 1.0, self._slices)
+        else:  # transformers' model code has a batch of one
+            self._products(y.flatten(0, -2), x.flatten(0, -2), *self._stacked, 1.0, self._slices)
+        return y
+
+
+def _add(y: torch.Tensor, x: torch.Tensor, packed: Packed, scale: float, sizes: Sequence[int]) -> None:
+    low = packed.down(x, None)
+    if len(packed.up) == 1:
+        y.add_(packed.up[0](low, None), alpha=scale)
+        return
+    ranks = [a.shape[2] for a in packed.a_stacked]
+    for part, own, up in zip(y.split(sizes, dim=1), low.split(ranks, dim=1), packed.up, strict=True):
+        part.add_(up(own.contiguous(), None), alpha=scale)
+
+
+def _writes(a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...]) -> list[int]:
+    return [tensor._version for tensor in (*a_stacked, *b_stacked)]
 
 
 def group(slots_T: torch.Tensor) -> Groups:

@@ -25,6 +25,7 @@ from typing import Any
 from qlora_rl.adapter.store import AdapterStore, default_root
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.engine import compat
+from qlora_rl.engine.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.gate import Gate, Visits
 from qlora_rl.engine.interrupt import interrupts_for_sure, no_child_left
 from qlora_rl.engine.leftovers import hold, sweep
@@ -48,6 +49,7 @@ def serve(
     adapter_dir: str | os.PathLike[str] | None = None,
     max_body_mib: float | None = None,
     ready_file: str | os.PathLike[str] | None = None,
+    base_compute: str = "nf4",
     vllm_options: Sequence[str] = (),
     **options: Any,
 ) -> None:
@@ -61,6 +63,7 @@ def serve(
         adapter_dir: the only place from which adapters are loaded; made with mode 700. By default one of its own on tmpfs.
         max_body_mib: largest request; by default what the largest adapter needs.
         ready_file: is written when the server answers: JSON with url, key_file, pid, base, limits.
+        base_compute: what linears multiply with on the CPU; see `LocalEngine`.
         vllm_options: further options of vLLM's own command line.
         options: of the engine, as `LocalEngine` takes them: max_lora_rank, max_model_length, max_num_seqs, ...
 
@@ -71,6 +74,7 @@ def serve(
     """
     if parent := os.environ.pop(_WITH_PARENT, None):
         _end_with_parent(int(parent))
+    check_wish(base_compute)
     key_path = Path(api_key_file) if api_key_file is not None else None
     if host not in LOOPBACK and (key_path is None or not key_path.is_file()):
         raise ConfigConflictError(
@@ -108,7 +112,7 @@ def serve(
         stack.callback(sock.close)
         url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         arguments = compat.server_arguments(start.arguments, host, sock.getsockname()[1], vllm_options)
-        server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file)
+        server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file, base_compute)
         try:
             asyncio.run(compat.run_openai_server(arguments, server.prepare, sock))
         except (KeyboardInterrupt, asyncio.CancelledError):
@@ -129,24 +133,25 @@ class _Server:
         url: str,
         max_body_mib: float | None,
         ready_file: str | os.PathLike[str] | None,
+        base_compute: str,
     ):
         self.base, self.start, self.store, self.key, self.key_path, self.url = base, start, store, key, key_path, url
-        self.max_body_mib, self.ready_file = max_body_mib, ready_file
+        self.max_body_mib, self.ready_file, self.base_compute = max_body_mib, ready_file, base_compute
         self.is_ready = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def prepare(self, app: Any, engine: Any) -> None:
         """Repair the scales, ask for the base, add our routes, and close the gate around everything."""
         from qlora_rl.contracts import BaseFingerprint
-        from qlora_rl.engine.base_compute import BaseCompute
         from qlora_rl.engine.policy import ServedPolicy
         from qlora_rl.engine.routes import PREFIX, Api, Lease
         from qlora_rl.engine.weights import ServedWeights, Shutter
 
         await engine.collective_rpc("qlora_end_with_server", args=(os.getpid(),))
         repaired = (await engine.collective_rpc("qlora_repair_scales"))[0] if self.start.is_4bit else {}
-        compute = await engine.collective_rpc("qlora_multiply_directly", kwargs={"wish": "nf4", "rows": 1})
-        logger.info("%s", BaseCompute(**compute[0]))
+        wish = {"wish": self.base_compute, "rows": self.start.arguments["max_num_seqs"]}
+        compute = BaseCompute(**(await engine.collective_rpc("qlora_multiply_directly", kwargs=wish))[0])
+        logger.info("%s", compute)
         found = BaseFingerprint.from_dict((await engine.collective_rpc("qlora_describe_base"))[0])
         rank = self.start.max_lora_rank
         sizes = (await engine.collective_rpc("qlora_adapter_sizes"))[0] if rank else {}
@@ -169,6 +174,7 @@ class _Server:
             "max_body_bytes": max_body,
             "adapter_dtype": str(engine.model_config.dtype).removeprefix("torch."),
             "adapter_dir": str(self.store.root.parent),
+            "base_compute": compute.base,
         }
         app.include_router(Api(policy, about, max_body, Lease(LEASE_S)).router())
         # In front of everything, Starlette's own error page included; vLLM has built the stack already, so that none can be added.

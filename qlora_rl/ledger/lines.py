@@ -58,7 +58,14 @@ _SMALLEST_8BIT, _BLOCK_8BIT, _TABLE_8BIT = 4096, 256, 1024
 _CODE, _NESTED_CODE, _NESTED_BLOCK = 16 * 4, 256 * 4 + 4, 256
 # Of the engine in this process: one serves while the other is written.
 _SLOTS = 2
-OF_THE_ENGINE = ("base, engine", "adapter, engine", "adapter, vLLM's copies", "rollout", "CUDA and vLLM")
+OF_THE_ENGINE = (
+    "base, engine",
+    "base, decoded copies",
+    "adapter, engine",
+    "adapter, vLLM's copies",
+    "rollout",
+    "CUDA and vLLM",
+)
 WHEN = ("always", "step", "layer", "head", "rollout")
 
 
@@ -151,6 +158,12 @@ def base_lines(shape: ModelShape, spec: QuantSpec, shared: bool, baked: bool = F
         trainer,
         Line("base, engine", engine, f"{held}; scales in float32" if spec.is_4bit else held),
     ]
+
+
+def copies_line(shape: ModelShape, spec: QuantSpec) -> Line:
+    """What an engine with `base_compute="baked"` keeps beside the codes: every 4-bit linear decoded. Experts are not."""
+    numbers = sum(prod(weight) for name, weight in shape.linears.items() if is_quantised(name, spec))
+    return Line("base, decoded copies", 2 * numbers, f"{numbers / 1e9:.3g}e9 parameters x 2 bytes, packed for the CPU")
 
 
 def adapter_bytes(adapter: Mapping[str, tuple[int, ...]], dtype_width: int) -> int:

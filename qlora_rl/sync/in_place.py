@@ -9,14 +9,13 @@ from collections.abc import Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from qlora_rl.adapter.store import AdapterStore, read_tensors
 from qlora_rl.contracts import AdapterBundle, AdapterSlots, AdapterSource, Delivery, InPlaceEngine
 from qlora_rl.errors import SyncError
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +155,7 @@ class InPlaceTransport:
     def _write_behind(self, placed: _Placed) -> Path:
         # The engine has places for layers that this adapter leaves out, too.
         places = placed.slots.places[placed.slot]
-        tensors = {name: places[name].detach().to("cpu", copy=True).contiguous() for name in self._names}
+        tensors = {name: _copied(places[name]) for name in self._names}
         if not placed.slots.is_valid():
             raise SyncError(
                 f"keeping adapter version={placed.version}: the engine took its slot back meanwhile. Push again."
@@ -174,3 +173,15 @@ class InPlaceTransport:
                 # The engine serves from its buffers; the directory matters only when it must be built anew.
                 logger.warning("an adapter version could not be kept for recovery: %s", error)
                 placed.writing = None  # as long as it lies in its slot it may be tried again
+
+
+def _copied(place: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, made without torch's threads.
+
+    A copy of torch's would give this thread a pool of OpenMP threads of its own. With more of them than cores, GNU's library lets all
+    threads of the process sleep between two operators instead of waiting awake, and every rollout from then on takes up to twice as long.
+    """
+    held = place.detach()
+    if not held.is_cpu:
+        return held.to("cpu", copy=True).contiguous()
+    return torch.from_numpy(held.view(torch.uint8).numpy().copy()).view(held.dtype)

@@ -80,6 +80,7 @@ class MemoryBudget:
         is_set = any(name in (engine_options or {}) for name in _CACHE_OPTIONS)
         is_set |= args.vllm_gpu_memory_utilization != type(args).vllm_gpu_memory_utilization
         self._asks_for_room = has_engine and options.get("base_compute") == "auto"
+        keeps_copies = has_engine and not on_gpu and not baked and options.get("base_compute") == "baked"
         self._sizes_cache = has_engine and self.is_limit and not is_set
         try:
             self.ledger = _plan(
@@ -92,6 +93,7 @@ class MemoryBudget:
                 adapter_dtype=adapter_dtype,
                 shared=shared and not baked,
                 baked=baked,
+                keeps_copies=keeps_copies,
                 has_engine=has_engine,
                 gpu_memory_gib=limit,
                 device="cuda" if on_gpu else "cpu",

@@ -20,8 +20,10 @@ from qlora_rl import (
 )
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import SamplingSpec
-from qlora_rl.engine.linear import AdapterProducts
+from qlora_rl.engine.client import ServerEngine
+from qlora_rl.engine.linear import AdaptedLinear, AdapterProducts
 from qlora_rl.engine.sampling import sampling_params
+from qlora_rl.engine.serve import serve, start_server
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.sync.in_place import InPlaceTransport
 
@@ -55,12 +57,10 @@ def test_the_layers_multiply_through_the_direct_products(pair):
     layers = [layer for name, layer in manager.modules.items() if "proj" in name]
     assert layers
     for layer in layers:
+        assert isinstance(layer.apply, AdaptedLinear)
         assert isinstance(layer.punica_wrapper.add_lora_linear, AdapterProducts)
-        if len(layer.lora_a_stacked) > 1:
-            first = layer.lora_a_stacked[0]
-            assert all(
-                a.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for a in layer.lora_a_stacked
-            )
+        for stacked in (*layer.lora_a_stacked, *layer.lora_b_stacked):
+            assert stacked._version >= 0  # torch counts the writes into it
 
 
 def test_requests_with_and_without_an_adapter_and_with_two_of_them_share_a_batch(pair):
@@ -155,7 +155,20 @@ def test_auto_measures_and_says_what_it_chose_and_why(base):
         assert engine.generate([[40, 41, 42]], max_tokens=4, temperature=0.0).completion_ids == held.completion_ids
 
 
+def test_a_server_multiplies_with_copies_where_it_is_told_to(base):
+    options = {"max_model_length": 64, "max_num_seqs": 8, "max_lora_rank": 8, "base_compute": "baked"}
+    with start_server(base, **options) as server, ServerEngine(server.url, api_key=server.key) as remote:
+        assert remote._about["base_compute"] == "baked"
+        drawn = remote.generate([[40, 41, 42]], max_tokens=8, temperature=0.0)
+        digest = remote.describe_base().digest
+    with LocalEngine(base, **OPTIONS | {"max_lora_rank": 8}, base_compute="baked") as engine:
+        assert engine.generate([[40, 41, 42]], max_tokens=8, temperature=0.0).completion_ids == drawn.completion_ids
+        assert engine.describe_base().digest == digest
+
+
 def test_an_unknown_way_is_refused_before_vllm_starts(base):
+    with pytest.raises(ConfigConflictError, match="base_compute='int8' is not one of"):
+        serve(base, base_compute="int8")
     with pytest.raises(ConfigConflictError, match="base_compute='int8' is not one of"):
         LocalEngine(base, base_compute="int8")
 

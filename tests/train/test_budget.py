@@ -180,3 +180,15 @@ def test_an_engine_that_chooses_how_to_multiply_is_told_what_the_run_will_hold(m
     assert asked["memory_limit_gib"] == 2.0
     make_trainer(rollout="colocate", gpu_memory=2.0, args=config(output_dir=config().output_dir + "-2"))
     assert "planned_memory_gib" not in colocate[-1]
+
+
+def test_decoded_copies_that_the_engine_is_to_keep_are_planned(make_trainer, config, base):
+    plain = make_trainer(rollout="colocate").memory.ledger
+    options = {"base_compute": "baked"}
+    kept = make_trainer(
+        rollout="colocate", engine_options=options, args=config(output_dir=config().output_dir + "-2")
+    ).memory.ledger
+    (line,) = set(kept.lines) - set(plain.lines)
+    assert line.name == "base, decoded copies"
+    assert kept.peak_bytes - plain.peak_bytes == line.nbytes > 0
+    assert "base_compute='nf4'" in {saving.advice for saving in kept.savings()}

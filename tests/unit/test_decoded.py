@@ -15,6 +15,10 @@ IN = 128
 LAYER = SimpleNamespace()
 
 
+def pack(weight):
+    return lambda x, bias: torch.nn.functional.linear(x, weight, bias)
+
+
 def fused(sizes=(96, 32, 32), quant="nf4", blocksize=64, columns=IN, seed=0):
     """A parameter as vLLM's plugin holds a fused linear, and its parts' own codes and states."""
     functional = require_bitsandbytes().functional
@@ -71,10 +75,22 @@ def test_decoded_and_baked_are_bitsandbytes_own_weights_bit_for_bit():
     linear, eye = linear_of(weight), torch.eye(IN, dtype=torch.bfloat16)
     wanted = plain(weight, eye)
     assert torch.equal(linear(LAYER, eye), wanted)
-    assert linear.bake(lambda w: lambda x: torch.nn.functional.linear(x, w)) == 2 * 160 * IN
+    assert linear.bake(pack) == 2 * 160 * IN
     assert torch.equal(linear(LAYER, eye), wanted)
     linear.unbake()
     assert torch.equal(linear(LAYER, eye), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_baked_weight_takes_any_shape_and_a_bias(dtype):
+    weight = fused()
+    linear = linear_of(weight)
+    linear.bake(pack)
+    for shape in ((5, IN), (2, 3, IN)):
+        x, bias = torch.randn(shape).to(dtype), torch.randn(160).to(dtype)
+        out = linear(LAYER, x, bias)
+        assert out.dtype == dtype
+        assert close(out, plain(weight, x) + bias)
 
 
 def test_joining_the_scales_changes_none_of_them():
@@ -105,7 +121,7 @@ def test_what_is_changed_in_the_base_counts_from_the_next_product_on(change):
 def test_a_baked_weight_follows_when_it_is_refreshed():
     weight = fused()
     linear, eye = linear_of(weight), torch.eye(IN, dtype=torch.bfloat16)
-    linear.bake(lambda w: lambda x: torch.nn.functional.linear(x, w))
+    linear.bake(pack)
     weight.bnb_quant_state[0].absmax.mul_(1.25)
     linear.refresh()
     assert torch.equal(linear(LAYER, eye), plain(weight, eye))

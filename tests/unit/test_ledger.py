@@ -396,6 +396,20 @@ def test_plan_as_json_holds_every_line(config_json, capsys):
     assert adapter["nbytes"] == 4 * 36 * 32 * (4096 + 4096 + 4096 + 1024)
 
 
+def test_plan_has_a_line_for_decoded_copies_and_only_on_the_cpu(config_json, capsys):
+    lines = {}
+    for way in ("nf4", "baked"):
+        assert main(["plan", config_json, "--base-compute", way, "--json"]) == 0
+        lines[way] = {line["name"]: line["nbytes"] for line in json.loads(capsys.readouterr().out)["lines"]}
+    copies = lines["baked"].pop("base, decoded copies")
+    assert lines["baked"] == lines["nf4"]
+    assert "CUDA and vLLM" not in lines["nf4"]
+    spec, shape = QuantSpec(), read_shape(read_config(config_json))
+    assert copies == 2 * sum(o * i for n, (o, i) in shape.linears.items() if count.is_quantised(n, spec))
+    with pytest.raises(ConfigConflictError, match="baked"):
+        MemoryRequest(keeps_copies=True, device="cuda")
+
+
 def test_plan_reads_how_a_prepared_base_is_held(tmp_path, capsys):
     base = prepare_base(make_model(tmp_path / "model"), "fp4", out=tmp_path / "base", skip_modules=["down_proj"])
     assert main(["plan", str(base), "--json", "--max-length", "64"]) == 0

@@ -1,9 +1,12 @@
 """One adapter multiplied without detours: every token gets its own adapter and no other, out of the live buffers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from qlora_rl.engine.linear import AdapterProducts, group
+from qlora_rl.engine import linear
+from qlora_rl.engine.linear import AdaptedLinear, AdapterProducts, group
 
 SIZES, RANK, IN = (24, 8, 8), 4, 16
 
@@ -12,14 +15,26 @@ def refuse(*_, **__):
     raise AssertionError("vLLM's own way was taken")
 
 
-@pytest.fixture(params=["joined", "apart"])
-def layer(request):
+def pack(weight):
+    """A product with a copy, as vLLM's kernels make one; the number of them is noted."""
+    held = weight.clone()
+    pack.count += 1
+    return lambda x, bias: torch.nn.functional.linear(x, held, bias)
+
+
+pack.count = 0
+
+
+@pytest.fixture(params=["block-diagonal", "apart"])
+def layer(request, monkeypatch):
     """Products, and the buffers of a fused linear with three slots."""
     generator = torch.Generator().manual_seed(0)
-    products = AdapterProducts(refuse)
+    products = AdapterProducts(refuse, pack)
+    if request.param == "apart":
+        monkeypatch.setattr(linear, "ZEROS", 0)
     a = tuple(torch.randn(3, 1, RANK, IN, generator=generator) for _ in SIZES)
     b = tuple(torch.randn(3, 1, size, RANK, generator=generator) for size in SIZES)
-    return products, products.join(a) if request.param == "joined" else a, b
+    return products, a, b
 
 
 def expected(y, x, a, b, slots):
@@ -43,17 +58,69 @@ def test_every_token_gets_its_own_adapter(layer, slots):
     assert torch.equal(y[bare], before[bare])
 
 
-def test_what_is_written_into_a_slot_counts_from_the_next_product_on(layer):
+WRITES = {
+    "copy_": lambda place, new: place.copy_(new),
+    "set": lambda place, new: place.__setitem__(slice(None), new),
+    "batched": lambda place, new: torch._foreach_copy_([place], [new]),
+    "out=": lambda place, new: torch.mul(new, 1, out=place),
+    "detached": lambda place, new: place.detach().zero_().add_(new),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_written_into_a_slot_counts_from_the_next_product_on(layer, write, mode):
+    """Through a view that was cut before, as a push has them; whichever matrix it is."""
     products, a, b = layer
+    places = [place for i in range(len(SIZES)) for place in (a[i][1, 0, :3], b[i][1, 0, :, :3])]
     x = torch.randn(5, IN)
     products.note(torch.tensor([1] * 5))
-    for _ in range(3):
-        for i in range(len(SIZES)):
-            a[i][1, 0].copy_(torch.randn(RANK, IN))
-            b[i][1, 0].copy_(torch.randn(SIZES[i], RANK))
-        y = torch.zeros(5, sum(SIZES))
-        products(y, x, a, b, 1.0, SIZES)
-        assert torch.allclose(y.double(), expected(torch.zeros_like(y), x, a, b, [1] * 5), atol=1e-4)
+    with mode():
+        for place in places:
+            write(place, torch.randn(place.shape))
+            y = torch.zeros(5, sum(SIZES))
+            products(y, x, a, b, 1.0, SIZES)
+            assert torch.allclose(y.double(), expected(torch.zeros_like(y), x, a, b, [1] * 5), atol=1e-4)
+
+
+def test_nothing_is_packed_twice_without_a_write(layer):
+    products, a, b = layer
+    x = torch.randn(4, IN)
+    for slots in ([0] * 4, [2] * 4, [0, 2, -1, 0]):
+        products.note(torch.tensor(slots))
+        products(torch.zeros(4, sum(SIZES)), x, a, b, 1.0, SIZES)
+    before = pack.count
+    products(torch.zeros(4, sum(SIZES)), x, a, b, 1.0, SIZES)
+    assert pack.count == before
+
+
+def test_many_zeros_are_not_packed(monkeypatch):
+    """A block-diagonal B of three parts would be three times as large."""
+    packed = []
+    products = AdapterProducts(refuse, lambda weight: packed.append(tuple(weight.shape)) or pack(weight))
+    a, b = tuple(torch.zeros(1, 1, 64, IN) for _ in range(3)), tuple(torch.zeros(1, 1, 2048, 64) for _ in range(3))
+    products.note(torch.tensor([0]))
+    products(torch.zeros(1, 3 * 2048), torch.zeros(1, IN), a, b, 1.0, (2048,) * 3)
+    assert packed == [(192, IN), (2048, 64), (2048, 64), (2048, 64)]
+
+
+@pytest.mark.parametrize("shape", [(4, IN), (1, 4, IN)])
+def test_a_whole_linear_adds_the_adapter_to_what_its_base_gives(layer, shape):
+    products, a, b = layer
+    weight = torch.randn(sum(SIZES), IN)
+    method = SimpleNamespace(apply=lambda base, x, bias: torch.nn.functional.linear(x, base.weight, bias))
+    owner = SimpleNamespace(
+        base_layer=SimpleNamespace(weight=weight, quant_method=method),
+        lora_a_stacked=a,
+        lora_b_stacked=b,
+        output_slices=SIZES,
+    )
+    x, bias, slots = torch.randn(shape), torch.randn(sum(SIZES)), [1, -1, 2, 2]
+    products.note(torch.tensor(slots))
+    out = AdaptedLinear(owner, products)(x, bias)
+    base = torch.nn.functional.linear(x, weight, bias).flatten(0, -2)
+    assert out.shape == (*shape[:-1], sum(SIZES))
+    assert torch.allclose(out.flatten(0, -2).double(), expected(base, x.flatten(0, -2), a, b, slots), atol=1e-4)
 
 
 def test_an_adapter_that_is_not_finite_spoils_no_other_token(layer):
@@ -69,21 +136,21 @@ def test_an_adapter_that_is_not_finite_spoils_no_other_token(layer):
     assert y[2].isfinite().all()
 
 
-def test_buffers_that_were_replaced_are_not_taken_for_the_joined_ones():
-    products = AdapterProducts(refuse)
-    a = products.join(tuple(torch.randn(1, 1, RANK, IN) for _ in SIZES))
-    b = tuple(torch.randn(1, 1, size, RANK) for size in SIZES)
-    other = tuple(part.clone() * 2 for part in a)
-    x, y = torch.randn(2, IN), torch.zeros(2, sum(SIZES))
+def test_buffers_that_were_replaced_are_not_taken_for_those_before(layer):
+    products, a, b = layer
+    x = torch.randn(2, IN)
     products.note(torch.tensor([0, 0]))
-    products(y, x, other, b, 1.0, SIZES)
-    assert torch.allclose(y.double(), expected(torch.zeros_like(y), x, other, b, [0, 0]), atol=1e-4)
+    products(torch.zeros(2, sum(SIZES)), x, a, b, 1.0, SIZES)
+    for other_a, other_b in ((tuple(part * 2 for part in a), b), (a, tuple(part * 2 for part in b))):
+        y = torch.zeros(2, sum(SIZES))
+        products(y, x, other_a, other_b, 1.0, SIZES)
+        assert torch.allclose(y.double(), expected(torch.zeros_like(y), x, other_a, other_b, [0, 0]), atol=1e-4)
 
 
 @pytest.mark.parametrize("change", ["dtype", "tokens", "argument", "before the first step"])
 def test_what_is_not_of_the_plain_kind_is_left_to_vllm(change):
     taken = []
-    products = AdapterProducts(lambda *_, **more: taken.append(more))
+    products = AdapterProducts(lambda *_, **more: taken.append(more), pack)
     a, b = (torch.zeros(1, 1, RANK, IN),), (torch.zeros(1, 1, 8, RANK),)
     if change != "before the first step":
         products.note(torch.tensor([0, 0, 0]))

@@ -274,3 +274,42 @@ def test_every_pair_of_dtypes_gives_the_bytes_of_the_export(dense, live, there, 
     places = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     adapter.write_into(places)
     assert all(torch.equal(places[name], tensor) for name, tensor in wanted.items())
+
+
+COUNTS = """
+import os, sys, threading, torch
+from qlora_rl.sync.in_place import _copied
+place = torch.randn(2, 1, 64, 20_000).to(torch.bfloat16)[1, 0, :, :19_999]
+torch.ones(10**6).add_(1)  # torch's own threads are there
+def count(copy):
+    found = []
+    def run():
+        before = len(os.listdir("/proc/self/task"))
+        assert copy(place).is_contiguous()
+        found.append(len(os.listdir("/proc/self/task")) - before)
+    thread = threading.Thread(target=run)
+    thread.start(), thread.join()
+    return found[0]
+print(count(_copied), count(lambda t: t.to("cpu", copy=True).contiguous()))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads where Linux lists them")
+def test_what_is_written_behind_makes_no_more_threads_of_torchs():
+    """A second pool of them halves the speed of every rollout that follows: none may sleep awake any more."""
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTS], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"}
+    )
+    assert done.stdout.split() == ["0", "1"], done.stderr  # torch's own copy does make one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_written_behind_is_a_copy_of_the_slot(dtype):
+    slot = torch.randn(2, 1, 8, 16).to(dtype)
+    place = slot[1, 0, :5, :12]
+    copied = _copied(place)
+    assert copied.is_contiguous()
+    assert copied.dtype == dtype
+    assert torch.equal(copied, place)
+    slot.zero_()
+    assert copied.any()

@@ -1,0 +1,104 @@
+"""vLLM's CPU layers and kernels by their private names: the part of `compat` that `base_compute` works with.
+
+Nothing here runs at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def multiply_adapters_directly(runner: Any) -> str:
+    """Have `linear.AdapterProducts` multiply the adapters of a model runner; empty, or why it stays with vLLM's own way.
+
+    vLLM's CPU wrapper gathers A and B for every token, and takes the last slot's adapter for tokens that have none when others
+    of the step have one. Remove when `PunicaWrapperCPU` does neither.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    from qlora_rl.engine.linear import AdaptedLinear, AdapterProducts
+
+    manager = getattr(getattr(runner, "lora_manager", None), "_adapter_manager", None)
+    if manager is None:
+        return "the engine takes no adapters"
+    if not runner.vllm_config.model_config.enforce_eager:
+        return "enforce_eager is off: the compiled graph holds vLLM's own way"
+    products: dict[int, AdapterProducts] = {}
+    for layer in manager.modules.values():
+        wrapper = getattr(layer, "punica_wrapper", None)
+        if type(wrapper) is not PunicaWrapperCPU:
+            continue
+        if isinstance(wrapper.add_lora_linear, AdapterProducts):
+            products.setdefault(id(wrapper), wrapper.add_lora_linear)
+        else:
+            products[id(wrapper)] = _follow(wrapper, AdapterProducts(wrapper.add_lora_linear, pack_as_vllm))
+        if isinstance(layer.lora_a_stacked, tuple):
+            layer.lora_a_stacked = _numbered(layer.lora_a_stacked)
+            layer.lora_b_stacked = _numbered(layer.lora_b_stacked)
+            if _is_plain(layer):
+                layer.apply = AdaptedLinear(layer, products[id(wrapper)])
+    return "" if products else "vLLM's kernels for this device need no help"
+
+
+def _is_plain(layer: Any) -> bool:
+    """A linear whose `apply` does nothing but the product of the base and that of the adapter."""
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+    from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+    owns = (BaseLinearLayerWithLoRA.apply, MergedColumnParallelLinearWithLoRA.apply)
+    forwards = (ColumnParallelLinear.forward, RowParallelLinear.forward)
+    return getattr(type(layer), "apply", None) in owns and type(layer.base_layer).forward in forwards
+
+
+def bitsandbytes_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Layers on the CPU whose `quant_method` is one of their own and multiplies with 4-bit codes, by name."""
+    found = {
+        name: layer
+        for name, layer in model.named_modules()
+        if getattr(layer, "quant_method", None) is not None
+        and "weight" in layer._parameters
+        and hasattr(layer.weight, "bnb_quant_state")
+        and layer.weight.device.type == "cpu"
+    }
+    methods = [id(layer.quant_method) for layer in found.values()]
+    return {name: layer for name, layer in found.items() if methods.count(id(layer.quant_method)) == 1}
+
+
+def pack_as_vllm(weight_OI: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    """The product with a 16-bit weight as vLLM's CPU backend makes it for an unquantised linear; it keeps its own copy.
+
+    Private functions that move between releases: without them, torch's own product. Remove when vLLM names them.
+    """
+    try:
+        from vllm.model_executor.layers.utils import check_cpu_sgl_kernel, dispatch_cpu_unquantized_gemm
+    except ImportError:
+        return lambda x, bias=None: torch.nn.functional.linear(x, weight_OI, bias)
+    holder: Any = torch.nn.Module()
+    holder.weight = torch.nn.Parameter(weight_OI, requires_grad=False)
+    lifts = check_cpu_sgl_kernel(*weight_OI.shape, weight_OI.dtype)  # that kernel takes a bias in float32
+    dispatch_cpu_unquantized_gemm(holder, remove_weight=True)
+    product, weight = holder.cpu_linear, holder.weight
+    if lifts:
+        return lambda x, bias=None: product(x, weight, None if bias is None else bias.float())
+    return lambda x, bias=None: product(x, weight, bias)
+
+
+def _numbered(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Tensors whose writes torch counts; those that were made under inference mode are copied."""
+    with torch.inference_mode(mode=False):
+        return tuple(t.clone() if t.is_inference() else t for t in tensors)
+
+
+def _follow(wrapper: Any, products: Any) -> Any:
+    update = wrapper.update_metadata
+
+    def update_and_note(*arguments: Any, **more: Any) -> None:
+        update(*arguments, **more)
+        products.note(wrapper.token_lora_indices)
+
+    wrapper.update_metadata, wrapper.add_lora_linear = update_and_note, products
+    return products
