@@ -45,6 +45,7 @@ _HOMES = {
     "QLoRASFTTrainer": "qlora_rl.train.offline",
     "QLoRADPOTrainer": "qlora_rl.train.offline",
     "attach": "qlora_rl.train.attach",
+    "QLoRAAsyncGRPOTrainer": "qlora_rl.train.async_grpo",
 }
 _ERRORS = [
     "AccessDeniedError",
@@ -64,10 +65,12 @@ _ERRORS = [
     "PromptTooLongError",
     "QloraRLError",
     "RewardFunctionError",
+    "RolloutCancelledError",
     "RunDirectoryError",
     "ServerTakenError",
     "SyncError",
     "UnsupportedQuantError",
+    "VersionGoneError",
 ]
 _HOMES |= dict.fromkeys(_ERRORS, "qlora_rl.errors")
 
