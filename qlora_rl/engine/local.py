@@ -265,11 +265,10 @@ class LocalEngine:
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         check_lengths(ids, self._max_model_length)
         started = time.perf_counter()
-        version, finished = self._run(ids, sampling, version=version)
-        outputs = [output.outputs[0] for output in finished]
+        version, outputs = self._run(ids, sampling, version=version)
         return Rollout(
-            completion_ids=[list(o.token_ids) for o in outputs],
-            logprobs=[sampled_logprobs(o) for o in outputs],
+            completion_ids=[list(o.outputs[0].token_ids) for o in outputs],
+            logprobs=[sampled_logprobs(o.outputs[0]) for o in outputs],
             version=version,
             seconds=time.perf_counter() - started,
         )

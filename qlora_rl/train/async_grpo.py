@@ -154,6 +154,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         self._facts = {
             "staleness_mean": sum(self._ages) / len(self._ages),
             "staleness_max": max(self._ages),
+            "policy_version": self.engine.version,
             "rollout_version": drawn.version,
             "rollouts_ready": ready,
             "trainer_wait_seconds": waited,
