@@ -200,7 +200,6 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
     def _describe(self, *args: Any) -> dict[str, Any]:
         described = super()._describe(*args)
         return described | {
-            "command": "QLoRAAsyncGRPOTrainer",
             "max_staleness": self.max_staleness,
             "rollout_threads": self.rollout_threads,
         }

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import logging
 import time
 import weakref
 from collections import defaultdict
@@ -23,9 +24,11 @@ import torch
 from trl import GRPOTrainer
 
 from qlora_rl.contracts import CancellableEngine
-from qlora_rl.errors import EngineBrokenError
+from qlora_rl.errors import EngineBrokenError, VersionGoneError
 from qlora_rl.train.bridge import EngineBridge
 from qlora_rl.train.turnstile import Turnstile
+
+logger = logging.getLogger(__name__)
 
 # Between the seeds of the turns of one conversation; the first turns are numbered as a trainer without threads does.
 _TURN = 1_000_000_007
@@ -225,16 +228,23 @@ class RolloutWorkers:
     def _draw(self, number: int, rows: list[dict[str, Any]], trained_at: int) -> Drawn:
         kit = self._kits.pop() if self._kits else self._new_kit()
         try:
-            visit = self.turnstile.enter(trained_at)
-            started = time.perf_counter()
-            drawn = Drawn(number, _copied(rows), policy=visit.policy, idle_seconds=started - kit.since)
-            leave = functools.partial(self.turnstile.leave, visit)
-            try:
-                self._fill(kit, drawn, visit.version, leave, is_training=True)
-            finally:
-                leave()
-            drawn.drawn_seconds = time.perf_counter() - started
-            return drawn
+            while True:
+                visit = self.turnstile.enter(trained_at)
+                started = time.perf_counter()
+                drawn = Drawn(number, _copied(rows), policy=visit.policy, idle_seconds=started - kit.since)
+                leave = functools.partial(self.turnstile.leave, visit)
+                try:
+                    self._fill(kit, drawn, visit.version, leave, is_training=True)
+                except VersionGoneError as error:
+                    if visit.version == self._bridge.engine.version:
+                        raise
+                    # The engine was started anew in the middle of it, with the newest version alone. Nothing was rewarded yet.
+                    logger.warning("batch %d is drawn again: %s", number, error)
+                    continue
+                finally:
+                    leave()
+                drawn.drawn_seconds = time.perf_counter() - started
+                return drawn
         finally:
             kit.since = time.perf_counter()
             self._kits.append(kit)
