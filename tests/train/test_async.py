@@ -264,8 +264,8 @@ class Asking(Scripted):
 @pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
 def test_a_conversation_ends_with_the_version_it_began_with_and_each_thread_has_environments_of_its_own(
     make_async,
-    talking,
-    config,  # noqa: F811
+    talking,  # noqa: F811
+    config,
 ):
     Clerk.made = 0
     rows = [{"prompt": [{"role": "user", "content": "Look"}], "number": i} for i in range(12)]
