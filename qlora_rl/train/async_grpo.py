@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.errors import ConfigConflictError, QloraRLError
+from qlora_rl.errors import ConfigConflictError, QloraRLError, collected
 from qlora_rl.train.ahead import Batch, LookAhead
 from qlora_rl.train.rollout_worker import Drawn, RolloutWorkers
 from qlora_rl.train.trainers import QLoRAGRPOTrainer
@@ -67,18 +67,25 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         self._pushed_step, self._policy, self._evaluations = -1, 0, 0
         super().__init__(*args, **kwargs)
         try:
-            self._check()
+            self._check_config()
         except BaseException:
             self.close()
             raise
         self._workers = self._new_workers()
 
-    def _check(self) -> None:
+    def _check_config(self) -> None:
+        reasons = []
         if self.bridge.sleeps:
-            raise ConfigConflictError(
-                "reading the config: vllm_enable_sleep_mode=True with overlapping rollouts: the engine never rests between them. Leave "
-                "it out, or use QLoRAGRPOTrainer."
+            reasons.append(
+                "vllm_enable_sleep_mode=True with overlapping rollouts: the engine never rests between them. Leave it out, or use "
+                "QLoRAGRPOTrainer"
             )
+        if self.args.auto_find_batch_size:
+            reasons.append(
+                "auto_find_batch_size=True: rollouts of the size that fails have begun by then. Leave it out"
+            )
+        if reasons:
+            raise collected("reading the config", reasons, ConfigConflictError)
         if self.max_staleness and not self.args.vllm_importance_sampling_correction:
             logger.warning(
                 "vllm_importance_sampling_correction=False: rollouts of up to %d policies ago are trained on as if they were new",
@@ -91,6 +98,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         """TRL's `train`. An error of a rollout ends it as itself, at the step that would have trained on it; afterwards no thread is left."""
         self._waiting.clear()
         self._ahead, self._policy, self._pushed_step = None, 0, -1
+        self._step, self._buffered_inputs = 0, None  # of TRL: an earlier call may have ended in the middle of a batch
         self._workers, self._is_running = self._new_workers(), True
         try:
             return super().train(*args, **kwargs)

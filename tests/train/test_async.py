@@ -167,8 +167,8 @@ def test_an_error_in_a_thread_is_raised_by_train_as_itself_and_no_thread_is_left
         trainer.train()
     assert 1 <= trainer.state.global_step <= 4  # calls of several threads: which of them is the third may vary
     assert json.loads((trainer.run.path / "summary.json").read_text())["status"] == "failed"
-    trainer.reward_funcs[0].__name__
-    trainer.train()
+    trainer.train()  # it is whole, and begins anew
+    assert trainer.state.global_step == 6
 
 
 def test_ctrl_c_ends_the_trainer_and_its_threads(make_async, config):
@@ -300,9 +300,33 @@ def test_what_contradicts_is_refused(make_async, config, fields, message):
         make_async(args=config(), train_dataset=rows(4), **fields)
 
 
-def test_sleep_between_rollouts_that_overlap_is_refused(make_async, config, colocate):
-    with pytest.raises(ConfigConflictError, match="vllm_enable_sleep_mode=True"):
-        make_async(args=config(vllm_enable_sleep_mode=True), train_dataset=rows(4), rollout="colocate")
+def test_what_cannot_go_with_overlap_is_refused_at_once(make_async, config, colocate):
+    arguments = config(vllm_enable_sleep_mode=True, auto_find_batch_size=True)
+    with pytest.raises(ConfigConflictError, match="2 reasons") as caught:
+        make_async(args=arguments, train_dataset=rows(4), rollout="colocate")
+    assert "vllm_enable_sleep_mode=True" in str(caught.value)
+    assert "auto_find_batch_size=True" in str(caught.value)
+    assert colocate[-1]._is_closed
+
+
+def test_an_interrupted_run_that_is_called_again_begins_with_a_batch_of_its_own(make_async, config):
+    """The first call ends between the two steps that one batch is for."""
+    reward = Reward(fails_at=2)
+    trainer = make_async(
+        Counted,
+        args=config(steps_per_generation=2, gradient_accumulation_steps=1, max_steps=3),
+        train_dataset=rows(8),
+        reward_funcs=reward,
+        max_staleness=1,
+        rollout_threads=1,
+    )
+    with pytest.raises(RewardFunctionError):
+        trainer.train()
+    trainer._step += 1  # as if it had been interrupted there
+    trainer.trained.clear()
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert sum(trainer.trained.values()) == 2 * 8  # two batches of four prompts, two completions of each
 
 
 # --- the turnstile --------------------------------------------------------------------------------------------------
