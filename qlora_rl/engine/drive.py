@@ -6,11 +6,12 @@ call joins the running batch, and a push or a proof goes in between, while the r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,35 +20,8 @@ from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, RolloutCa
 logger = logging.getLogger(__name__)
 
 
-class TurnLock:
-    """A reentrant lock that is given in the order in which it was asked for: who steps for ever lets others in between."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._queue: deque[object] = deque()
-        self._owner: int | None = None
-        self._depth = 0
-
-    def __enter__(self) -> TurnLock:
-        me, ticket = threading.get_ident(), object()
-        with self._changed:
-            if self._owner != me:
-                self._queue.append(ticket)
-                try:
-                    self._changed.wait_for(lambda: self._owner is None and self._queue[0] is ticket)
-                    self._owner = me
-                finally:  # also when an interrupt ends the waiting
-                    self._queue.remove(ticket)
-                    self._changed.notify_all()
-            self._depth += 1
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        with self._changed:
-            self._depth -= 1
-            if not self._depth:
-                self._owner = None
-                self._changed.notify_all()
+# How long a thread that steps lets go of the lock where others wait for it; Python's locks are given to whoever asks first.
+_YIELD_S = 0.0005
 
 
 def alone(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +29,7 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._driver.lock:
+        with self._driver.asking(), self._driver.lock:
             return method(self, *args, **kwargs)
 
     return call
@@ -81,17 +55,32 @@ class Call:
 
 
 class Driver:
-    """Adds requests and steps until they are done. `lock` guards everything that vLLM is asked in this process.
+    """Adds requests and steps until they are done.
 
     Args:
         on_failure: is called, under the lock, when vLLM's engine must be built anew.
+
+    Attributes:
+        lock: guards everything that vLLM is asked in this process; take it inside of `asking`.
     """
 
     def __init__(self, on_failure: Callable[[], None]) -> None:
-        self.lock = TurnLock()
+        # One of C: an interrupt strikes before it is taken or after it was given back.
+        self.lock = threading.RLock()
+        self._asking: set[object] = set()
         self._on_failure = on_failure
         self._open: list[Call] = []
         self._number = 0
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """This thread wants the lock: who steps lets it in between."""
+        ticket = object()
+        self._asking.add(ticket)
+        try:
+            yield
+        finally:
+            self._asking.discard(ticket)
 
     def begin(self, engine: Any, prompts: Sequence[Any], params: Sequence[Any], lora: Any) -> Call:
         """Hand B requests to vLLM's engine.
@@ -127,25 +116,31 @@ class Driver:
             RolloutCancelledError: `cancel` was called.
         """
         while True:
-            with self.lock:
-                if call.ended is not None and not isinstance(call.ended, RolloutCancelledError):
-                    raise call.ended
-                try:
-                    if call.ended is not None:
-                        raise call.ended
-                    raise_if_interrupted()
-                    if not call.left:
-                        self._open.remove(call)
-                        return call.finished
-                except (KeyboardInterrupt, RolloutCancelledError):
-                    self._abort(engine, call)
-                    raise
+            with self.asking(), self.lock:
+                if self._is_over(engine, call, raise_if_interrupted):
+                    return call.finished
                 self._step(engine)
+            if self._asking:
+                time.sleep(_YIELD_S)
+
+    def _is_over(self, engine: Any, call: Call, raise_if_interrupted: Callable[[], None]) -> bool:
+        if call.ended is not None and not isinstance(call.ended, RolloutCancelledError):
+            raise call.ended
+        try:
+            if call.ended is not None:
+                raise call.ended
+            raise_if_interrupted()
+        except (KeyboardInterrupt, RolloutCancelledError):
+            self._abort(engine, call)
+            raise
+        if not call.left:
+            self._open.remove(call)
+        return not call.left
 
     def cancel(self) -> None:
         """Have the open calls end between two steps."""
-        with self.lock:
-            for call in self._open:
+        for call in list(self._open):
+            if call.left and call.ended is None:
                 call.ended = RolloutCancelledError("generating: the call was cancelled, because the run ends.")
 
     def fail(self, error: Exception) -> None:
