@@ -49,6 +49,7 @@ _HOMES = {
     "attach": "qlora_rl.train.attach",
     "export_run": "qlora_rl.export.job",
     "open_trained": "qlora_rl.policy.trained",
+    "QLoRAAsyncGRPOTrainer": "qlora_rl.train.async_grpo",
 }
 _ERRORS = [
     "AccessDeniedError",
@@ -70,10 +71,12 @@ _ERRORS = [
     "PromptTooLongError",
     "QloraRLError",
     "RewardFunctionError",
+    "RolloutCancelledError",
     "RunDirectoryError",
     "ServerTakenError",
     "SyncError",
     "UnsupportedQuantError",
+    "VersionGoneError",
 ]
 _HOMES |= dict.fromkeys(_ERRORS, "qlora_rl.errors")
 

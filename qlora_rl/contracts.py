@@ -165,6 +165,7 @@ class EngineCapabilities:
         takes_in_place: it lends the buffers that its layers multiply with (`InPlaceEngine`).
         takes_bytes: it takes an adapter as bytes (`ByteEngine`).
         dense_way: how full weights reach it: "stream" (in this process), "directory" or "http".
+        holds_two: it draws with two versions at once (`VersionedEngine`); where not, nothing may be drawn during a push.
     """
 
     name: str
@@ -177,6 +178,7 @@ class EngineCapabilities:
     takes_in_place: bool = False
     takes_bytes: bool = False
     dense_way: str = "stream"
+    holds_two: bool = False
 
 
 @dataclass(frozen=True)
@@ -324,6 +326,25 @@ class ByteEngine(RolloutEngine, Protocol):
 
     def load_packed(self, blob: bytes, version: int) -> None:
         """Serve the adapter in the bytes of `pack_adapter` as `version`; on failure the old version stays."""
+        ...
+
+
+class VersionedEngine(RolloutEngine, Protocol):
+    """An engine that several threads may ask, also during a push: what has begun with a version ends with it."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec, *, version: int | None = None
+    ) -> Rollout:
+        """As `RolloutEngine.generate`, with the version that serves or the one before it."""
+        ...
+
+
+@runtime_checkable
+class CancellableEngine(Protocol):
+    """An engine whose calls another thread can end."""
+
+    def cancel(self) -> None:
+        """Have the calls that generate now end soon, with `RolloutCancelledError`."""
         ...
 
 

@@ -14,6 +14,8 @@
     ├── EngineUnsupportedError   (ValueError)           a model or setting that the engine cannot run
     ├── PromptTooLongError       (ValueError)           a prompt that leaves no room for a completion
     ├── EngineBrokenError        (RuntimeError)         the engine failed in the middle of its work
+    ├── RolloutCancelledError    (RuntimeError)         a rollout was ended from another thread, because its run ends
+    ├── VersionGoneError         (LookupError)          the engine no longer holds the version that is asked for
     ├── EngineClosedError        (RuntimeError)         the engine was used after `close()`
     ├── AccessDeniedError        (PermissionError)      a server was asked without its key, or for what it does not give
     ├── ServerTakenError         (RuntimeError)         another trainer holds the server
@@ -94,6 +96,14 @@ class PromptTooLongError(QloraRLError, ValueError):
 
 class EngineBrokenError(QloraRLError, RuntimeError):
     """The engine failed in the middle of its work; it is rebuilt at its next use."""
+
+
+class RolloutCancelledError(QloraRLError, RuntimeError):
+    """A rollout was ended from another thread, because the run that wanted it ends."""
+
+
+class VersionGoneError(QloraRLError, LookupError):
+    """The engine no longer holds the version of the policy that is asked for."""
 
 
 class EngineClosedError(QloraRLError, RuntimeError):

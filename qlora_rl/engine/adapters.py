@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from qlora_rl.contracts import AdapterSlots
 from qlora_rl.engine import compat
-from qlora_rl.errors import EngineBrokenError, SyncError
+from qlora_rl.errors import EngineBrokenError, SyncError, VersionGoneError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -48,6 +48,7 @@ class Adapters:
         self.version = 0
         self._before_sleep: Mapping[str, str] = {}
         self.served: Served | None = None
+        self._before: tuple[int, Served] | None = None  # what served before, as long as vLLM holds it
         self.is_lost, self._why_lost = False, ""
         self._ids = self._pushes = 0
         self._slots: AdapterSlots | None = None
@@ -79,6 +80,7 @@ class Adapters:
             return self._slots is slots and held is not None and compat.holds_adapters(held, ids)
 
         self._slots = slots = AdapterSlots(places, is_valid)
+        self._before = None  # they have taken its place
         # What is written into a slot lies in no directory: should vLLM lose it, it must fail, not read an old version.
         self._slot_requests = tuple(_without_path(request) for request in requests)
         return slots
@@ -95,7 +97,7 @@ class Adapters:
         """Serve the bare base."""
         if self.served is not None:
             _forget(llm, self.served.request.lora_int_id)
-        self.served, self.version, self.is_lost, self._slots = None, 0, False, None
+        self.served, self.version, self.is_lost, self._slots, self._before = None, 0, False, None, None
 
     def keep(self) -> None:
         """Have what serves in a directory: what lies in a slot goes with vLLM's tensors, and may be read until then."""
@@ -112,7 +114,7 @@ class Adapters:
         """Load what serves anew; without its directory the engine must not go on as the bare base."""
         if self.served is None:
             return
-        recover, self.served, self._slots = self.served.recover, None, None
+        recover, self.served, self._slots, self._before = self.served.recover, None, None, None
         self.withdraw("it was lost when the engine was built anew")
         try:
             directory = recover()
@@ -186,8 +188,27 @@ class Adapters:
             )
         return request
 
+    def find(self, version: int, serving: int) -> Served | None:
+        """What to draw with as `version`, where the engine serves `serving`; `None` is the bare base.
+
+        Raises:
+            VersionGoneError: it is neither the one that serves nor the one before, or that was overwritten.
+        """
+        if version == serving:
+            return self.served
+        if self._before is None or self._before[0] != version:
+            held = "" if self._before is None else f" and version={self._before[0]}"
+            raise VersionGoneError(
+                f"generating: version={version} is asked for, and the engine holds version={serving}{held}. Draw it again, with what "
+                "serves now."
+            )
+        return self._before[1]
+
     def _serve(self, request: Any, version: int, recover: Callable[[], Path]) -> None:
         self._pushes += 1
+        if self.served is not None:
+            is_other = self.served.request.lora_int_id != request.lora_int_id
+            self._before = (self.version, self.served) if is_other else None
         self.served, self.version, self.is_lost = Served(request, f"policy-{self._pushes}", recover), version, False
 
 

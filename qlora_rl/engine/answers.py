@@ -18,6 +18,14 @@ class AwayError(Exception):
     """Nobody answers, or a proxy says so."""
 
 
+class RestartedError(Exception):
+    """Somebody answers who was started later than whom was `asked`."""
+
+    def __init__(self, start: str, asked: str):
+        super().__init__(start)
+        self.start, self.asked = start, asked
+
+
 def refusal(answer: httpx.Response, url: str) -> Exception:
     """The error that a status stands for."""
     status = answer.status_code

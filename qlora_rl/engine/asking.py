@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import httpx
 from qlora_rl.adapter.store import CONFIG, WEIGHTS
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.engine.answers import KEY_VARIABLE
-from qlora_rl.errors import AccessDeniedError, ConfigConflictError, SyncError
+from qlora_rl.errors import AccessDeniedError, ConfigConflictError, SyncError, VersionGoneError
+
+logger = logging.getLogger(__name__)
 
 
 def split_urls(url: str | Sequence[str]) -> list[str]:
@@ -107,3 +111,62 @@ def shared_out(rows: Sequence[int], replicas: Sequence[Any]) -> dict[Any, list[i
     count = min(len(rows), len(replicas))
     bounds = [round(k * len(rows) / count) for k in range(count + 1)]
     return {replicas[k]: list(rows[bounds[k] : bounds[k + 1]]) for k in range(count)}
+
+
+def expected(
+    version: int | None, serves: tuple[int, str | None], before: tuple[int, str | None] | None
+) -> dict[str, Any]:
+    """What a request names: the version that must answer it, and its digest.
+
+    Args:
+        version: that is wanted; `None` is that which serves.
+        serves, before: version and digest.
+
+    Raises:
+        VersionGoneError: it is neither.
+    """
+    if version is None:
+        return {"version": serves[0], "digest": serves[1]}
+    if version == serves[0]:  # which a push may make the one before, while this is asked
+        return {"version": version, "digest": serves[1], "held": True}
+    if before is None or before[0] != version:
+        raise VersionGoneError(
+            f"generating: version={version} is asked for, and is neither version={serves[0]}, which serves, nor the one before it. Draw "
+            "it again, with what serves now."
+        )
+    return {"version": version, "digest": before[1], "held": True}
+
+
+def shared_with(
+    url: str,
+    directory: Path,
+    ask: Callable[..., dict[str, Any]],
+    about: Mapping[str, Any],
+    *,
+    quietly: bool = False,
+) -> Path | None:
+    """The directory, if the server at `url` sees there what we write; it is asked with `ask`.
+
+    Raises:
+        ConfigConflictError: we cannot write there.
+    """
+    content = uuid.uuid4().hex.encode()
+    probe = directory / f".qlora-rl-probe-{uuid.uuid4().hex}"
+    try:
+        probe.write_bytes(content)
+    except OSError as error:
+        raise ConfigConflictError(f"sharing a directory with a server: {directory}: {error.strerror}.") from error
+    try:
+        seen = ask("POST", "/probe", lambda: {"path": probe.name})["digest"]
+    finally:
+        probe.unlink(missing_ok=True)
+    if seen == hashlib.sha256(content).hexdigest():
+        return directory
+    logger.log(
+        logging.DEBUG if quietly else logging.WARNING,
+        "%s is not the adapter directory of the server at %s (%s): adapters travel in requests",
+        directory,
+        url,
+        about["adapter_dir"],
+    )
+    return None

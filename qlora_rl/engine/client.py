@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,16 +21,17 @@ import httpx
 
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.answers import AwayError, refusal, refuse_other_version, stranger
-from qlora_rl.engine.asking import as_ids, check_url, find_key, near_directory, read_directory, split_urls
+from qlora_rl.engine.answers import AwayError, RestartedError, refusal, refuse_other_version, stranger
+from qlora_rl.engine.asking import as_ids, check_url, expected, find_key, near_directory, read_directory, shared_with, split_urls
+from qlora_rl.engine.lines import Lines
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.engine.upload import upload
 from qlora_rl.errors import (
     BaseMismatchError,
-    ConfigConflictError,
     EngineBrokenError,
     EngineClosedError,
     QloraRLError,
+    RolloutCancelledError,
     SyncError,
 )
 
@@ -114,7 +116,8 @@ class ServerEngine:
         self._dense = 0  # the version of the full weights that were pushed last
         self._withdrawn = ""
         self._base = ""
-        self._is_recovering = False
+        self._is_recovering, self._recovering, self._lines = False, threading.RLock(), Lines()
+        self._before: tuple[int, str] | None = None  # what this engine has asked for before
         self._about = self._ask("GET", "/state")
         self._base, self.found = self._about["base"], (self._version, self._about.get("digest", ""))  # what served
         self.shared_dir = self._tried(Path(shared_dir).resolve()) if shared_dir is not None else None
@@ -168,6 +171,7 @@ class ServerEngine:
             can_sleep=False,
             takes_bytes=self.shared_dir is None,
             dense_way="directory" if self.shared_dir or self._near else "http",
+            holds_two=self._about.get("holds_two", False),
         )
 
     def describe_base(self) -> BaseFingerprint:
@@ -184,18 +188,21 @@ class ServerEngine:
         sampling: SamplingSpec | None = None,
         *,
         places: Sequence[int] | None = None,
+        version: int | None = None,
         **fields: Any,
     ) -> Rollout:
-        """One completion for each of B prompts (token ids), all by one version.
+        """One completion for each of B prompts (token ids), all by one version; from any thread.
 
         Args:
             prompts: token ids.
             sampling: how to draw.
             places: number of each prompt in the whole of which these are a part; decides its seed. By default 0 to B - 1.
+            version: that was pushed last, or the one before it.
             fields: of `SamplingSpec`, instead of `sampling`.
 
         Raises:
             PromptTooLongError: names every prompt that leaves no room for a completion; nothing was generated.
+            VersionGoneError: neither. RolloutCancelledError: another thread has called `cancel`.
             ServerTakenError: somebody else has pushed another adapter.
             EngineBrokenError: the server stayed away longer than `wait_s`.
         """
@@ -208,7 +215,7 @@ class ServerEngine:
         asked = {"prompts": ids, "sampling": dataclasses.asdict(sampling or SamplingSpec(**fields))}
         if places is not None:
             asked["places"] = list(places)
-        found = self._ask("POST", "/generate", lambda: asked | self._expected())
+        found = self._ask("POST", "/generate", lambda: asked | self._expected(version))
         seconds = time.perf_counter() - started
         return Rollout(found["completion_ids"], found["logprobs"], found["version"], seconds)
 
@@ -230,6 +237,10 @@ class ServerEngine:
         with contextlib.suppress(*_FAULTS, ValueError):  # NaN is no JSON
             body = {"difference": difference}
             self._client.post(f"{PREFIX}/canary", json=body, headers={START: self._start}, timeout=5.0)
+
+    def cancel(self) -> None:
+        """Have the calls of other threads end with `RolloutCancelledError`; the server lets go of what they wanted."""
+        self._lines.cut()
 
     def claim(self, *, force: bool = False) -> None:
         """Become the one trainer that pushes to this server; a push does it too.
@@ -261,7 +272,8 @@ class ServerEngine:
             raise SyncError(
                 f"pushing adapter version={version}: the server answers with version={self._version}. Push again."
             )
-        self._pushed, self._serves, self._withdrawn = (blob, version), (version, digest), ""
+        self._pushed = blob, version
+        self._note(version, digest)
 
     def load_adapter(self, directory: Path, version: int) -> None:
         """Serve a PEFT directory: by its name where it lies in the shared directory, else by its bytes."""
@@ -273,7 +285,8 @@ class ServerEngine:
             return
         path = str(directory.resolve().relative_to(self.shared_dir))
         self._change("POST", "/adapter", lambda: {"path": path, "version": version, "digest": digest})
-        self._pushed, self._serves, self._withdrawn = (blob, version), (version, digest), ""
+        self._pushed = blob, version
+        self._note(version, digest)
 
     @property
     def holds_dense(self) -> bool:
@@ -301,7 +314,8 @@ class ServerEngine:
             raise SyncError(
                 f"pushing weights version={version}: the server answers with version={self._version}. Push again."
             )
-        self._pushed, self._dense, self._serves, self._withdrawn = None, version, (version, digest), ""
+        self._pushed, self._dense = None, version
+        self._note(version, digest)
         return nbytes
 
     def withdraw_dense(self, reason: str) -> None:
@@ -316,7 +330,7 @@ class ServerEngine:
         """Serve the bare base again, as version 0; read anew from its directory where full weights lie over it."""
         self._pushed, self._dense = None, 0  # should the server have been started anew, it has none already
         self._change("DELETE", "/adapter")
-        self._serves, self._withdrawn = (0, ""), ""
+        self._note(0, "")
 
     def withdraw_adapter(self, reason: str) -> None:
         """Ask for nothing more until the next push: what the server serves was not proven."""
@@ -356,11 +370,14 @@ class ServerEngine:
                 f"generating: {self._withdrawn}. Push again, or call drop_adapter() to go on with the bare base."
             )
 
-    def _expected(self) -> dict[str, Any]:
-        """What must serve; who has pushed nothing follows the server."""
+    def _note(self, version: int, digest: str) -> None:
+        """What was asked for serves."""
+        self._before, self._serves, self._withdrawn = self._serves, (version, digest), ""
+
+    def _expected(self, version: int | None = None) -> dict[str, Any]:
+        """What must serve, or has before; who has pushed nothing follows the server."""
         self._refuse_withdrawn()  # it may have been lost between two attempts
-        version, digest = self._serves or (self._version, None)
-        return {"version": version, "digest": digest}
+        return expected(version, self._serves or (self._version, None), self._before)
 
     def _change(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Ask for another version."""
@@ -384,13 +401,17 @@ class ServerEngine:
         """Ask until there is an answer; a refusal is raised at once. `body`: bytes, or a function that gives JSON."""
         if self._is_closed:
             raise EngineClosedError("using the engine: it was closed. Make a new ServerEngine.")
-        end, pause = time.monotonic() + self.wait_s, 0.1
+        end, pause, cuts = time.monotonic() + self.wait_s, 0.1, self._lines.cuts
         while True:
             try:
                 return self._ask_once(method, path, body)
-            except _RestartedError as found:
-                self._recover(found)
+            except RestartedError as found:
+                with self._recovering:
+                    if self._start == found.asked:  # or another thread has done it
+                        self._recover(found)
             except AwayError as fault:
+                if cuts != self._lines.cuts:
+                    raise RolloutCancelledError("asking the server: cancelled, because the run ends.") from None
                 if time.monotonic() + pause > end:
                     raise EngineBrokenError(
                         f"asking the server at {self.url}: {fault}. It stayed away for wait_s={self.wait_s:.0f} s. Start it again on the "
@@ -406,9 +427,11 @@ class ServerEngine:
     def _ask_once(self, method: str, path: str, body: Any) -> dict[str, Any]:
         asked = body if isinstance(body, bytes) or body is None else body()
         content = json.dumps(asked).encode() if isinstance(asked, dict) else asked
+        known = self._start
+        marks = {START: known} if known else {}
         try:
             answer = self._client.request(
-                method, PREFIX + path, content=content, headers={START: self._start} if self._start else {}
+                method, PREFIX + path, content=content, headers=marks, extensions={"trace": self._lines}
             )
         except (httpx.LocalProtocolError, httpx.UnsupportedProtocol) as error:  # its text may hold the key
             text = f"asking the server at {self.url}: {type(error).__name__}: no such request can be sent."
@@ -417,7 +440,7 @@ class ServerEngine:
             raise AwayError(str(error) or type(error).__name__) from error
         start = answer.headers.get(START, "")
         if answer.status_code == RESTARTED:
-            raise _RestartedError(start)
+            raise RestartedError(start, known)
         if answer.status_code != 200:
             raise refusal(answer, self.url)
         try:
@@ -428,32 +451,16 @@ class ServerEngine:
             raise stranger(self.url)
         refuse_other_version(asked, found)
         self._start = self._start or start
-        self._version = int(answer.headers[VERSION])
+        # The answer to a rollout may be read later than that to a push which came after it.
+        if self._serves is None or path not in ("/generate", "/score"):
+            self._version = int(answer.headers[VERSION])
         return found
 
     def _tried(self, directory: Path | None, *, quietly: bool = False) -> Path | None:
         """The directory, if the server sees there what we write."""
-        if directory is None:
-            return None
-        content = uuid.uuid4().hex.encode()
-        probe = directory / f".qlora-rl-probe-{uuid.uuid4().hex}"
-        try:
-            probe.write_bytes(content)
-        except OSError as error:
-            raise ConfigConflictError(f"sharing a directory with a server: {directory}: {error.strerror}.") from error
-        try:
-            seen = self._ask("POST", "/probe", lambda: {"path": probe.name})["digest"]
-        finally:
-            probe.unlink(missing_ok=True)
-        if seen == hashlib.sha256(content).hexdigest():
-            return directory
-        level, where = logging.DEBUG if quietly else logging.WARNING, (directory, self.url, self._about["adapter_dir"])
-        logger.log(
-            level, "%s is not the adapter directory of the server at %s (%s): adapters travel in requests", *where
-        )
-        return None
+        return directory and shared_with(self.url, directory, self._ask, self._about, quietly=quietly)
 
-    def _recover(self, found: _RestartedError) -> None:
+    def _recover(self, found: RestartedError) -> None:
         """The server was started anew: the same base? Then the newest adapter again."""
         is_in_doubt = self._start == UNPROVEN
         why = "is in doubt" if is_in_doubt else "was started anew"
@@ -489,11 +496,3 @@ class ServerEngine:
             raise
         finally:
             self._is_recovering = False
-
-
-class _RestartedError(Exception):
-    """Somebody answers who was started later."""
-
-    def __init__(self, start: str):
-        super().__init__(start)
-        self.start = start

@@ -132,6 +132,7 @@ class Fleet:
             max_lora_rank=min(each.max_lora_rank for each in found),
             max_model_length=min(each.max_model_length for each in found),
             takes_bytes=any(each.takes_bytes for each in found),
+            holds_two=False,
         )
 
     def describe_base(self) -> BaseFingerprint:

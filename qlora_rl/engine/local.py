@@ -17,6 +17,7 @@ from qlora_rl.engine import compat
 from qlora_rl.engine.adapters import Adapters
 from qlora_rl.engine.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.dense import DenseWeights
+from qlora_rl.engine.drive import Driver, alone
 from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
 from qlora_rl.engine.options import start_options
 from qlora_rl.engine.sampling import check_lengths, holds_nan, sampled_logprobs, sampling_params
@@ -97,9 +98,10 @@ class LocalEngine:
         self.max_lora_rank = rank_class(max_lora_rank) if max_lora_rank else 0
         self._enable_sleep = enable_sleep
         self._adapters, self._dense = Adapters(self.max_lora_rank), DenseWeights()
-        self._requests = self._incarnation = self._repairs = 0
+        self._incarnation = self._repairs = 0
         self._is_broken = self._is_closed = self._is_asleep = False
         self._llm: Any = None
+        self._driver = Driver(on_failure=self._break)
         self.borrowers = Borrowers()
 
         self._owns_process_group = not (torch.distributed.is_available() and torch.distributed.is_initialized())
@@ -169,6 +171,7 @@ class LocalEngine:
             max_model_length=self._max_model_length,
             adapter_dtype=dtype,
             can_sleep=self._enable_sleep and not self._is_cpu,
+            holds_two=bool(self.max_lora_rank),
             takes_in_place=bool(self.max_lora_rank) and self._options["tensor_parallel_size"] == 1,
         )
 
@@ -185,22 +188,27 @@ class LocalEngine:
         self.wake()
         ids = [list(s) for s in sequences]
         check_lengths(ids, self._max_model_length)
-        outputs = self._run(ids, SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0}), bare=bare)
+        _, outputs = self._run(
+            ids, SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0}), bare=bare
+        )
         return [
             [entry[token].logprob for token, entry in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
             for row, output in zip(ids, outputs, strict=True)
         ]
 
+    @alone
     def held_adapter(self, rank: int) -> dict[str, str]:
         """Digests of what the adapter slot holds; empty for the bare base."""
         self.wake()
         return self._adapters.held(self._llm, rank)
 
+    @alone
     def describe_base(self) -> BaseFingerprint:
         """The base as vLLM holds it, read from its own weights."""
         self.wake()
         return BaseFingerprint.from_dict(self.llm.collective_rpc("qlora_describe_base")[0])
 
+    @alone
     def repair_base(self) -> dict[str, float]:
         """Write the exact scales of the base directory into vLLM's weights, where its loader has rounded them (docs/fidelity.md).
 
@@ -213,6 +221,7 @@ class LocalEngine:
         self._repairs += bool(repaired)
         return repaired
 
+    @alone
     def lend_base(self) -> Lending:
         """vLLM's own tensors, for `borrow_base`; whoever takes them is noted in `borrowers`."""
         self.wake()
@@ -222,9 +231,17 @@ class LocalEngine:
         return self._llm.collective_rpc("qlora_repair_scales")[0]
 
     def generate(
-        self, prompts: Sequence[Sequence[int] | str], sampling: SamplingSpec | None = None, **fields: Any
+        self,
+        prompts: Sequence[Sequence[int] | str],
+        sampling: SamplingSpec | None = None,
+        *,
+        version: int | None = None,
+        **fields: Any,
     ) -> Rollout:
         """One completion for each of B prompts; repeat a prompt to draw several.
+
+        Several threads may call it: their requests share vLLM's batch, and a push takes its turn between two steps. A call
+        ends with the version with which it began.
 
         An interrupt (Ctrl-C, a notebook's stop button) takes effect between two engine steps: all requests of the call
         are aborted and the engine stays usable. A second interrupt during the same step gives the engine up; it is
@@ -233,10 +250,13 @@ class LocalEngine:
         Args:
             prompts: B token-id lists or strings.
             sampling: how to draw; or give its fields by name.
+            version: of the adapter; that which serves, or the one before it while its slot has not been written anew.
 
         Raises:
             PromptTooLongError: names every prompt that leaves no room for a completion; nothing was generated.
             EngineBrokenError: vLLM failed in a step; the engine is rebuilt at the next use.
+            VersionGoneError: the engine no longer holds `version`.
+            RolloutCancelledError: another thread has called `cancel`.
         """
         if sampling is not None and fields:
             raise TypeError("generate: give either sampling= or its fields by name, not both.")
@@ -245,14 +265,19 @@ class LocalEngine:
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         check_lengths(ids, self._max_model_length)
         started = time.perf_counter()
-        outputs = [output.outputs[0] for output in self._run(ids, sampling)]
+        version, outputs = self._run(ids, sampling, version=version)
         return Rollout(
-            completion_ids=[list(o.token_ids) for o in outputs],
-            logprobs=[sampled_logprobs(o) for o in outputs],
-            version=self.version,
+            completion_ids=[list(o.outputs[0].token_ids) for o in outputs],
+            logprobs=[sampled_logprobs(o.outputs[0]) for o in outputs],
+            version=version,
             seconds=time.perf_counter() - started,
         )
 
+    def cancel(self) -> None:
+        """Have the calls of other threads end between two steps, with `RolloutCancelledError`; none of their requests stays."""
+        self._driver.cancel()
+
+    @alone
     def load_adapter(self, directory: Path, version: int) -> None:
         """Serve a PEFT directory as `version` from the next request on.
 
@@ -263,6 +288,7 @@ class LocalEngine:
         self._dense.refuse_adapters(self.max_lora_rank)
         self._adapters.load(self._llm, directory, version)
 
+    @alone
     def lend_slots(self, directory: Path) -> AdapterSlots:
         """Load a canonical PEFT directory into two slots and lend their buffers, until an adapter is loaded or dropped.
 
@@ -273,6 +299,7 @@ class LocalEngine:
         self._dense.refuse_adapters(self.max_lora_rank)
         return self._adapters.lend(self._llm, directory)
 
+    @alone
     def serve_slot(self, slots: AdapterSlots, index: int, version: int, recover: Callable[[], Path]) -> None:
         """Serve what lies in a slot as `version` from the next request on; nothing is copied or read.
 
@@ -282,6 +309,7 @@ class LocalEngine:
         self._ensure_usable()
         self._adapters.serve_slot(slots, index, version, recover)
 
+    @alone
     def load_dense(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
         """Serve these weights instead of the base's, as `version`, from the next request on; adapters are dropped.
 
@@ -316,12 +344,14 @@ class LocalEngine:
         """Serve nothing until the next `load_dense`: what lies there has turned out to be wrong."""
         self._dense.withdraw(reason)
 
+    @alone
     def drop_adapter(self) -> None:
         """Serve the bare base again, as version 0; read anew from its directory where dense weights lie over it."""
         self._ensure_usable()
         self._dense.drop(self._llm, self.base)
         self._adapters.drop(self._llm)
 
+    @alone
     def sleep(self) -> None:
         """Give back the KV cache and move the weights to host memory (vLLM's level 1); a no-op on the CPU.
 
@@ -340,6 +370,7 @@ class LocalEngine:
             return
         self._is_asleep = True
 
+    @alone
     def wake(self) -> None:
         """Undo `sleep`; `generate` does it by itself."""
         self._ensure_usable()
@@ -349,6 +380,7 @@ class LocalEngine:
             self._incarnation += 1
             self._adapters.after_wake(self._llm)
 
+    @alone
     def close(self, *, force: bool = False) -> None:
         """Stop vLLM and give its memory back; harmless when repeated.
 
@@ -417,67 +449,52 @@ class LocalEngine:
             self._dense.rebuilt()
             self._adapters.load_again(self._llm)
 
-    def _run(self, ids: list[list[int]], sampling: SamplingSpec, *, bare: bool = False) -> list[Any]:
-        """Drive the engine until all B requests are done; whatever happens, none of them stays behind."""
-        engine = self._llm.llm_engine
-        self._dense.refuse_lost(bare=bare)
-        if not bare:
-            self._adapters.refuse_lost()
-        served = None if bare else self._adapters.served
-        # The salt makes a KV block of one push invisible to every other, whatever their names and paths.
-        lora, salt = (None, self._dense.salt) if served is None else (served.request, served.salt)
-        salt = f"{salt}-{self._repairs}"  # nor does one outlive a repair of the base
+    def _run(
+        self, ids: list[list[int]], sampling: SamplingSpec, *, bare: bool = False, version: int | None = None
+    ) -> tuple[int, list[Any]]:
+        """Drive the engine until all B requests are done; whatever happens, none of them stays behind.
+
+        Returns:
+            The version that has made them, and their outputs.
+        """
         try:
             params = [sampling_params(sampling, i) for i in range(len(ids))]
         except Exception as error:  # vLLM has an error type of its own for them
             raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
-        place = {f"{self._requests + i}": i for i in range(len(ids))}
-        self._requests += len(ids)
-        finished: list[Any] = [None] * len(ids)
-        internal: list[str] = []
         try:
             with interrupts_between_steps() as raise_if_interrupted:
-                for name, i in place.items():
-                    prompt = {"prompt_token_ids": ids[i], "cache_salt": salt}
-                    internal.append(engine.add_request(name, prompt, params[i], lora_request=lora))
-                while engine.has_unfinished_requests():
-                    raise_if_interrupted()
-                    for output in engine.step():
-                        if output.finished:
-                            finished[place[output.request_id]] = output
-                raise_if_interrupted()
+                with self._driver.asking(), self._driver.lock:
+                    self._ensure_usable()  # another thread's call may have failed just now
+                    version = self.version if version is None else version
+                    lora, salt = self._policy(version, bare=bare)
+                    engine = self._llm.llm_engine
+                    prompts = [{"prompt_token_ids": each, "cache_salt": salt} for each in ids]
+                    call = self._driver.begin(engine, prompts, params, lora)
+                # From here on a push may take place between two steps: these requests go on with what they began with.
+                finished = self._driver.finish(engine, call, raise_if_interrupted)
         except ForcedInterrupt:
-            self._is_broken = True
-            raise KeyboardInterrupt from None
-        except KeyboardInterrupt:
-            self._abort(internal)
-            raise
-        except Exception as error:
-            if len(internal) < len(ids):  # refused while it was being added: nothing has run yet
-                self._abort(internal)
-                raise EngineUnsupportedError(f"generating: vLLM refuses prompt {len(internal)}: {error}") from error
-            self._is_broken = True
-            raise EngineBrokenError(
-                f"generating: vLLM failed in a step ({type(error).__name__}: {error}). The engine is rebuilt at its next use."
-            ) from error
-        if holds_nan(finished):
-            logger.warning(
-                "version %d gives NaN: the KV cache is cleared, so that no later request reads it", self.version
+            self._driver.fail(
+                EngineBrokenError(
+                    "generating: another thread has given the engine up in the middle of a step; ask again."
+                )
             )
-            self._llm.collective_rpc("qlora_clear_cache")
-            self._llm.reset_prefix_cache()
-        return finished
+            raise KeyboardInterrupt from None
+        if holds_nan(finished):
+            logger.warning("version %d gives NaN: the KV cache is cleared, so that no later request reads it", version)
+            with self._driver.asking(), self._driver.lock:
+                self._llm.collective_rpc("qlora_clear_cache")
+                self._llm.reset_prefix_cache()
+        return version, finished
 
-    def _abort(self, internal: list[str]) -> None:
-        """Take all requests of the call out of scheduler and workers."""
-        engine = self._llm.llm_engine
-        self._is_broken = True  # until they are gone: an interrupt may strike here too
-        try:
-            engine.abort_request(internal, internal=True)
-            while engine.has_unfinished_requests():
-                engine.step()
-            engine.step()  # tells the worker to forget them
-        except Exception:
-            logger.warning("aborting the requests failed; the engine is rebuilt at its next use", exc_info=True)
-            return
-        self._is_broken = False
+    def _policy(self, version: int, *, bare: bool) -> tuple[Any, str]:
+        """vLLM's LoRARequest (`None` for the base) and the salt of a version that is held."""
+        self._dense.refuse_lost(bare=bare)
+        if not bare:
+            self._adapters.refuse_lost()
+        served = None if bare else self._adapters.find(version, self.version)
+        # The salt makes a KV block of one push invisible to every other, whatever their names and paths.
+        lora, salt = (None, self._dense.salt) if served is None else (served.request, served.salt)
+        return lora, f"{salt}-{self._repairs}"  # nor does one outlive a repair of the base
+
+    def _break(self) -> None:
+        self._is_broken = True

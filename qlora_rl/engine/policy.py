@@ -26,7 +26,14 @@ from qlora_rl.engine import compat
 from qlora_rl.engine.gate import Visits
 from qlora_rl.engine.sampling import check_lengths, holds_nan, sampled_logprobs, sampling_params, scored_logprobs
 from qlora_rl.engine.weights import ServedWeights
-from qlora_rl.errors import AccessDeniedError, ConfigConflictError, ServerTakenError, SyncError, collected
+from qlora_rl.errors import (
+    AccessDeniedError,
+    ConfigConflictError,
+    ServerTakenError,
+    SyncError,
+    VersionGoneError,
+    collected,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +41,8 @@ logger = logging.getLogger(__name__)
 _NAMES = 64
 # Of an entry of A or B: a hundred times what training gives, and so small that its products stay finite in bfloat16.
 _LARGEST = 100.0
-# Version and digest that a request expects; `None` is any.
-Wanted = tuple[int | None, str | None]
+# Version and digest that a request expects, `None` is any; and whether the one before that which serves will do, too.
+Wanted = tuple[int | None, str | None, bool]
 # Parts of PEFT's config that vLLM would leave out, or that are no plain LoRA.
 _REFUSED_CONFIG = ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save", "layer_replication")
 
@@ -211,7 +218,7 @@ class ServedPolicy:
         prompts: list[list[int]],
         sampling: Mapping[str, Any],
         places: list[int] | None = None,
-        wanted: Wanted = (None, None),
+        wanted: Wanted = (None, None, False),
     ) -> dict[str, Any]:
         """One completion for each of B prompts, all by the version that serves now; `places` decide the seeds.
 
@@ -232,7 +239,9 @@ class ServedPolicy:
             "seconds": time.perf_counter() - started,
         }
 
-    async def score(self, sequences: list[list[int]], bare: bool, wanted: Wanted = (None, None)) -> dict[str, Any]:
+    async def score(
+        self, sequences: list[list[int]], bare: bool, wanted: Wanted = (None, None, False)
+    ) -> dict[str, Any]:
         """Logprobs of every token but the first; `wanted` as in `generate`."""
         spec = SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0})
         version, outputs = await self._run(sequences, spec, bare=bare, wanted=wanted)
@@ -246,14 +255,14 @@ class ServedPolicy:
         places: list[int] | None = None,
         *,
         bare: bool = False,
-        wanted: Wanted = (None, None),
+        wanted: Wanted = (None, None, False),
     ) -> tuple[int, list[Any]]:
         check_lengths(ids, self.max_length)
         await self._clear_stains()  # whoever had drawn NaN may have gone before it was cleared away
         async with self.weights.reading(bare=bare):
             # Not before: it may have waited for a push. Nothing is awaited until `held` is read.
-            self._refuse_other(*wanted)
-            version, outputs = await self._draw(ids, spec, None if bare else self.held, places)
+            held = self._find(*wanted)
+            version, outputs = await self._draw(ids, spec, None if bare else held, places)
             if await asyncio.to_thread(holds_nan, outputs):  # no `|=`: it would forget what others find meanwhile
                 self._is_stained = True
         await self._clear_stains()
@@ -270,13 +279,20 @@ class ServedPolicy:
             self._is_stained = True
             raise
 
-    def _refuse_other(self, version: int | None, digest: str | None) -> None:
+    def _find(self, version: int | None, digest: str | None, or_before: bool) -> Held | None:
+        """What is asked for: that which serves, or the one before, whose directory lies there still."""
+        if or_before and self.held is not None:
+            for held in self._kept:
+                if (held.version, held.digest) == (version, digest):
+                    return held
+            raise VersionGoneError(f"generating: version={version} is no longer held; version {self.version} serves.")
         is_other = digest is not None and digest != self.digest
         if is_other or (version is not None and version != self.version):
             raise ServerTakenError(
                 f"generating: version={version} is asked for, and {'another ' * is_other}version={self.version} serves: somebody "
                 "else has pushed. One server serves one trainer; start another server."
             )
+        return self.held
 
     async def _draw(
         self, ids: list[list[int]], spec: SamplingSpec, held: Held | None, places: list[int] | None

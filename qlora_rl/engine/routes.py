@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from qlora_rl.engine.gate import TooLargeError
-from qlora_rl.engine.policy import ServedPolicy, is_dead_engine, read_probe
+from qlora_rl.engine.policy import ServedPolicy, Wanted, is_dead_engine, read_probe
 from qlora_rl.engine.weights_routes import WeightsApi
 from qlora_rl.errors import ConfigConflictError, QloraRLError, ServerTakenError
 
@@ -35,6 +35,7 @@ STATUS = {
     "PromptTooLongError": 400,
     "EngineUnsupportedError": 400,
     "ServerTakenError": 409,
+    "VersionGoneError": 409,
     "SyncError": 422,
     "EngineBrokenError": 503,
 }
@@ -178,7 +179,7 @@ class Api:
     async def score(self, request: Request) -> dict[str, Any] | None:
         """Logprobs of every token but the first."""
         asked = await _json(request, sequences=list, bare=bool)
-        wanted = (None, None) if asked["bare"] else _wanted(asked)
+        wanted = (None, None, False) if asked["bare"] else _wanted(asked)
         return await _unless_gone(request, self.policy.score(_ids(asked["sequences"]), asked["bare"], wanted))
 
     async def probe(self, request: Request) -> dict[str, Any]:
@@ -258,9 +259,9 @@ async def _unless_gone(request: Request, work: Any) -> Any:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-def _wanted(asked: dict[str, Any]) -> tuple[int | None, str | None]:
-    """Version and digest that must serve, where the client has named them."""
-    return asked.get("version"), asked.get("digest")
+def _wanted(asked: dict[str, Any]) -> Wanted:
+    """Version and digest that must serve, where the client has named them; or that need only be held."""
+    return asked.get("version"), asked.get("digest"), asked.get("held") is True
 
 
 def _session(request: Request) -> str:

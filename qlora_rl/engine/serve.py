@@ -170,6 +170,7 @@ class _Server:
             "repaired": len(repaired),
             "max_lora_rank": rank,
             "takes_dense": weights.takes_any,
+            "holds_two": bool(rank),
             "max_model_length": length,
             "max_body_bytes": max_body,
             "adapter_dtype": str(engine.model_config.dtype).removeprefix("torch."),

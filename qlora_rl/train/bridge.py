@@ -6,6 +6,7 @@ It holds no trainer. `install` sets the four attributes by which TRL 1.16 uses a
 from __future__ import annotations
 
 import dataclasses
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,8 @@ class EngineBridge:
         self.sampling = sampling
         self.seed = seed
         self.sleeps = sleeps
+        self.holds_two = engine.capabilities().holds_two
+        self._alone, self._counting = threading.Lock(), threading.Lock()
         self._calls = 0
         self._proven = engine.incarnation
         self._reports: list[SyncReport] = []
@@ -77,28 +80,51 @@ class EngineBridge:
         Returns:
             Prompt ids and completion ids (B lists each), logprobs [B][T][1] of the drawn tokens, and their ids [B][T][1].
         """
-        if images is not None and any(images):
-            raise NotYetSupportedError(
-                "generating: the prompts hold images, which this version does not hand to the engine. Use text prompts."
-            )
-        spec = dataclasses.replace(self.sampling, seed=self.seed * 1_000_003 + self._calls)
-        self._calls += 1
+        call, self._calls = self._calls, self._calls + 1
         self.engine.wake()
         self._prove()  # it may have slept, or been rebuilt, since the last push
         with profiler or nullcontext():
             try:
-                rollout = self.engine.generate(prompts, spec)
+                rollout = self.draw(prompts, images, call=call)
             except EngineBrokenError:
                 if self.engine.incarnation == self._proven:
                     raise
                 # A server was started anew in the middle, and has lost full weights: they are pushed again.
                 self._prove()
-                rollout = self.engine.generate(prompts, spec)
+                rollout = self.draw(prompts, images, call=call)
         if self.sleeps:
             self.engine.sleep()
         self.last = rollout
-        self._tokens += rollout.tokens
-        self._seconds += rollout.seconds
+        return self.as_trl_wants(prompts, rollout)
+
+    def draw(self, prompts: list[list[int]], images: Any = None, *, call: int, version: int | None = None) -> Rollout:
+        """One completion per prompt, with the seed of call number `call`; from any thread. Nothing is woken or proven.
+
+        Args:
+            version: that draws, of those that the engine holds (`holds_two`); by default what serves.
+        """
+        if images is not None and any(images):
+            raise NotYetSupportedError(
+                "generating: the prompts hold images, which this version does not hand to the engine. Use text prompts."
+            )
+        spec = dataclasses.replace(self.sampling, seed=self.seed * 1_000_003 + call)
+        # An engine that knows nothing of threads is asked by one at a time.
+        with nullcontext() if self.holds_two else self._alone:
+            rollout = (
+                self.engine.generate(prompts, spec)
+                if version is None
+                else self.engine.generate(prompts, spec, version=version)
+            )
+        with self._counting:
+            self._tokens += rollout.tokens
+            self._seconds += rollout.seconds
+        return rollout
+
+    @staticmethod
+    def as_trl_wants(
+        prompts: list[list[int]], rollout: Rollout
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], list[list[list[int]]]]:
+        """What `generate` returns."""
         return (
             [list(p) for p in prompts],
             rollout.completion_ids,
@@ -114,6 +140,7 @@ class EngineBridge:
 
     def drain(self) -> tuple[list[SyncReport], int, float]:
         """Pushes, drawn tokens and seconds of generation since the last call of `drain`."""
-        taken = (self._reports, self._tokens, self._seconds)
-        self._reports, self._tokens, self._seconds = [], 0, 0.0
+        with self._counting:
+            taken = (self._reports, self._tokens, self._seconds)
+            self._reports, self._tokens, self._seconds = [], 0, 0.0
         return taken

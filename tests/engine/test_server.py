@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from support import randomise
 from test_training import lines, make
 
 from qlora_rl import (
@@ -28,9 +29,11 @@ from qlora_rl import (
     EngineBrokenError,
     EngineUnsupportedError,
     PromptTooLongError,
+    RolloutCancelledError,
     ServerEngine,
     ServerTakenError,
     SyncError,
+    VersionGoneError,
     export_adapter,
     judge_adapter,
     load_base,
@@ -496,6 +499,43 @@ def test_requests_of_a_client_that_has_gone_are_given_up(server, remote, prompts
         assert time.monotonic() < end
         time.sleep(0.05)
     remote.generate(prompts, max_tokens=2)
+
+
+def test_the_version_before_the_newest_is_drawn_with_where_it_is_asked_for(server, remote, adapted, prompts):
+    def push(version):
+        randomise(adapted, 0.1, seed=version)
+        remote.load_packed(pack_adapter(export_adapter(adapted, dtype=torch.bfloat16)), version)
+        return remote.generate(prompts, max_tokens=8, seed=1)
+
+    first, second = push(1), push(2)
+    assert first.logprobs != second.logprobs
+    again = remote.generate(prompts, max_tokens=8, seed=1, version=1)
+    assert (again.version, again.completion_ids, again.logprobs) == (1, first.completion_ids, first.logprobs)
+    assert remote.generate(prompts, max_tokens=8, seed=1, version=2).logprobs == second.logprobs
+    assert remote.version == 2
+    push(3)
+    with pytest.raises(VersionGoneError, match="version=1"):
+        remote.generate(prompts, max_tokens=8, version=1)
+    # The server says it as well, to whom does not know.
+    body = {"prompts": prompts, "sampling": {}, "version": 1, "digest": "0" * 64, "held": True}
+    answer = ask(server, "POST", "/qlora/v1/generate", server.key, json=body)
+    assert (answer.status_code, answer.json()["error"]["kind"]) == (409, "VersionGoneError")
+
+
+def test_another_thread_can_end_what_is_asked_and_the_server_lets_go_of_it(server, remote, prompts):
+    with ThreadPoolExecutor(1) as pool:
+        many = [list(p) for p in prompts for _ in range(32)]
+        call = pool.submit(remote.generate, many, max_tokens=56, extra={"min_tokens": 56})
+        while not call.done() and not running(server):
+            time.sleep(0.01)
+        remote.cancel()
+        with pytest.raises(RolloutCancelledError):
+            call.result(60)
+    end = time.monotonic() + 60
+    while running(server):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert len(remote.generate(prompts[:1], max_tokens=2).completion_ids) == 1
 
 
 def test_the_bare_base_beside_the_policy_is_scored_as_the_bare_base(server, remote, bundle, prompts):

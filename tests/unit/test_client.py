@@ -1,5 +1,6 @@
 """`ServerEngine` against answers of every kind; the real server is in tests/engine/test_server.py."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -135,6 +136,38 @@ def test_after_a_restart_the_base_is_proven_and_the_adapter_pushed_before_anythi
         ("POST", "/generate"), ("GET", "/state"), ("GET", "/base"), ("PUT", "/adapter"), ("POST", "/generate"),
     ]  # fmt: skip
     assert (rollout.version, engine.version, engine.incarnation) == (4, 4, 2)
+
+
+def test_the_version_before_the_newest_is_asked_for_by_its_digest_and_an_older_one_not_at_all(engine, server):
+    for version in (1, 2):
+        engine.load_packed(b"bytes %d" % version, version)
+    bodies = []
+    server.content = lambda request: bodies.append(json.loads(request.content)) or {
+        "completion_ids": [[1]], "logprobs": [[-1.0]], "version": bodies[-1]["version"], "seconds": 0.0
+    }  # fmt: skip
+    assert [engine.generate([[1, 2]], max_tokens=1, version=v).version for v in (None, 2, 1)] == [2, 2, 1]
+    assert [body.get("held") for body in bodies] == [None, True, True]
+    assert [body["digest"] for body in bodies] == [hashlib.sha256(b"bytes %d" % v).hexdigest() for v in (2, 2, 1)]
+    with pytest.raises(errors.VersionGoneError, match="version=0 is asked for"):
+        engine.generate([[1, 2]], max_tokens=1, version=0)
+    assert len(bodies) == 3
+
+
+def test_the_answer_to_a_rollout_that_is_read_after_a_push_does_not_turn_the_version_back(engine, server):
+    engine.load_packed(b"old", 1)
+    real = server.content
+
+    def slow(request):
+        found = real(request)
+        if request.url.path.endswith("/generate"):
+            server.content = real
+            engine.load_packed(b"new", 2)  # another thread, while this answer is on its way
+            server.version = 1
+        return found
+
+    server.content = slow
+    assert engine.generate([[1, 2]], max_tokens=1).version == 1
+    assert engine.version == 2
 
 
 @pytest.mark.parametrize("before", [b"old", None])

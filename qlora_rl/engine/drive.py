@@ -1,0 +1,182 @@
+"""`Driver`: one vLLM engine stepped for the calls of several threads; between two steps anybody may have a turn.
+
+vLLM's engine of this process is made for one thread. Here a thread that generates holds the lock for one step at a time: a second
+call joins the running batch, and a push or a proof goes in between, while the requests that have begun go on as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, RolloutCancelledError
+
+logger = logging.getLogger(__name__)
+
+
+# How long a thread that steps lets go of the lock where others wait for it; Python's locks are given to whoever asks first.
+_YIELD_S = 0.0005
+
+
+def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an engine that has a `_driver`, between two steps of vLLM, whichever thread makes them."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._driver.asking(), self._driver.lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+@dataclass(eq=False)
+class Call:
+    """The requests of one call.
+
+    Attributes:
+        names: of its requests, as they were handed to vLLM.
+        finished: their outputs, in order; `None` for those that are not done.
+        internal: as vLLM calls them; as many as were added.
+        left: how many are not done.
+        ended: what has ended all calls from outside.
+    """
+
+    names: list[str]
+    finished: list[Any]
+    internal: list[str] = field(default_factory=list)
+    left: int = 0
+    ended: Exception | None = None
+
+
+class Driver:
+    """Adds requests and steps until they are done.
+
+    Args:
+        on_failure: is called, under the lock, when vLLM's engine must be built anew.
+
+    Attributes:
+        lock: guards everything that vLLM is asked in this process; take it inside of `asking`.
+    """
+
+    def __init__(self, on_failure: Callable[[], None]) -> None:
+        # One of C: an interrupt strikes before it is taken or after it was given back.
+        self.lock = threading.RLock()
+        self._asking: set[object] = set()
+        self._on_failure = on_failure
+        self._open: list[Call] = []
+        self._number = 0
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """This thread wants the lock: who steps lets it in between."""
+        ticket = object()
+        self._asking.add(ticket)
+        try:
+            yield
+        finally:
+            self._asking.discard(ticket)
+
+    def begin(self, engine: Any, prompts: Sequence[Any], params: Sequence[Any], lora: Any) -> Call:
+        """Hand B requests to vLLM's engine.
+
+        Raises:
+            EngineUnsupportedError: vLLM refuses one; none is left there.
+        """
+        with self.lock:
+            count = len(prompts)
+            call = Call([f"{self._number + i}" for i in range(count)], [None] * count, left=count)
+            self._number += count
+            self._open.append(call)
+            try:
+                for name, prompt, each in zip(call.names, prompts, params, strict=True):
+                    call.internal.append(engine.add_request(name, prompt, each, lora_request=lora))
+            except Exception as error:
+                refused = len(call.internal)
+                self._abort(engine, call)
+                raise EngineUnsupportedError(f"generating: vLLM refuses prompt {refused}: {error}") from error
+            except BaseException:
+                self._open.remove(call)
+                raise
+        return call
+
+    def finish(self, engine: Any, call: Call, raise_if_interrupted: Callable[[], None]) -> list[Any]:
+        """Step until all requests of the call are done; whatever happens, none of them stays behind.
+
+        Returns:
+            Their outputs, in order.
+
+        Raises:
+            EngineBrokenError: vLLM failed in a step, whoever's it was; every call that was open has failed.
+            RolloutCancelledError: `cancel` was called.
+        """
+        while True:
+            with self.asking(), self.lock:
+                if self._is_over(engine, call, raise_if_interrupted):
+                    return call.finished
+                self._step(engine)
+            if self._asking:
+                time.sleep(_YIELD_S)
+
+    def _is_over(self, engine: Any, call: Call, raise_if_interrupted: Callable[[], None]) -> bool:
+        if call.ended is not None and not isinstance(call.ended, RolloutCancelledError):
+            raise call.ended
+        try:
+            if call.ended is not None:
+                raise call.ended
+            raise_if_interrupted()
+        except (KeyboardInterrupt, RolloutCancelledError):
+            self._abort(engine, call)
+            raise
+        if not call.left:
+            self._open.remove(call)
+        return not call.left
+
+    def cancel(self) -> None:
+        """Have the open calls end between two steps."""
+        for call in list(self._open):
+            if call.left and call.ended is None:
+                call.ended = RolloutCancelledError("generating: the call was cancelled, because the run ends.")
+
+    def fail(self, error: Exception) -> None:
+        """The engine is lost: so are all open calls."""
+        self._on_failure()
+        for call in self._open:
+            call.ended = error
+        self._open.clear()
+
+    def _step(self, engine: Any) -> None:
+        try:
+            outputs = engine.step()
+        except Exception as error:
+            broken = EngineBrokenError(
+                f"generating: vLLM failed in a step ({type(error).__name__}: {error}). The engine is rebuilt at its next use."
+            )
+            self.fail(broken)
+            raise broken from error
+        for output in outputs:
+            if output.finished:
+                self._note(output)
+
+    def _note(self, output: Any) -> None:
+        for call in self._open:
+            if output.request_id in call.names:
+                call.finished[call.names.index(output.request_id)] = output
+                call.left -= 1
+
+    def _abort(self, engine: Any, call: Call) -> None:
+        """Take all requests of a call out of scheduler and workers; those of other calls go on."""
+        self._open.remove(call)
+        try:
+            engine.abort_request(call.internal, internal=True)
+            while not self._open and engine.has_unfinished_requests():
+                engine.step()
+            self._step(engine)  # tells the worker to forget them
+        except Exception as error:
+            logger.warning("aborting the requests failed; the engine is rebuilt at its next use", exc_info=True)
+            self.fail(EngineBrokenError(f"generating: {error}. The engine is rebuilt at its next use."))

@@ -1,0 +1,213 @@
+"""`QLoRAAsyncGRPOTrainer`: rollouts of the next steps are drawn and rewarded while this one is trained on."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from qlora_rl.errors import ConfigConflictError, QloraRLError, collected
+from qlora_rl.train.ahead import Batch, LookAhead
+from qlora_rl.train.rollout_worker import Drawn, RolloutWorkers
+from qlora_rl.train.trainers import QLoRAGRPOTrainer
+from qlora_rl.train.turnstile import Turnstile
+
+logger = logging.getLogger(__name__)
+
+# Evaluations have seeds of their own, behind those of the training.
+_EVALUATION = 500_000_009
+
+
+class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
+    """`QLoRAGRPOTrainer` whose rollouts (generation, tools, environments, rewards) and training overlap.
+
+    ::
+
+        trainer = QLoRAAsyncGRPOTrainer(
+            model=base, reward_funcs=slow_judge, train_dataset=dataset, args=GRPOConfig(output_dir="run"),
+            peft_config=LoraConfig(r=16, target_modules="all-linear"), max_staleness=1,
+        )
+
+    Every batch is trained on once, in the order of the dataset, whatever its age; none is dropped for being old, because none
+    begins that would become too old. What a batch is drawn with it is drawn with to its end, also when a push comes in between.
+    TRL's importance sampling (`vllm_importance_sampling_correction`, on by default) weighs it by the probabilities of the policy
+    that trains against those of the sampler that drew.
+
+    Reward functions, tools and environments run in `max_staleness + 1` threads, several batches at once; `trainer_state` is the
+    state in which the batch began. Each thread has environments of its own.
+
+    Args:
+        max_staleness: by how many policies the one that trains may be newer than the one that drew. 0 is GRPO without overlap.
+        rollout_threads: batches that are drawn at once; 1 for reward functions that cannot be called by two threads.
+
+    Raises:
+        ConfigConflictError: besides those of `QLoRAGRPOTrainer`.
+    """
+
+    _tag_names = ["trl", "grpo", "async", "qlora-rl"]
+
+    def __init__(self, *args: Any, max_staleness: int = 1, rollout_threads: int | None = None, **kwargs: Any):
+        if max_staleness < 0:
+            raise ConfigConflictError(
+                f"reading the arguments: max_staleness={max_staleness} < 0. Use 0 for no overlap."
+            )
+        threads = max_staleness + 1 if rollout_threads is None else rollout_threads
+        if threads < 1:
+            raise ConfigConflictError(f"reading the arguments: rollout_threads={rollout_threads} < 1. Use at least 1.")
+        self.max_staleness, self.rollout_threads = max_staleness, threads
+        self._is_running = False
+        self._ahead: LookAhead | None = None
+        self._waiting: deque[Batch] = deque()  # given to training, and not yet asked for by it
+        self._drawn: Drawn | None = None
+        self._facts: dict[str, float] = {}
+        self._ages: list[int] = []
+        self._pushed_step, self._policy, self._evaluations = -1, 0, 0
+        super().__init__(*args, **kwargs)
+        try:
+            self._check_config()
+        except BaseException:
+            self.close()
+            raise
+        self._workers = self._new_workers()
+
+    def _check_config(self) -> None:
+        reasons = []
+        if self.bridge.sleeps:
+            reasons.append(
+                "vllm_enable_sleep_mode=True with overlapping rollouts: the engine never rests between them. Leave it out, or use "
+                "QLoRAGRPOTrainer"
+            )
+        if self.args.auto_find_batch_size:
+            reasons.append(
+                "auto_find_batch_size=True: rollouts of the size that fails have begun by then. Leave it out"
+            )
+        if reasons:
+            raise collected("reading the config", reasons, ConfigConflictError)
+        if self.max_staleness and not self.args.vllm_importance_sampling_correction:
+            logger.warning(
+                "vllm_importance_sampling_correction=False: rollouts of up to %d policies ago are trained on as if they were new",
+                self.max_staleness,
+            )
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `train`. An error of a rollout ends it as itself, at the step that would have trained on it; afterwards no thread is left."""
+        self._waiting.clear()
+        self._ahead, self._policy, self._pushed_step = None, 0, -1
+        self._step, self._buffered_inputs = 0, None  # of TRL: an earlier call may have ended in the middle of a batch
+        self._workers, self._is_running = self._new_workers(), True
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._is_running, self._ahead = False, None
+            try:
+                if left := self._workers.close():
+                    logger.info("%d batches that had begun were not trained on; a resumed run draws them again", left)
+            finally:
+                self._workers = self._new_workers()  # for evaluations
+
+    def _new_workers(self) -> RolloutWorkers:
+        engine = self.engine
+        turnstile = Turnstile(self.max_staleness, lambda: engine.version, holds_two=self.bridge.holds_two)
+        return RolloutWorkers(self, self.bridge, turnstile, self.rollout_threads)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """transformers asks here for the batches of an optimizer step; those of the next ones are begun."""
+        if self._ahead is None:
+            self._ahead = LookAhead(
+                self.callback_handler.train_dataloader,
+                accumulation=self.args.gradient_accumulation_steps,
+                generate_every=self.args.steps_per_generation * self.num_iterations,
+                first_step=self.state.global_step,
+                last_step=self.state.max_steps,
+                is_skipping=not self.args.ignore_data_skip,
+            )
+        batches = self._ahead.take(epoch_iterator, num_batches)
+        for batch in self._ahead.begun(self.max_staleness):
+            self._workers.submit(batch.number, batch.rows, batch.policy)
+            self._waiting.append(batch)
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    # --- one batch --------------------------------------------------------------------------------------------------
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        drawn = self._next(inputs) if self.model.training and self._is_running else self._evaluated(inputs)
+        self._drawn = drawn
+        # The environments have been asked already, with threads of their own.
+        held = self.environment_factories, self.environments
+        self.environment_factories = self.environments = None
+        try:
+            return super()._generate_and_score_completions(drawn.rows)
+        finally:
+            self.environment_factories, self.environments = held
+            self._drawn, self._facts = None, {}
+
+    def _next(self, inputs: Any) -> Drawn:
+        batch = self._waiting.popleft() if self._waiting else None
+        if batch is None or batch.rows is not inputs:
+            raise QloraRLError(
+                "training on a rollout: another batch is asked for than the one that was drawn for this step. Do not call "
+                "training_step from outside, and leave get_batch_samples as it is."
+            )
+        self._push_if_changed()
+        self._workers.turnstile.advance(batch.policy)
+        drawn, waited, ready = self._workers.take(batch.number)
+        if batch.policy != self._policy:
+            self._policy, self._ages = batch.policy, []
+        self._ages.append(batch.policy - drawn.policy)
+        self._facts = {
+            "staleness_mean": sum(self._ages) / len(self._ages),
+            "staleness_max": max(self._ages),
+            "policy_version": self.engine.version,
+            "rollout_version": drawn.version,
+            "rollouts_ready": ready,
+            "trainer_wait_seconds": waited,
+            "rollout_idle_seconds": drawn.idle_seconds,
+            "rollout_drawn_seconds": drawn.drawn_seconds,
+        }
+        return drawn
+
+    def _evaluated(self, inputs: Any) -> Drawn:
+        """Drawn now, by the policy of the moment; rollouts that have begun go on with theirs."""
+        self._push_if_changed()
+        number, self._evaluations = _EVALUATION + self._evaluations, self._evaluations + 1
+        return self._workers.draw_now(number, inputs, self.engine.version)
+
+    def _push_if_changed(self) -> None:
+        if self.state.global_step == self._pushed_step:
+            return
+        with self._workers.turnstile.pushing():
+            self.bridge.sync_weights()
+        self._pushed_step = self.state.global_step
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """What a thread has drawn."""
+        drawn, mode = self._drawn, "train" if self.model.training else "eval"
+        if mode == "train":
+            self.state.num_input_tokens_seen += drawn.tokens_seen
+        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        for name, values in drawn.metrics.items():
+            self._metrics[mode][name].extend(values)
+        for name, values in drawn.extra_logs.items():
+            self._pending_extra_logs[name].extend(values)
+        for name, values in drawn.extra_metrics.items():
+            self._pending_metrics[name].extend(values)
+        return drawn.generated
+
+    def _calculate_rewards(self, *_: Any) -> torch.Tensor:
+        """What a thread has found."""
+        return self._drawn.rewards
+
+    def _rollout_facts(self) -> dict[str, float]:
+        return super()._rollout_facts() | self._facts
+
+    def _describe(self, *args: Any) -> dict[str, Any]:
+        described = super()._describe(*args)
+        return described | {
+            "max_staleness": self.max_staleness,
+            "rollout_threads": self.rollout_threads,
+        }

@@ -1,0 +1,277 @@
+"""`RolloutWorkers`: generation batches drawn and rewarded in threads, by TRL's own code, ahead of the trainer that takes them.
+
+A rollout is made in two halves. What needs the engine, the environments and the reward functions happens in a thread, in a
+`Drawing`: a view of the trainer, with everything that TRL writes to on the way its own. What needs the policy of the moment (the
+trainer's logprobs, the ratios, the advantages, the metrics) TRL does when the batch is trained on, in the trainer's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import logging
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+
+from qlora_rl.contracts import CancellableEngine
+from qlora_rl.errors import EngineBrokenError, VersionGoneError
+from qlora_rl.train.bridge import EngineBridge
+from qlora_rl.train.turnstile import Turnstile
+
+logger = logging.getLogger(__name__)
+
+# Between the seeds of the turns of one conversation; the first turns are numbered as a trainer without threads does.
+_TURN = 1_000_000_007
+
+
+@dataclass
+class Drawn:
+    """One generation batch, drawn and rewarded: B rows.
+
+    Attributes:
+        number: of the batch, from 0.
+        rows: of the dataset, with the prompts that the environments have made of theirs.
+        generated: what TRL's `_generate` has returned.
+        rewards: [B, reward functions].
+        policy: the number of the policy that was trained when the batch began.
+        version: of the adapter that drew every token.
+        tokens_seen: prompt and completion tokens, as TRL counts them.
+        metrics, extra_logs, extra_metrics: what TRL has noted on the way.
+        drawn_seconds, idle_seconds: how long it took, and how long its thread had had nothing to do before.
+    """
+
+    number: int
+    rows: list[dict[str, Any]]
+    generated: tuple[Any, ...] = ()
+    rewards: torch.Tensor | None = None
+    policy: int = 0
+    version: int = 0
+    tokens_seen: float = 0
+    metrics: Mapping[str, list[float]] = field(default_factory=dict)
+    extra_logs: Mapping[str, list[Any]] = field(default_factory=dict)
+    extra_metrics: Mapping[str, list[float]] = field(default_factory=dict)
+    drawn_seconds: float = 0.0
+    idle_seconds: float = 0.0
+
+
+class Front:
+    """TRL's backend duck type for one batch: every turn is drawn by the version with which the first one began.
+
+    Args:
+        bridge: to the engine.
+        number: of the batch, which decides its seeds.
+        version: that draws; `None` is what serves.
+        refuse_stopped: raises where the run ends.
+    """
+
+    def __init__(self, bridge: EngineBridge, number: int, version: int | None, refuse_stopped: Callable[[], None]):
+        self._bridge, self._number, self._asked, self._refuse_stopped = bridge, number, version, refuse_stopped
+        self.version = version
+        self._turn = 0
+
+    @property
+    def llm(self) -> Any:
+        """What TRL's tool loop reads of a colocated vLLM."""
+        return self._bridge.llm
+
+    def sync_weights(self) -> None:
+        """Nothing: the trainer pushes, in its own thread."""
+
+    def generate(
+        self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
+    ) -> Any:
+        """See `EngineBridge.generate`."""
+        self._refuse_stopped()
+        call = self._number + _TURN * self._turn
+        self._turn += 1
+        with profiler or contextlib.nullcontext():
+            rollout = self._bridge.draw(prompts, images, call=call, version=self._asked)
+        if self.version is not None and rollout.version != self.version:
+            raise EngineBrokenError(
+                f"drawing batch {self._number}: it began with version={self.version}, and version={rollout.version} has answered."
+            )
+        self.version = rollout.version
+        return EngineBridge.as_trl_wants(prompts, rollout)
+
+
+class Drawing(GRPOTrainer):
+    """A view of a trainer for one batch: TRL's rollout code, with nothing that it shares with the training but what is only read.
+
+    Args:
+        picture: the attributes of the trainer.
+        own: those that this batch has for itself.
+        is_training: the batch is trained on, not evaluated.
+    """
+
+    def __init__(self, picture: Mapping[str, Any], own: Mapping[str, Any], *, is_training: bool):
+        self.__dict__.update(picture)
+        self.__dict__.update(own)
+        self._mode = "train" if is_training else "eval"
+        self.model = _Policy(picture["model"], is_training)
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._pending_extra_logs, self._pending_metrics = defaultdict(list), defaultdict(list)
+        self._last_loaded_step = self.state.global_step  # the trainer pushes
+        self._drawn: Drawn | None = None
+
+    def draw(self, drawn: Drawn, leave: Callable[[], None]) -> None:
+        """Fill in `drawn`, from its rows: environments, generation with its tools, rewards; `leave` when the engine is free."""
+        self._drawn, self._leave = drawn, leave
+        seen = self.state.num_input_tokens_seen
+        with contextlib.suppress(_Complete):
+            self._generate_and_score_completions(drawn.rows)
+        drawn.tokens_seen = self.state.num_input_tokens_seen - seen
+        metrics = self._metrics[self._mode]
+        metrics.pop("num_tokens", None)  # a sum over the run, which only the trainer knows
+        drawn.metrics, drawn.extra_logs, drawn.extra_metrics = metrics, self._pending_extra_logs, self._pending_metrics
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """The end of the first half: whatever TRL would do after it, the trainer's thread does."""
+        *generated, extra_fields, images, tool_images = super()._generate(prompts)
+        self._leave()
+        drawn = self._drawn
+        for i, row in enumerate(drawn.rows):
+            for name, values in extra_fields.items():
+                if not isinstance(values, list) or i < len(values):
+                    row[name] = values[i] if isinstance(values, list) else values
+        _, completion_ids, _, completions, _ = generated
+        drawn.rewards = self._calculate_rewards(drawn.rows, prompts, completions, completion_ids)
+        drawn.generated = (*generated, {}, images, tool_images)
+        drawn.rows = [{**row, "prompt": prompt} for row, prompt in zip(drawn.rows, prompts, strict=True)]
+        raise _Complete
+
+
+class _Complete(Exception):
+    """The first half of a rollout is done."""
+
+
+class _Policy:
+    """The trainer's model as rollout code sees it: always in the mode that the batch was asked for."""
+
+    def __init__(self, model: Any, training: bool):
+        self._model, self.training = model, training
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class RolloutWorkers:
+    """Threads that draw batches, in the order in which they were submitted.
+
+    Args:
+        trainer: whose batches they are; its attributes are looked at now, `state` at each batch.
+        bridge: to the engine.
+        turnstile: lets batches begin.
+        count: of threads; each has its own tokenizer and its own environments.
+    """
+
+    def __init__(self, trainer: Any, bridge: EngineBridge, turnstile: Turnstile, count: int):
+        self.turnstile, self._bridge = turnstile, bridge
+        self._picture = dict(vars(trainer))
+        self._trainer = weakref.ref(trainer)  # threads must not keep it alive
+        self._executor = ThreadPoolExecutor(count, thread_name_prefix="qlora-rl-rollouts")
+        self._kits: list[_Kit] = []  # that no thread uses
+        self._own_kit: _Kit | None = None
+        self._made = itertools.count()
+        self._futures: dict[int, Future[Drawn]] = {}
+
+    def submit(self, number: int, rows: list[dict[str, Any]], trained_at: int) -> None:
+        """Have batch `number` drawn, as soon as it may begin; it will be trained on at policy `trained_at`."""
+        self._futures[number] = self._executor.submit(self._draw, number, rows, trained_at)
+
+    def take(self, number: int) -> tuple[Drawn, float, int]:
+        """Batch `number`, once.
+
+        Returns:
+            The batch, the seconds that the caller has waited for it, and how many batches lay ready before.
+
+        Raises:
+            Exception: whatever ended its thread, as itself.
+        """
+        ready = sum(future.done() for future in self._futures.values())
+        started = time.perf_counter()
+        drawn = self._futures.pop(number).result()
+        return drawn, time.perf_counter() - started, ready
+
+    def draw_now(self, number: int, rows: list[dict[str, Any]], version: int) -> Drawn:
+        """A batch that is evaluated, in the caller's thread."""
+        self._own_kit = self._own_kit or self._new_kit()
+        drawn = Drawn(number, _copied(rows))
+        self._fill(self._own_kit, drawn, version, lambda: None, is_training=False)
+        return drawn
+
+    def close(self) -> int:
+        """End the threads, and what they are drawing; harmless when repeated.
+
+        Returns:
+            How many batches were submitted and not taken.
+        """
+        self.turnstile.stop()
+        running = {future for future in self._futures.values() if not future.cancel()}
+        engine = self._bridge.engine
+        while running and isinstance(engine, CancellableEngine):
+            engine.cancel()  # again, should one have begun just then
+            running = wait(running, timeout=0.2).not_done
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        left, self._futures = len(self._futures), {}
+        return left
+
+    def _draw(self, number: int, rows: list[dict[str, Any]], trained_at: int) -> Drawn:
+        kit = self._kits.pop() if self._kits else self._new_kit()
+        try:
+            while True:
+                visit = self.turnstile.enter(trained_at)
+                started = time.perf_counter()
+                drawn = Drawn(number, _copied(rows), policy=visit.policy, idle_seconds=started - kit.since)
+                leave = functools.partial(self.turnstile.leave, visit)
+                try:
+                    self._fill(kit, drawn, visit.version, leave, is_training=True)
+                except VersionGoneError as error:
+                    if visit.version == self._bridge.engine.version:
+                        raise
+                    # The engine was started anew in the middle of it, with the newest version alone. Nothing was rewarded yet.
+                    logger.warning("batch %d is drawn again: %s", number, error)
+                    continue
+                finally:
+                    leave()
+                drawn.drawn_seconds = time.perf_counter() - started
+                return drawn
+        finally:
+            kit.since = time.perf_counter()
+            self._kits.append(kit)
+
+    def _fill(self, kit: _Kit, drawn: Drawn, version: int, leave: Callable[[], None], *, is_training: bool) -> None:
+        asked = version if self._bridge.holds_two else None
+        front = Front(self._bridge, drawn.number, asked, self.turnstile.refuse_stopped)
+        own = {**kit.own, "state": copy.copy(self._trainer().state), "vllm_generation": front}
+        Drawing(self._picture, own, is_training=is_training).draw(drawn, leave)
+        drawn.version = version if front.version is None else front.version
+
+    def _new_kit(self) -> _Kit:
+        picture, is_first = self._picture, next(self._made) == 0
+        processor, tokenizer = copy.deepcopy((picture["processing_class"], picture["_tokenizer"]))
+        own = {"processing_class": processor, "_tokenizer": tokenizer}
+        if not is_first and picture["environment_factories"] is not None:
+            own["_environment_pool"] = {name: [] for name in picture["_environment_pool"]}
+        return _Kit(own)
+
+
+@dataclass
+class _Kit:
+    """What a thread has for itself: fast tokenizers cannot be asked by two threads at once, nor can environments."""
+
+    own: dict[str, Any]
+    since: float = field(default_factory=time.perf_counter)  # when it was put down
+
+
+def _copied(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [dict(row) for row in rows]
