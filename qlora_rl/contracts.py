@@ -427,7 +427,13 @@ class Transport(Protocol):
 
 
 class SyncStrategy(Protocol):
-    """One way to make an engine equal to the trainer's policy."""
+    """One way to make an engine equal to the trainer's policy.
+
+    Attributes:
+        after: versions go on behind this one, whatever the engine serves.
+    """
+
+    after: int
 
     def push(self) -> SyncReport:
         """Hand the current policy to the engine as the next version: all of it, or raise SyncError."""

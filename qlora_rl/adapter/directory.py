@@ -44,6 +44,25 @@ class OpenedAdapter:
     misfits: tuple[Finding, ...] = ()
 
 
+def load_adapters(model: Any, directory: Path) -> None:
+    """Give the adapters of a PeftModel the values of a directory that its own `save_pretrained` has written, bit for bit.
+
+    PEFT's `load_adapter` casts them, and a directory of several adapters has one too many places for `transformers`.
+
+    Args:
+        model: the PeftModel; adapters that the directory does not hold are left as they are.
+        directory: one adapter in it, or one in a directory with its name, as PEFT lays them down.
+    """
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    for name in model.peft_config:
+        for place in (directory / name, directory):
+            if (place / WEIGHTS).exists() and (place != directory or name == "default" or len(model.peft_config) == 1):
+                set_peft_model_state_dict(model, load_file(place / WEIGHTS), adapter_name=name)
+                break
+
+
 def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> OpenedAdapter:
     """Open a PEFT directory; see `judge_adapter`.
 

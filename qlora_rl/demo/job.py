@@ -120,7 +120,9 @@ def run_demo(
 
         say(f"3/4  {settings.steps} steps of GRPO; reward 1 for a right sum, 0 for a wrong one")
         if show_progress:
-            trainer.add_callback(_progress_bar(settings.steps))
+            from qlora_rl.train.progress import Progress
+
+            trainer.add_callback(Progress("     training"))
         trained = time.perf_counter()
         summary: dict[str, Any] = {"status": "finished", "steps": settings.steps}
         trained_seconds = None
@@ -401,35 +403,6 @@ def _write_report(run: Path, against: Sequence[str | os.PathLike[str]], say: Cal
     from qlora_rl.report import write_report
 
     say(f"     report: {write_report(run, [Path(a) for a in against])}")
-
-
-def _progress_bar(steps: int) -> Any:
-    from tqdm import tqdm
-    from transformers import TrainerCallback
-
-    class Bar(TrainerCallback):
-        """A live line: reward, mismatch KL, tokens per second."""
-
-        bar: Any = None
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.bar = tqdm(total=steps, desc="     training", unit="step", dynamic_ncols=True)
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-            if not logs or "reward" not in logs or self.bar is None:
-                return
-            self.bar.set_postfix_str(
-                f"reward {logs['reward']:.2f}, KL {logs.get('qlora_rl/mismatch_kl', float('nan')):.0e}, "
-                f"{logs.get('qlora_rl/rollout_tokens_per_s', float('nan')):.0f} tok/s",
-                refresh=False,
-            )
-            self.bar.update(state.global_step - self.bar.n)
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if self.bar is not None:
-                self.bar.close()
-
-    return Bar()
 
 
 def quieten() -> None:

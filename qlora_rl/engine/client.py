@@ -67,6 +67,7 @@ class ServerEngine:
         api_key_file: a file that holds it.
         shared_dir: a directory of this machine that is the server's adapter directory, by tmpfs or a network mount. It is tried
             out; if it is another one, adapters travel in requests, and a log line says so.
+        session: who this is; what was killed comes back under the name that it had, and is not taken for another trainer.
         timeout_s: of one request, in seconds; a batch of long rollouts is one request.
         wait_s: how long to wait for a server that is away, in seconds, before giving up.
         transport: of httpx, for tests.
@@ -93,13 +94,14 @@ class ServerEngine:
         api_key: str | None = None,
         api_key_file: str | os.PathLike[str] | None = None,
         shared_dir: str | os.PathLike[str] | None = None,
+        session: str | None = None,
         timeout_s: float = 1800.0,
         wait_s: float = 120.0,
         transport: httpx.BaseTransport | None = None,
     ):
         self.url = check_url(url)
         self.timeout_s, self.wait_s = timeout_s, wait_s
-        self.session = uuid.uuid4().hex
+        self.session = session or uuid.uuid4().hex
         self._client = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {find_key(api_key, api_key_file)}", SESSION: self.session},
@@ -107,10 +109,8 @@ class ServerEngine:
             transport=transport,
             trust_env=False,  # neither proxies nor passwords of the environment: the key must not wander
         )
-        self._is_closed = False
-        self._start = ""
-        self._incarnation = 1
-        self._version = 0
+        self._is_closed, self._start = False, ""
+        self._incarnation, self._version = 1, 0
         self._pushed: tuple[bytes, int] | None = None
         self._serves: tuple[int, str] | None = None  # version and digest that this engine has asked for
         self._dense = 0  # the version of the full weights that were pushed last

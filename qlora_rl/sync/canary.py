@@ -61,7 +61,7 @@ class Canary:
         self.every = every
         self.autocast = autocast
         self.sequences = None if sequences is None else [list(s) for s in sequences]
-        self.threshold = UPPER_BOUND
+        self.threshold, self.noise = UPPER_BOUND, 0.0
         self._pushes = 0
         self._must_score = True
         self._has_dropout = any(
@@ -92,9 +92,29 @@ class Canary:
                 f"calibrating the canary: trainer and engine differ by {noise:.3g} (scaled) on the bare base, more than {UPPER_BOUND}. "
                 "They hold or compute something else; run `qlora-rl verify BASE --local`."
             )
+        self.noise = noise
         floor = FLOORS.get(self.engine.capabilities().adapter_dtype, FLOOR_16_BIT)
         self.threshold = min(UPPER_BOUND, max(floor, FACTOR * noise))
         return self.threshold
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: what was calibrated, and where the cadence stands."""
+        return {"sequences": self.sequences, "noise": self.noise, "threshold": self.threshold, "pushes": self._pushes}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on with what was calibrated when the run began; the next push is scored, because its engine is another one.
+
+        Raises:
+            CanaryError: on the bare base this engine is further from the trainer than the threshold of the run allows.
+        """
+        if not self.noise <= saved["threshold"]:
+            raise CanaryError(
+                f"resuming: trainer and engine differ by {self.noise:.3g} (scaled) on the bare base, {saved['noise']:.3g} when the run began, "
+                f"threshold={saved['threshold']:.3g}. Something computes otherwise than it did: another device, driver, or version of vLLM "
+                "or bitsandbytes."
+            )
+        self.sequences, self.threshold, self._pushes = saved["sequences"], saved["threshold"], saved["pushes"]
+        self.doubt()
 
     def check(self, bundle: AdapterBundle, *, scored: bool = False) -> float | None:
         """Prove that the engine holds and applies `bundle`.

@@ -23,6 +23,9 @@ class DenseSync:
         model: the live PeftModel.
         engine: serves the baked base, or another one that is not 4-bit.
         canary: proves pushes; without it a push is believed when a value came for every weight of the engine.
+
+    Attributes:
+        after: versions go on behind this one, whatever the engine serves; a run that is resumed sets it.
     """
 
     mode = "weights"
@@ -34,7 +37,7 @@ class DenseSync:
         self._dtype = getattr(torch, engine.capabilities().adapter_dtype)
         self._way = engine.capabilities().dense_way
         self._sent: dict[str, Leaf] = {}
-        self._version = 0
+        self.after = 0
 
     def push(self) -> SyncReport:
         """Hand the current policy to the engine as the next version.
@@ -111,10 +114,10 @@ class DenseSync:
 
     def _load(self, *, digests: bool) -> tuple[_Stream, int, int]:
         stream = _Stream(self.model, self._dtype, digests=digests)
-        version = max(self._version, self.engine.version) + 1  # one that was lost does not come again
+        version = max(self.after, self.engine.version) + 1  # one that was lost does not come again
         with self._shared_cores():
             nbytes = self.engine.load_dense(stream, version)
-        self._version = version
+        self.after = version
         return stream, version, nbytes
 
     def _check(self) -> float:

@@ -24,6 +24,9 @@ class AdapterSync:
         engine: where to.
         transport: by which way.
         canary: proves each push; without it a push is believed when the engine has not refused it.
+
+    Attributes:
+        after: versions go on behind this one, whatever the engine serves; a run that is resumed sets it.
     """
 
     mode = "lora_adapter"
@@ -34,6 +37,7 @@ class AdapterSync:
         self.engine = engine
         self.transport = transport
         self._adapter = LiveAdapter(model, getattr(torch, engine.capabilities().adapter_dtype))
+        self.after = 0
         self._pushed: AdapterBundle | None = None
 
     def push(self) -> SyncReport:
@@ -47,7 +51,7 @@ class AdapterSync:
         started = time.perf_counter()
         self._adapter.look()
         looked = time.perf_counter()
-        version = self.engine.version + 1
+        version = max(self.engine.version, self.after) + 1
         try:
             delivery = self.transport.deliver(self._adapter, version, self.engine)
             delivered = time.perf_counter()

@@ -14,7 +14,7 @@ class Batch:
     """A generation batch.
 
     Attributes:
-        number: from 0, since training began in this process.
+        number: from 0, since the run began.
         rows: of the dataset, as the loader gave them.
         policy: number of the policy at which it is trained on, from 1: a new one wherever an optimizer step lies between two
             batches.
@@ -38,6 +38,7 @@ class LookAhead:
         generate_every: loader batches of a generation batch.
         first_step: optimizer steps that an earlier run has done.
         last_step: optimizer steps after which training ends; for later ones nothing is begun.
+        loaded: loader batches that the earlier run has trained on; the last of them may lie in the middle of a generation batch.
         is_skipping: what the earlier run has trained on of its last epoch is left out.
     """
 
@@ -49,6 +50,7 @@ class LookAhead:
         generate_every: int,
         first_step: int,
         last_step: int,
+        loaded: int = 0,
         is_skipping: bool = True,
     ):
         self._loader = loader
@@ -65,8 +67,8 @@ class LookAhead:
         self._step = first_step
         self._read: deque[tuple[Any, int]] = deque()  # loader batches that nobody has asked for yet, and their steps
         self._unseen: deque[Batch] = deque()  # generation batches that `begun` has not given out
-        self._count = itertools.count()
-        self._numbers = itertools.count()
+        self._count = itertools.count(loaded)
+        self._numbers = itertools.count(-(-loaded // generate_every))
         self._source: Iterator[Any] | None = None
         self._policy, self._policy_step = 0, -1
         self._asked = 0  # the policy of the newest batch that training has asked for

@@ -124,6 +124,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
                 generate_every=self.args.steps_per_generation * self.num_iterations,
                 first_step=self.state.global_step,
                 last_step=self.state.max_steps,
+                loaded=self._step,
                 is_skipping=not self.args.ignore_data_skip,
             )
         batches = self._ahead.take(epoch_iterator, num_batches)

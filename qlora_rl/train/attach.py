@@ -90,6 +90,9 @@ class Attached:
         self._link.bridge.install(self)
         return super().train(*args, **kwargs)
 
+    def _before_rollout(self, mode: str) -> None:
+        self._link.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")
+
     def _rollout_facts(self) -> dict[str, float]:
         return self._link.rollout_facts(None)
 

@@ -14,6 +14,8 @@ from typing import Any
 from qlora_rl.contracts import Rollout, RolloutEngine, SamplingSpec, SyncReport, SyncStrategy
 from qlora_rl.errors import EngineBrokenError, NotYetSupportedError
 
+_APART = 2_654_435_761  # a prime: odd, because generators of torch look at the low 32 bits of a seed
+
 
 class EngineBridge:
     """TRL's backend duck type: `sync_weights()` and `generate(prompts, images, num_generations, profiler)`.
@@ -21,7 +23,8 @@ class EngineBridge:
     Args:
         engine: generates.
         strategy: makes it equal to the policy.
-        sampling: how to draw; every call gets a seed of its own, derived from `seed` and its number.
+        sampling: how to draw; every call gets a seed of its own, derived from `seed`, the optimizer step, whether it is an evaluation,
+            and its number among those: a run that goes on from a checkpoint draws what it would have drawn.
         seed: of the run.
         sleeps: the engine sleeps between rollouts.
 
@@ -45,7 +48,9 @@ class EngineBridge:
         self.sleeps = sleeps
         self.holds_two = engine.capabilities().holds_two
         self._alone, self._counting = threading.Lock(), threading.Lock()
-        self._calls = 0
+        self._step, self._is_evaluation = 0, False
+        self._calls = {False: 0, True: 0}
+        self._pushed = (0, -1)  # the version that was pushed last, and in which step
         self._proven = engine.incarnation
         self._reports: list[SyncReport] = []
         self._tokens = 0
@@ -59,6 +64,29 @@ class EngineBridge:
         trainer.vllm_generation = self
         trainer._last_loaded_step = -1
 
+    def begin(self, step: int, *, is_evaluation: bool = False) -> None:
+        """What is drawn from now on belongs to this optimizer step."""
+        if step != self._step:
+            self._calls = {False: 0, True: 0}
+        self._step, self._is_evaluation = step, is_evaluation
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        version, step = self._pushed
+        return {"version": version, "pushed_in_step": step}
+
+    def restore(self, saved: dict[str, Any], trainer: Any) -> None:
+        """Inverse of `state`: versions go on behind the last one. The trainer holds the policy of the checkpoint."""
+        self.strategy.after = saved["version"]
+        if saved["pushed_in_step"] == trainer.state.global_step:
+            # An evaluation had pushed this policy already: it keeps its version, and is no push of the next step.
+            self.strategy.after -= 1
+            self._step = trainer.state.global_step
+            self.sync_weights()
+            self._reports.clear()
+            trainer._last_loaded_step = trainer.state.global_step
+        self._pushed = (saved["version"], saved["pushed_in_step"])
+
     @property
     def llm(self) -> Any:
         """What TRL's tool loop reads of a colocated vLLM: the length at which it stops a conversation, in tokens."""
@@ -70,6 +98,7 @@ class EngineBridge:
         if self.sleeps:
             self.engine.wake()
         self._reports.append(self.strategy.push())
+        self._pushed = (self._reports[-1].version, self._step)
         self._prove()  # the push itself may not have been scored
 
     def generate(
@@ -80,25 +109,25 @@ class EngineBridge:
         Returns:
             Prompt ids and completion ids (B lists each), logprobs [B][T][1] of the drawn tokens, and their ids [B][T][1].
         """
-        call, self._calls = self._calls, self._calls + 1
+        seed = self._next_seed()
         self.engine.wake()
         self._prove()  # it may have slept, or been rebuilt, since the last push
         with profiler or nullcontext():
             try:
-                rollout = self.draw(prompts, images, call=call)
+                rollout = self.draw(prompts, images, seed=seed)
             except EngineBrokenError:
                 if self.engine.incarnation == self._proven:
                     raise
                 # A server was started anew in the middle, and has lost full weights: they are pushed again.
                 self._prove()
-                rollout = self.draw(prompts, images, call=call)
+                rollout = self.draw(prompts, images, seed=seed)
         if self.sleeps:
             self.engine.sleep()
         self.last = rollout
         return self.as_trl_wants(prompts, rollout)
 
-    def draw(self, prompts: list[list[int]], images: Any = None, *, call: int, version: int | None = None) -> Rollout:
-        """One completion per prompt, with the seed of call number `call`; from any thread. Nothing is woken or proven.
+    def draw(self, prompts: list[list[int]], images: Any = None, *, seed: int, version: int | None = None) -> Rollout:
+        """One completion per prompt, from any thread. Nothing is woken or proven.
 
         Args:
             version: that draws, of those that the engine holds (`holds_two`); by default what serves.
@@ -107,7 +136,7 @@ class EngineBridge:
             raise NotYetSupportedError(
                 "generating: the prompts hold images, which this version does not hand to the engine. Use text prompts."
             )
-        spec = dataclasses.replace(self.sampling, seed=self.seed * 1_000_003 + call)
+        spec = dataclasses.replace(self.sampling, seed=seed)
         # An engine that knows nothing of threads is asked by one at a time.
         with nullcontext() if self.holds_two else self._alone:
             rollout = (
@@ -131,6 +160,12 @@ class EngineBridge:
             [[[value] for value in values] for values in rollout.logprobs],
             [[[token] for token in ids] for ids in rollout.completion_ids],
         )
+
+    def _next_seed(self) -> int:
+        """No two calls of a run have the same: they are counted within step and kind, and no run has as many steps as the prime."""
+        call = self._calls[self._is_evaluation]
+        self._calls[self._is_evaluation] += 1
+        return self.seed * 1_000_003 + self._step + (2 * call + self._is_evaluation) * _APART
 
     def _prove(self) -> None:
         """Prove the policy again where the engine is not the one of which it was proven."""

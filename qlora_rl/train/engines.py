@@ -26,6 +26,7 @@ class EngineChoice:
         options: arguments of an engine that is started.
         api_key_file: holds the key of a server.
         sync_dir: the adapter directory of a server, if this machine sees it.
+        session: gives the name under which a server knows this run; asked where there is a server.
 
     Raises:
         EngineBrokenError, AccessDeniedError, ServerTakenError: a server that cannot be used.
@@ -38,6 +39,7 @@ class EngineChoice:
         *,
         api_key_file: str | os.PathLike[str] | None = None,
         sync_dir: str | os.PathLike[str] | None = None,
+        session: Callable[[], str] | None = None,
     ):
         self.rollout = rollout
         self.options = options
@@ -45,7 +47,7 @@ class EngineChoice:
         self.name = rollout if isinstance(rollout, str) else type(rollout).__name__
         self.engine: RolloutEngine | None = None if isinstance(rollout, str) else rollout
         if is_url(rollout):
-            self.engine = connect(rollout, api_key_file, sync_dir)
+            self.engine = connect(rollout, api_key_file, sync_dir, session() if session is not None else None)
 
     def start(self, base: PreparedBase, rank: int) -> RolloutEngine:
         """An engine on `base` for adapters of `rank`."""
@@ -79,12 +81,15 @@ def start_server(base: PreparedBase, rank: int, options: dict[str, Any]) -> Roll
 
 
 def connect(
-    url: str, api_key_file: str | os.PathLike[str] | None, sync_dir: str | os.PathLike[str] | None
+    url: str,
+    api_key_file: str | os.PathLike[str] | None,
+    sync_dir: str | os.PathLike[str] | None,
+    session: str | None = None,
 ) -> RolloutEngine:
     """The server, or several, as an engine; from here on no other trainer may push to it."""
     from qlora_rl.engine.client import ServerEngine
 
-    engine = ServerEngine(url, api_key_file=api_key_file, shared_dir=sync_dir)
+    engine = ServerEngine(url, api_key_file=api_key_file, shared_dir=sync_dir, session=session)
     try:
         engine.claim()
         engine.drop_adapter()  # whatever an earlier run has left: the canary is calibrated on the bare base

@@ -40,8 +40,12 @@ class MeasuredSteps:
         """Tokens, seconds and sync of the generation that just ended."""
         return {}
 
+    def _before_rollout(self, mode: str) -> None:
+        """A generation begins, for "train" or "eval"."""
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         mode = "train" if self.model.training else "eval"
+        self._before_rollout(mode)
         output = super()._generate_and_score_completions(inputs)
         measured, fidelity = dict(self._rollout_facts()), None
         if "sampling_per_token_logps" in output:

@@ -13,6 +13,7 @@ from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_finger
 from qlora_rl.errors import BaseMismatchError, NotYetSupportedError
 from qlora_rl.train import settings
 from qlora_rl.train.entry import resolve_model
+from qlora_rl.train.progress import show_progress
 from qlora_rl.train.run import CONFIG, RunDirectory, StepRecord
 from qlora_rl.train.trained_run import (
     TrainedRun,
@@ -89,6 +90,8 @@ class OfflineTrainer(TrainedRun):
         args.model_init_kwargs = init
         set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
         check_optimizer(optimizers[0], self.model)
+        self.make_resumable()
+        show_progress(self)
         self._record = StepRecord(self.run)
         self.add_callback(_Recorder(self._record))
         if self.run is not None:
@@ -153,7 +156,8 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
     Args:
         model: prepared base, hub name, checkpoint directory, model object, or PeftModel, as `QLoRAGRPOTrainer` takes it.
         adapter_dtype: of the trained LoRA weights: "float32" (default), or "bfloat16" as TRL.
-        existing_run: what to do when `args.output_dir` holds a run: "refuse", "overwrite", "continue".
+        existing_run: what to do when `args.output_dir` holds a run: "refuse", "overwrite", "continue" (append), or "resume": `train()`
+            goes on from its last whole checkpoint, or begins where there is none yet.
 
     Raises:
         BaseMismatchError, ConfigConflictError, AdapterRefusedError, UnsupportedQuantError, NotYetSupportedError, RunDirectoryError:

@@ -24,6 +24,7 @@ from qlora_rl.train.entry import resolve_model
 from qlora_rl.train.link import Link, link_policy, release, why_dense
 from qlora_rl.train.logprobs import use_small_tiles
 from qlora_rl.train.pairing import SHARE, Pair, expects_one_copy, make_pair
+from qlora_rl.train.progress import show_progress
 from qlora_rl.train.rewards import as_list, guard
 from qlora_rl.train.run import CONFIG, FINGERPRINTS, RunDirectory
 from qlora_rl.train.trained_run import (
@@ -147,7 +148,13 @@ class OnlineTrainer(TrainedRun):
             **(self.memory.engine_options() if self.memory is not None else {}),
             **(options.engine_options or {}),
         }
-        choice = EngineChoice(rollout, engine_options, api_key_file=options.api_key_file, sync_dir=options.sync_dir)
+        choice = EngineChoice(
+            rollout,
+            engine_options,
+            api_key_file=options.api_key_file,
+            sync_dir=options.sync_dir,
+            session=self.run.session if self.run is not None else None,
+        )
         pair = _pair(source, choice, options, peft_config, is_whole=is_whole)
         engine, link = pair.engine, None
         try:
@@ -175,6 +182,8 @@ class OnlineTrainer(TrainedRun):
             set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
             self._after_trl(args)
             check_optimizer(optimizers[0], self.model)
+            self.make_resumable()
+            show_progress(self)
             owned, engine = engine, None  # from here on the link closes it
             link = link_policy(
                 self.model,
@@ -245,6 +254,19 @@ class OnlineTrainer(TrainedRun):
 
     def _before_train(self) -> None:
         self.bridge.install(self)  # a second call must push again, although its steps are counted from 0
+
+    def _before_rollout(self, mode: str) -> None:
+        self.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")
+
+    def _states(self) -> dict[str, Any]:
+        canary = self.bridge.strategy.canary
+        return {"bridge": self.bridge.state(), "canary": canary.state() if canary is not None else None}
+
+    def _restore_states(self, saved: dict[str, Any]) -> None:
+        self.bridge.restore(saved["bridge"], self)
+        canary = self.bridge.strategy.canary
+        if canary is not None and saved["canary"] is not None:
+            canary.restore(saved["canary"])
 
     def _write_rest(self) -> None:
         self._record.flush()

@@ -109,6 +109,7 @@ class SampledPairs:
             raise NotYetSupportedError(
                 "generating: the prompts hold images, which this version does not hand to the engine. Use text prompts."
             )
+        self._before_rollout("train" if self.model.training else "eval")
         if self.state.global_step != self._last_loaded_step:
             self.bridge.sync_weights()
             self._last_loaded_step = self.state.global_step

@@ -92,10 +92,10 @@ class Front:
     ) -> Any:
         """See `EngineBridge.generate`."""
         self._refuse_stopped()
-        call = self._number + _TURN * self._turn
+        seed = self._bridge.seed * 1_000_003 + self._number + _TURN * self._turn
         self._turn += 1
         with profiler or contextlib.nullcontext():
-            rollout = self._bridge.draw(prompts, images, call=call, version=self._asked)
+            rollout = self._bridge.draw(prompts, images, seed=seed, version=self._asked)
         if self.version is not None and rollout.version != self.version:
             raise EngineBrokenError(
                 f"drawing batch {self._number}: it began with version={self.version}, and version={rollout.version} has answered."

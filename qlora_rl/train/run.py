@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import logging
 import math
 import os
 import platform
 import shutil
 import tempfile
 import time
+import uuid
+import weakref
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from qlora_rl.adapter.store import write_origin
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.train import checkpoints
+
+logger = logging.getLogger(__name__)
 
 CONFIG, METRICS, SYNCS, SUMMARY, ADAPTER = "config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "adapter"
 FINGERPRINTS = "fingerprints.json"
 ROLLOUTS = "rollouts.json"  # the first and the newest, for people
+SESSION = "session"  # with a server
 MODEL = "model"  # of a base that was trained itself
-EXISTING = ("refuse", "overwrite", "continue")
+EXISTING = ("refuse", "overwrite", "continue", "resume")
 
 
 class RunDirectory:
@@ -30,10 +39,12 @@ class RunDirectory:
 
     Args:
         path: of the directory; made where it is missing.
-        existing: what to do when it holds a run: "refuse", "overwrite" it, or "continue" (append).
+        existing: what to do when it holds a run: "refuse", "overwrite" it, "continue" (append), or "resume": go on from its
+            last whole checkpoint, or begin where it was killed before it had one.
 
     Raises:
-        RunDirectoryError: it holds a run and `existing` is "refuse", or it cannot be written.
+        RunDirectoryError: it holds a run and `existing` is "refuse", it ended and left nothing to resume from, another process
+            writes to it, or it cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], existing: str = "refuse"):
@@ -45,16 +56,26 @@ class RunDirectory:
         if (self.path / METRICS).exists() and existing == "refuse":
             raise RunDirectoryError(
                 f"opening a run directory: {self.path} holds another run. Choose another output_dir (--out), remove it, or "
-                "pass existing_run='overwrite' or 'continue'."
+                "pass existing_run='overwrite', 'continue' or 'resume'."
             )
+        self.existing = existing
         self._overwrites = existing == "overwrite"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._hold = _Hold.of(self.path)
+            checkpoints.tidy(self.path)
+        except RunDirectoryError:
+            raise
         except OSError as error:
             raise _unwritable(self.path, error) from error
+        if existing == "resume" and self.last_checkpoint() is None:
+            self._refuse_ended()
+            self._overwrites = True  # lines of steps that will be done again
 
     def begin(self) -> None:
         """The run really starts: what it is to overwrite goes now, when nothing can be refused any more."""
+        if self.existing == "resume":
+            (self.path / SUMMARY).unlink(missing_ok=True)  # it goes on
         if not self._overwrites:
             return
         for name in (
@@ -69,8 +90,58 @@ class RunDirectory:
             "report.html",
         ):
             (self.path / name).unlink(missing_ok=True)
-        for directory in [self.path / ADAPTER, self.path / MODEL, *self.path.glob("checkpoint-*")]:
+        for directory in (self.path / ADAPTER, self.path / MODEL):
             shutil.rmtree(directory, ignore_errors=True)
+        checkpoints.remove_all(self.path)
+
+    def session(self) -> str:
+        """The name under which a server knows this run; a run that is resumed has the one that was killed."""
+        file = self.path / SESSION
+        try:
+            if self.existing != "resume" or not file.exists():
+                file.write_text(uuid.uuid4().hex)
+            return file.read_text()
+        except OSError as error:
+            raise _unwritable(file, error) from error
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest checkpoint that is whole."""
+        return checkpoints.last_whole(self.path)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the .jsonl files, which are on the disk when this returns."""
+        found = {}
+        for name in (METRICS, SYNCS):
+            if (self.path / name).exists():
+                with open(self.path / name, "rb") as handle:
+                    os.fsync(handle.fileno())
+                    found[name] = os.fstat(handle.fileno()).st_size
+        return found
+
+    def cut_back(self, sizes: Mapping[str, int]) -> None:
+        """Forget the lines that were written after `sizes` was taken: the steps that they tell of are done again."""
+        for name in (METRICS, SYNCS):
+            path, wanted = self.path / name, sizes.get(name, 0)
+            if not path.exists():
+                continue
+            there = path.stat().st_size
+            if there < wanted:
+                logger.warning(
+                    "%s has %d bytes, %d when the checkpoint was written: lines are missing", path, there, wanted
+                )
+            with open(path, "rb+") as handle:
+                handle.truncate(min(there, wanted))
+                os.fsync(handle.fileno())
+
+    def _refuse_ended(self) -> None:
+        """A run that ended by itself has left an adapter, which a new beginning would remove."""
+        if (self.path / SUMMARY).exists():
+            summary = json.loads((self.path / SUMMARY).read_text())
+            raise RunDirectoryError(
+                f"resuming the run in {self.path}: it has {summary.get('status')} at step {summary.get('steps')} and left no whole "
+                "checkpoint to go on from (save_strategy, save_steps). Its adapter is in adapter/: train on with PeftModel.from_pretrained("
+                "..., is_trainable=True) in another output_dir, or pass existing_run='overwrite'."
+            )
 
     def write_json(self, name: str, content: Mapping[str, Any] | list[Any]) -> None:
         """Replace a JSON file; readers see the old one or the new one."""
@@ -217,6 +288,36 @@ def describe_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+class _Hold:
+    """A locked directory; free again when this object goes, or the process, however it ends."""
+
+    held: WeakValueDictionary[Path, _Hold] = WeakValueDictionary()  # one for all RunDirectory of this process
+
+    def __init__(self, path: Path):
+        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, self._handle)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunDirectoryError(
+                f"opening a run directory: another process trains in {path}. Wait for it, stop it, or choose another output_dir."
+            ) from error
+        except OSError as error:  # a file system without locks
+            logger.debug("%s cannot be locked: %s", path, error)
+
+    @classmethod
+    def of(cls, path: Path) -> _Hold:
+        """Two processes would mix their lines and checkpoints.
+
+        Raises:
+            RunDirectoryError: another process holds it.
+        """
+        hold = cls.held.get(path.resolve())
+        if hold is None:
+            hold = cls.held[path.resolve()] = cls(path)
+        return hold
 
 
 def _trained(model: Any) -> str:

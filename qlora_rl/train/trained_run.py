@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.train.resume import Resumable
 from qlora_rl.train.run import SUMMARY, RunDirectory, describe_machine, describe_versions
 from qlora_rl.train.whole import is_bare
 
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 ADAPTER_DTYPES = ("float32", "bfloat16")
 
 
-class TrainedRun:
+class TrainedRun(Resumable):
     """Comes before TRL's class; its `__init__` sets `run` and `base`.
 
     Attributes:
@@ -32,16 +33,22 @@ class TrainedRun:
     # Under which TRL's config stands in config.json.
     _config_name: str
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`. However it ends, the run directory is readable and holds the last step's adapter."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `train`. However it ends, the run directory is readable and holds the last step's adapter.
+
+        Args:
+            resume_from_checkpoint: as transformers has it: a checkpoint, or True for the last one, here the last whole one. With
+                existing_run="resume" it may be left out.
+        """
+        checkpoint = self.resume_point(resume_from_checkpoint)  # what it refuses leaves the run directory as it is
         self._before_train()
         try:
-            result = super().train(*args, **kwargs)
+            result = self._done_already() or super().train(checkpoint, *args, **kwargs)
         except KeyboardInterrupt:
-            self._finish("interrupted", None)
+            self._end("interrupted", None)
             raise
         except Exception as error:
-            self._finish("failed", error)
+            self._end("failed", error)
             raise
         self._finish("finished", None)
         return result
@@ -58,8 +65,9 @@ class TrainedRun:
     def _before_train(self) -> None:
         """Called before every `train`."""
 
-    def _write_rest(self) -> None:
-        """Write what is measured and not written yet."""
+    def _end(self, status: str, error: Exception | None) -> None:
+        if self._resumed is None:  # else the checkpoint was not restored yet: what the run has left stays as it is
+            self._finish(status, error)
 
     def _finish(self, status: str, error: Exception | None) -> None:
         if self.run is None:

@@ -42,7 +42,8 @@ class QLoRAGRPOTrainer(OnlineTrainer, MeasuredSteps, GRPOTrainer):
         engine_options: further arguments of LocalEngine; they win over the `vllm_*` fields of `args`.
         sync_dir: where adapter versions lie on their way; by default tmpfs. With a server: its adapter directory, if this machine
             sees it; otherwise adapters travel in requests.
-        existing_run: what to do when `args.output_dir` holds a run: "refuse", "overwrite", "continue".
+        existing_run: what to do when `args.output_dir` holds a run: "refuse", "overwrite", "continue" (append), or "resume": `train()`
+            goes on from its last whole checkpoint, or begins where there is none yet.
         canary_every: what the engine's buffers hold is compared with what was sent after every push; fixed sequences are
             scored by both sides after each n-th one, which costs two small forwards. 0 switches both off.
         on_mismatch: when rollouts were drawn by something else than the trainer's policy (docs/fidelity.md#the-alarm): "stop" ends

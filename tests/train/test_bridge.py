@@ -32,6 +32,19 @@ def test_generate_gives_trl_what_it_unpacks(parts):
     assert [[t[0] for t in row] for row in tokens] == ids
 
 
+def test_what_is_drawn_depends_on_the_step_and_not_on_evaluations_or_on_what_came_before(parts):
+    straight, resumed = bridge(*parts), bridge(*parts)
+    drawn = {}
+    for step in range(3):
+        straight.begin(step, is_evaluation=True)
+        evaluated = straight.generate(PROMPTS)[1]
+        straight.begin(step)
+        drawn[step] = [straight.generate(PROMPTS)[1] for _ in range(2)]
+    resumed.begin(2)
+    assert [resumed.generate(PROMPTS)[1] for _ in range(2)] == drawn[2]
+    assert len({str(ids) for pair in [*drawn.values(), [evaluated]] for ids in pair}) == 7
+
+
 def test_every_call_draws_anew_and_every_run_the_same(parts):
     first, second = bridge(*parts), bridge(*parts)
     calls = [first.generate(PROMPTS)[1] for _ in range(6)]

@@ -349,3 +349,16 @@ def test_an_answer_by_another_version_than_was_asked_for_is_refused(engine, serv
     server.answers = [httpx.Response(200, json=content, headers=server.marks())]
     with pytest.raises(errors.ServerTakenError, match="version=4 has answered"):
         engine.generate([[1]])
+
+
+def test_who_was_killed_comes_back_under_its_name(server):
+    names = []
+
+    def seen(request):
+        names.append(request.headers["x-qlora-session"])
+        return server(request)
+
+    for session in ("run-7", "run-7", None, None):
+        ServerEngine("http://server", api_key=KEY, session=session, transport=httpx.MockTransport(seen)).claim()
+    assert names[:4] == ["run-7"] * 4
+    assert len(set(names[4:])) == 2

@@ -1,0 +1,103 @@
+"""What a run is: the base, the data, the adapter and every setting that decides its numbers. Another one cannot go on with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.adapter.subject import active_adapter
+from qlora_rl.errors import ConfigConflictError, collected
+from qlora_rl.train.whole import is_bare
+
+# Fields of TRL's configs that may be others when a run goes on: how long it is, what it writes and where, how fast it runs.
+FREE = frozenset(
+    {
+        "output_dir", "max_steps", "num_train_epochs", "resume_from_checkpoint", "ignore_data_skip", "restore_callback_states_from_checkpoint",
+        "logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node", "log_level", "log_level_replica", "logging_dir",
+        "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
+        "log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo",
+        "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size", "prediction_loss_only", "eval_accumulation_steps",
+        "num_generations_eval", "do_train", "do_eval", "do_predict", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+        "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",
+        "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
+        "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+        "dataloader_multiprocessing_context", "skip_memory_metrics", "torch_empty_cache_steps", "debug", "local_rank", "ddp_timeout",
+        "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_server_timeout", "dataset_num_proc",
+    }
+)  # fmt: skip
+# Of PEFT's configs: where the model lay, and who wrote the file.
+_FREE_OF_ADAPTERS = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
+# So many rows of a dataset are digested, evenly spread.
+ROWS = 4096
+
+
+def identity_of(trainer: Any) -> dict[str, Any]:
+    """What `trainer` trains, with what, on what, as plain JSON."""
+    args = {name: value for name, value in trainer.args.to_dict().items() if name not in FREE}
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    found = {
+        "trainer": type(trainer).__name__,
+        "base": trainer.base.digest,
+        "train_dataset": digest_dataset(trainer.train_dataset),
+        "reward_funcs": list(getattr(trainer, "reward_func_names", [])),
+        "adapter_dtype": sorted({str(p.dtype).removeprefix("torch.") for p in trained.parameters() if p.requires_grad}),
+        "args": args,
+    }
+    if not is_bare(trained):
+        config = trained.peft_config[active_adapter(trained)].to_dict()
+        found["peft_config"] = {k: v for k, v in config.items() if k not in _FREE_OF_ADAPTERS}
+    return json.loads(json.dumps(found, default=_plain))
+
+
+def refuse_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run that is another one.
+
+    Args:
+        checkpoint: for the message.
+        saved: `identity_of` the run that wrote it.
+        now: of the one that is to go on.
+
+    Raises:
+        ConfigConflictError: names every field that differs.
+    """
+    before, after = dict(_leaves(saved)), dict(_leaves(now))
+    # A field that only one of them has is one of another version of TRL or PEFT.
+    differ = [name for name in before if name in after and before[name] != after[name]]
+    reasons = [f"{name} was {_short(before[name])} and is {_short(after[name])}" for name in differ]
+    if reasons:
+        reasons[-1] += (
+            ". Pass what the run began with; or another output_dir, or existing_run='overwrite', for a new one."
+        )
+        raise collected(f"resuming from {checkpoint}", reasons, ConfigConflictError)
+
+
+def digest_dataset(dataset: Any) -> str | None:
+    """Of the number of rows, the columns and the rows (of more than 4096, as many evenly spread); `None` for a stream."""
+    if dataset is None or not hasattr(dataset, "__len__"):
+        return None
+    digest = hashlib.sha256(f"{len(dataset)} {sorted(getattr(dataset, 'column_names', None) or [])}".encode())
+    for i in range(0, len(dataset), max(1, math.ceil(len(dataset) / ROWS))):
+        digest.update(json.dumps(dataset[i], sort_keys=True, default=_plain).encode())
+    return digest.hexdigest()[:32]
+
+
+def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, part in value.items():
+        if isinstance(part, dict) and part:
+            yield from _leaves(part, f"{prefix}{name}.")
+        else:
+            yield prefix + name, part
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know: sets, and objects, of which the type alone is the same in the next process."""
+    return sorted(value, key=str) if isinstance(value, set | frozenset) else f"<{type(value).__name__}>"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,131 @@
+"""`Progress`: one line for people. Machines read metrics.jsonl, trackers get everything from TRL's log."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, TextIO
+
+from tqdm.auto import tqdm
+from transformers import ProgressCallback
+
+# What is shown of a log, where it is there: its name in the log, and how.
+_SHOWN = {
+    "reward": "reward {:.3f}",
+    "rewards/margins": "margin {:.3f}",
+    "mean_token_accuracy": "accuracy {:.3f}",
+    "loss": "loss {:.4f}",
+    "qlora_rl/mismatch_kl": "KL {:.0e}",
+    "qlora_rl/rollout_tokens_per_s": "{:,.0f} tok/s",
+}
+
+
+class Progress(ProgressCallback):
+    """Reward, loss, mismatch KL, tokens per second and the time that is left; for training and evaluation.
+
+    In a terminal it is a bar that stays on its line. Elsewhere (a file, a batch system) it is a plain line now and then, without
+    carriage returns.
+
+    Args:
+        label: what stands in front.
+        stream: where to; by default stderr.
+        every_s: elsewhere than in a terminal, seconds between two lines; the first and the last always come.
+    """
+
+    def __init__(self, label: str = "training", stream: TextIO | None = None, every_s: float = 5.0):
+        super().__init__()
+        self.label, self.every_s = label, every_s
+        self._stream = stream
+        self._begun_at = self._started = self._said = 0.0
+        self._latest = ""
+
+    @property
+    def stream(self) -> TextIO:
+        """Where to; looked up anew each time, because notebooks and tests replace stderr."""
+        return self._stream or sys.stderr
+
+    @property
+    def is_live(self) -> bool:
+        """It can rewrite its line."""
+        return self.stream.isatty()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Training begins, or goes on, at `state.global_step`."""
+        self._started, self._said, self._begun_at, self._latest = time.monotonic(), -math.inf, state.global_step, ""
+        self.current_step = state.global_step
+        if state.is_world_process_zero and self.is_live:
+            self.training_bar = tqdm(
+                total=state.max_steps,
+                initial=state.global_step,
+                desc=self.label,
+                unit="step",
+                dynamic_ncols=True,
+                file=self.stream,
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step is done."""
+        if self.training_bar is not None:
+            super().on_step_end(args, state, control, **kwargs)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A batch of an evaluation is done."""
+        if self.is_live:
+            super().on_prediction_step(args, state, control, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """TRL has logged."""
+        if not state.is_world_process_zero or not logs:
+            return
+        if any(name.startswith("eval_") for name in logs):
+            found = {name.removeprefix("eval_"): value for name, value in logs.items()}
+            self._say(f"evaluation at step {state.global_step}: {shown(found)}")
+        elif "loss" in logs:
+            self._latest = shown(logs)
+            if self.training_bar is not None:
+                self.training_bar.set_postfix_str(self._latest)
+            elif time.monotonic() - self._said >= self.every_s:
+                self._say_step(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The last step is done."""
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+        elif state.is_world_process_zero and state.global_step > self._begun_at:
+            self._say_step(state)
+
+    def _say_step(self, state: Any) -> None:
+        self._said = time.monotonic()
+        done, spent = state.global_step - self._begun_at, self._said - self._started
+        left = (state.max_steps - state.global_step) * spent / max(1, done)
+        self._say(
+            f"{self.label}: step {state.global_step}/{state.max_steps}, {self._latest}, {spent / max(1, done):.2f} s/step, "
+            f"{_clock(spent)} gone, {_clock(left)} left"
+        )
+
+    def _say(self, line: str) -> None:
+        if self.training_bar is not None:
+            self.training_bar.write(line, file=self.stream)
+        else:
+            print(line, file=self.stream, flush=True)
+
+
+def show_progress(trainer: Any) -> None:
+    """Take the place of transformers' bar where there is one: `disable_tqdm=True` and notebooks stay as they are."""
+    if any(type(callback) is ProgressCallback for callback in trainer.callback_handler.callbacks):
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(Progress())
+
+
+def shown(logs: Mapping[str, Any]) -> str:
+    """What people want to see of a log, in one line."""
+    numbers = {name: value for name, value in logs.items() if isinstance(value, int | float) and math.isfinite(value)}
+    return ", ".join(form.format(numbers[name]) for name, form in _SHOWN.items() if name in numbers)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,266 @@
+"""`Resumable`: a mixin for transformers' trainers. A run that was killed goes on from its last checkpoint, bit for bit.
+
+transformers keeps weights, optimizer, scheduler, random numbers and the place in the data. What it leaves out, and TRL too, is
+kept beside them: completions that several steps use, the loss and metrics since the last line of the log, the order of the data
+after the first epoch, what both sides of the engine have counted. And what the run *is*, so that another one is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import TrainOutput
+from trl.trainer.utils import RepeatSampler
+
+from qlora_rl.adapter.directory import load_adapters
+from qlora_rl.adapter.export import settle_patterns
+from qlora_rl.adapter.store import write_origin
+from qlora_rl.base.fingerprint import digest_bytes
+from qlora_rl.errors import RunDirectoryError
+from qlora_rl.train import checkpoints
+from qlora_rl.train.identity import identity_of, refuse_other
+from qlora_rl.train.run import RunDirectory, describe_versions
+from qlora_rl.train.whole import is_bare
+
+logger = logging.getLogger(__name__)
+
+STATE, ROLLOUTS, TRAINER_STATE = "qlora_rl.json", "rollouts.pt", "trainer_state.json"
+# Counters of TRL's trainers that no checkpoint of theirs holds.
+_COUNTERS = ("_step", "_total_train_tokens")
+
+
+class Resumable:
+    """Comes before TRL's class; `train` asks `resume_point` first.
+
+    Checkpoints have the files of transformers and two more, `qlora_rl.json` and `manifest.json`; a third, `rollouts.pt`, where
+    completions are used by later steps. Each appears whole, or not at all (`checkpoints`).
+    """
+
+    run: RunDirectory | None
+    _staging: Path | None = None
+    _resumed: dict[str, Any] | None = None  # what lies beside the checkpoint that training is about to go on from
+
+    # --- what a subclass adds ---------------------------------------------------------------------------------------
+
+    def _states(self) -> dict[str, Any]:
+        """Further state, as JSON."""
+        return {}
+
+    def _restore_states(self, saved: dict[str, Any]) -> None:
+        """Inverse of `_states`; called before the first step, when everything else has been restored."""
+
+    def _write_rest(self) -> None:
+        """Write what is measured and not written yet."""
+
+    # --- going on ---------------------------------------------------------------------------------------------------
+
+    def make_resumable(self) -> None:
+        """Called when TRL has built the trainer, and before anything of a run directory that is there is touched.
+
+        Raises:
+            ConfigConflictError: with existing_run="resume", and this is another run; names what differs.
+        """
+        if self.run is not None and self.run.existing == "resume" and (path := self.run.last_checkpoint()):
+            refuse_other(path, _read(path)["identity"], identity_of(self))
+        self.add_callback(_GoOn(self))
+
+    def resume_point(self, wish: str | bool | None) -> str | None:
+        """The checkpoint that `train(resume_from_checkpoint=wish)` goes on from; lines and checkpoints behind it go.
+
+        Args:
+            wish: a directory; True for the last whole one; None: with existing_run="resume" the last whole one, if there is any.
+
+        Raises:
+            RunDirectoryError: there is none, or it is torn. ConfigConflictError: it is another run's; names what differs.
+        """
+        self._resumed = None
+        path = self._wished(wish)
+        if path is None:
+            return None
+        saved = _read(path)
+        refuse_other(path, saved["identity"], identity_of(self))
+        if not (path / "optimizer.pt").exists():
+            raise RunDirectoryError(
+                f"resuming from {path}: it was saved with save_only_model=True, so the optimizer is lost. Train its adapter on, with a new "
+                "optimizer: model=PeftModel.from_pretrained(..., is_trainable=True), in another output_dir."
+            )
+        if (now := describe_versions()) != saved["versions"]:
+            other = [name for name in {**now, **saved["versions"]} if now.get(name) != saved["versions"].get(name)]
+            logger.warning("%s was written with other versions of %s: the numbers may differ", path, ", ".join(other))
+        if self.run is not None and path.resolve().parent == self.run.path.resolve():
+            self.run.cut_back(saved["files"])
+            checkpoints.set_aside(self.run.path, saved["step"])
+        logger.info("going on from %s: step %d", path, saved["step"])
+        self._resumed = saved | {"path": str(path)}
+        return str(path)
+
+    def _wished(self, wish: str | bool | None) -> Path | None:
+        if wish is None or wish is False:
+            if self.run is None or self.run.existing != "resume":
+                return None
+            path = self.run.last_checkpoint()
+            if path is None:
+                logger.info("%s holds no checkpoint yet: the run begins at step 0", self.run.path)
+            return path
+        if wish is True:
+            path = checkpoints.last_whole(Path(self.args.output_dir))
+            if path is None:
+                raise RunDirectoryError(
+                    f"resuming: {self.args.output_dir} holds no whole checkpoint. Leave resume_from_checkpoint out and pass "
+                    "existing_run='resume', which begins at step 0 where there is none yet."
+                )
+            return path
+        path = Path(wish)
+        if reasons := checkpoints.damage(path):
+            raise RunDirectoryError(
+                f"resuming from {path}: {'; '.join(reasons)}. Pass resume_from_checkpoint=True for the last whole one. Of a checkpoint that "
+                "something else has saved, train the adapter on: model=PeftModel.from_pretrained(..., is_trainable=True).",
+                reasons=reasons,
+            )
+        return path
+
+    def _done_already(self) -> TrainOutput | None:
+        """Where the checkpoint is that of the last step: transformers would do one more."""
+        saved = self._resumed
+        if saved is None:
+            return None
+        steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
+        if saved["step"] < steps:
+            return None
+        logger.info("all %d steps are done; raise max_steps or num_train_epochs to train on", saved["step"])
+        self._load_from_checkpoint(saved["path"])
+        self.state = TrainerState.load_from_json(str(Path(saved["path"]) / TRAINER_STATE))
+        self._resumed = None
+        loss = (saved["loss"]["total"] + saved["loss"]["since"]) / max(1, saved["step"])
+        return TrainOutput(saved["step"], loss, {})
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The adapter of a checkpoint, in the dtype in which it is trained; PEFT would cast it."""
+        model = self.model if model is None else model
+        if is_bare(model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        load_adapters(model, Path(resume_from_checkpoint))
+        if self._resumed is not None and _digest(model) != self._resumed["adapter"]:
+            raise RunDirectoryError(
+                f"resuming from {resume_from_checkpoint}: the adapter that PEFT has read is not the one that was trained. Pass the same "
+                "model and peft_config as at first."
+            )
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, whose order after the first epoch depends on how often it was walked through."""
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if self._resumed is not None and isinstance(sampler, RepeatSampler) and sampler.shuffle:
+            for _ in range(int(self._resumed["epoch"])):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return sampler
+
+    def _go_on(self) -> None:
+        """Restore what transformers has just set to its beginning."""
+        saved, self._resumed = self._resumed, None
+        if saved is None:
+            return
+        self.state.compute_steps(self.args, self.state.max_steps)  # the checkpoint's intervals are not the user's
+        self._tr_loss.fill_(saved["loss"]["since"])
+        self._total_loss_scalar, self._globalstep_last_logged = saved["loss"]["total"], saved["loss"]["logged"]
+        for name, value in saved["counters"].items():
+            setattr(self, name, value)
+        for name, values in saved["metrics"].items():
+            self._metrics["train"][name].extend(values)
+        rollouts = Path(saved["path"]) / ROLLOUTS
+        if rollouts.exists():
+            self._buffered_inputs = torch.load(rollouts, map_location=self.accelerator.device, weights_only=True)
+        self._restore_states(saved["states"])
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where transformers writes checkpoints: the staging directory, while one is made."""
+        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """TRL's checkpoint and our state, whole or not there."""
+        self._write_rest()
+        root, step = Path(self._get_output_dir(trial)), self.state.global_step
+        # It would upload, and forget, what has no name yet.
+        is_pushed, self.args.push_to_hub = self.args.push_to_hub, False
+        try:
+            with checkpoints.staged(root, step) as directory:
+                self._staging = directory.parent
+                super()._save_checkpoint(model, trial)
+                self._complete(directory, root)
+        finally:
+            self._staging, self.args.push_to_hub = None, is_pushed
+        if is_pushed:
+            self._push_from_checkpoint(str(root / f"checkpoint-{step}"))
+        checkpoints.rotate(root, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _complete(self, directory: Path, root: Path) -> None:
+        step, best = self.state.global_step, self.state.best_global_step
+        if best and (best == step or (root / f"checkpoint-{best}").exists()):
+            self.state.best_model_checkpoint = str(root / f"checkpoint-{best}")  # not in the staging directory
+            self.state.save_to_json(str(directory / TRAINER_STATE))
+        trained = self.accelerator.unwrap_model(self.model)
+        if not is_bare(trained) and (directory / "adapter_config.json").exists():
+            settle_patterns(trained, directory)
+            write_origin(directory, self.base.parent or self.base.digest)
+        if self._uses_rollouts_again():
+            torch.save(self._buffered_inputs, directory / ROLLOUTS)
+        state = {
+            "step": step,
+            "epoch": self.state.epoch,
+            "identity": identity_of(self),
+            "versions": describe_versions(),
+            "files": self.run.sizes() if self.run is not None else {},
+            "adapter": None if is_bare(trained) else _digest(trained),
+            "loss": {
+                "since": self._tr_loss.item(),
+                "total": self._total_loss_scalar,
+                "logged": self._globalstep_last_logged,
+            },
+            "counters": {name: getattr(self, name) for name in _COUNTERS if hasattr(self, name)},
+            "metrics": {k: [float(v) for v in values] for k, values in self._metrics["train"].items()},
+            "states": self._states(),
+        }
+        (directory / STATE).write_text(json.dumps(state, indent=1))
+
+    def _uses_rollouts_again(self) -> bool:
+        """The next step trains on completions that were drawn for an earlier one."""
+        if getattr(self, "_buffered_inputs", None) is None:
+            return False
+        return self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+
+
+class _GoOn(TrainerCallback):
+    """The one moment between transformers' beginning and the first step."""
+
+    def __init__(self, trainer: Resumable):
+        self._trainer = weakref.ref(trainer)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = self._trainer()
+        if trainer is not None:
+            trainer._go_on()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(
+            f"resuming from {path}: {STATE} cannot be read ({error}): it was saved by another version. Train its adapter on: "
+            "model=PeftModel.from_pretrained(..., is_trainable=True)."
+        ) from error
+
+
+def _digest(model: Any) -> str:
+    """Of everything that is trained, with its name and dtype."""
+    parts = [f"{n} {p.dtype} {digest_bytes(p)}" for n, p in model.named_parameters() if p.requires_grad]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

@@ -1,0 +1,60 @@
+"""20 steps are 10 steps, kill -9 and 10 steps, on real vLLM: in the process and in a server."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from resumed import adapter, assert_same_run, lines
+
+TESTS = Path(__file__).parents[1]
+
+
+def start(base, out, engine, **fields):
+    call = json.dumps({"base": str(base.path), "out": str(out), "engine": engine, **fields})
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, TESTS / "resumed.py", call], env=environment)
+
+
+def finish(process):
+    assert process.wait(900) == 0
+
+
+def kill_at(process, out, step):
+    """SIGKILL when the line of that step is there; whatever it had started ends by itself."""
+    end = time.monotonic() + 900
+    while process.poll() is None and not ((out / "metrics.jsonl").exists() and len(lines(out)) >= step):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert process.poll() is None
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert step <= len(lines(out)) < 20
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+
+
+def test_twenty_steps_are_ten_and_a_kill_and_ten(base, tmp_path):
+    finish(start(base, tmp_path / "straight", "colocate"))
+    process = start(base, tmp_path / "killed", "colocate", pause_s=0.2)
+    kill_at(process, tmp_path / "killed", 13)
+    finish(start(base, tmp_path / "killed", "colocate"))
+    assert_same_run(tmp_path / "killed", tmp_path / "straight")
+    assert [line["version"] for line in lines(tmp_path / "killed", "sync.jsonl")] == list(range(1, 21))
+    assert any(bool(tensor.any()) for name, tensor in adapter(tmp_path / "killed").items() if "lora_B" in name)
+    assert sum(line["mismatch_kl"] > 0 for line in lines(tmp_path / "killed")) > 10
+
+
+@pytest.mark.full
+def test_twenty_steps_are_ten_and_a_kill_and_ten_through_a_server(base, tmp_path):
+    finish(start(base, tmp_path / "straight", "server"))
+    process = start(base, tmp_path / "killed", "server", pause_s=0.2)
+    kill_at(process, tmp_path / "killed", 13)
+    finish(start(base, tmp_path / "killed", "server"))
+    assert_same_run(tmp_path / "killed", tmp_path / "straight")

@@ -1,0 +1,99 @@
+"""What people see of a training, and what trackers get."""
+
+import io
+import math
+
+import pytest
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from qlora_rl.train.progress import Progress, shown
+
+OURS = (
+    "qlora_rl/mismatch_kl",
+    "qlora_rl/rollout_tokens_per_s",
+    "qlora_rl/sync_seconds",
+    "qlora_rl/policy_version",
+    "qlora_rl/ess",
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def trained(make_trainer, config, stream, plain, **fields):
+    trainer = make_trainer(args=config(disable_tqdm=False, max_steps=3, **fields), eval_dataset=plain.select(range(2)))
+    (bar,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback)]
+    assert type(bar) is Progress
+    bar._stream, bar.every_s = stream, 0.0
+    trainer.train()
+    return stream.getvalue()
+
+
+def test_outside_a_terminal_a_step_is_a_line(make_trainer, config, plain):
+    text = trained(make_trainer, config, io.StringIO(), plain, eval_strategy="steps", eval_steps=2)
+    assert "\r" not in text
+    first, _, evaluation, *_, last = text.splitlines()
+    assert first.startswith("training: step 1/3, reward 0.500, loss ")
+    for part in (", KL ", " tok/s, ", " s/step, ", " gone, ", " left"):
+        assert part in first
+    assert evaluation.startswith("evaluation at step 2: reward 0.500")
+    assert last.startswith("training: step 3/3")
+    assert last.endswith(" gone, 0:00:00 left")
+
+
+def test_in_a_terminal_a_bar_stays_on_its_line(make_trainer, config, plain):
+    text = trained(make_trainer, config, Terminal(), plain)
+    assert text.count("\n") == 1  # at its end
+    last = text.split("\r")[-1]
+    assert "training: 100%" in last
+    assert "3/3" in last
+    assert "reward 0.500, loss" in last
+
+
+def test_who_wants_no_bar_gets_what_transformers_has(make_trainer, config):
+    trainer = make_trainer(args=config(disable_tqdm=True))
+    kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
+    assert PrinterCallback in kinds
+    assert not [kind for kind in kinds if issubclass(kind, ProgressCallback)]
+    trainer = make_trainer(args=config(disable_tqdm=False, output_dir=f"{trainer.args.output_dir}-2"))
+    trainer.remove_callback(ProgressCallback)  # ours is one
+    assert not [c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback)]
+
+
+def test_a_log_is_shown_in_one_line_without_what_is_no_number():
+    log = {"loss": 0.25, "reward": 0.5, "qlora_rl/mismatch_kl": math.nan, "qlora_rl/rollout_tokens_per_s": 12345.6}
+    assert shown(log | {"entropy": 1.0, "note": "text"}) == "reward 0.500, loss 0.2500, 12,346 tok/s"
+    assert shown({}) == ""
+
+
+def test_a_tracker_gets_our_metrics_at_every_step(make_trainer, config):
+    class Tracker(TrainerCallback):
+        """What wandb's, mlflow's, trackio's and tensorboard's callbacks do."""
+
+        seen = []
+
+        def on_log(self, args, state, control, logs=None, **_):
+            self.seen.append((state.global_step, dict(logs)))
+
+    make_trainer(args=config(max_steps=3), callbacks=[Tracker()]).train()
+    steps = {step: logs for step, logs in Tracker.seen if "loss" in logs}
+    assert list(steps) == [1, 2, 3]
+    for logs in steps.values():
+        assert all(math.isfinite(logs[name]) for name in OURS)
+
+
+def test_tensorboard_shows_our_metrics(make_trainer, config, tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason="pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    make_trainer(args=config(max_steps=3, report_to=["tensorboard"])).train()
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    for name in OURS:
+        points = events.Scalars(f"train/{name}")
+        assert [point.step for point in points] == [1, 2, 3], name
+    first, *later = [point.value for point in events.Scalars("train/qlora_rl/policy_version")]
+    assert later == [first + 1, first + 2]
