@@ -8,7 +8,21 @@ import sys
 from collections.abc import Sequence
 
 from qlora_rl import __version__
-from qlora_rl.commands import bench, chat, demo, evaluate, export, judge, plan, prepare, recommend, report, serve, train, verify
+from qlora_rl.commands import (
+    bench,
+    chat,
+    demo,
+    evaluate,
+    export,
+    judge,
+    plan,
+    prepare,
+    recommend,
+    report,
+    serve,
+    train,
+    verify,
+)
 from qlora_rl.commands.codes import INTERRUPTED
 from qlora_rl.errors import QloraRLError
 

@@ -22,7 +22,16 @@ import httpx
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.engine.answers import AwayError, RestartedError, refusal, refuse_other_version, stranger
-from qlora_rl.engine.asking import as_ids, check_url, expected, find_key, near_directory, read_directory, shared_with, split_urls
+from qlora_rl.engine.asking import (
+    as_ids,
+    check_url,
+    expected,
+    find_key,
+    near_directory,
+    read_directory,
+    shared_with,
+    split_urls,
+)
 from qlora_rl.engine.lines import Lines
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.engine.upload import upload

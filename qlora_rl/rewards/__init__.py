@@ -11,4 +11,13 @@ from qlora_rl.rewards.match import exact_match, format_match, length_match, nume
 from qlora_rl.rewards.programs import program_match
 from qlora_rl.rewards.several import weighted
 
-__all__ = ["exact_match", "format_match", "length_match", "load_reward", "math_match", "numeric_match", "program_match", "weighted"]
+__all__ = [
+    "exact_match",
+    "format_match",
+    "length_match",
+    "load_reward",
+    "math_match",
+    "numeric_match",
+    "program_match",
+    "weighted",
+]

@@ -242,7 +242,10 @@ def test_a_run_without_a_checkpoint_begins_anew_unless_it_would_lose_something(b
 
 def test_a_checkpoint_without_the_optimizer_is_no_place_to_go_on_from(base, tmp_path):
     killed(base, tmp_path, 3, max_steps=4, save_steps=2, save_only_model=True)
-    with make(base, tmp_path, "fake", max_steps=4) as trainer, pytest.raises(RunDirectoryError, match="save_only_model=True"):
+    with (
+        make(base, tmp_path, "fake", max_steps=4) as trainer,
+        pytest.raises(RunDirectoryError, match="save_only_model=True"),
+    ):
         trainer.train()
     assert len(lines(tmp_path)) == 3
 

@@ -1,6 +1,9 @@
 """Both ways for an adapter to reach an engine of this process, on the fake engine."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from support import randomise
 
 from qlora_rl import AdapterRefusedError, AdapterSync, Canary, CanaryError, FakeEngine, SyncError, export_adapter
 from qlora_rl.adapter.live import LiveAdapter
-from qlora_rl.sync.in_place import InPlaceTransport
+from qlora_rl.sync.in_place import InPlaceTransport, _copied
 from qlora_rl.sync.transports import DirectoryTransport
 
 PROMPT = [[40, 41, 42, 43]]
