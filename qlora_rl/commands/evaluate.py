@@ -39,13 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     import json
 
     from qlora_rl.contracts import SamplingSpec
-    from qlora_rl.rewards.load import BUILT_IN, load_reward
+    from qlora_rl.rewards.load import built_in, load_reward
 
     columns = {"column": arguments.column} if arguments.column else {}
-    rewards = {
-        name: load_reward(name, columns if name.removesuffix("_match") in BUILT_IN else None)
-        for name in arguments.reward
-    }
+    rewards = {name: load_reward(name, columns if built_in(name) else None) for name in arguments.reward}
     from qlora_rl.demo.job import quieten
 
     quieten()

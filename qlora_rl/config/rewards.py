@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from qlora_rl import rewards as ours
 from qlora_rl.config.findings import nearest, not_among, show
 from qlora_rl.config.paths import split_reward
 from qlora_rl.config.schema import Reward
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.rewards.load import BUILT_IN, built_in
+from qlora_rl.rewards.load import load_reward as find_reward
 
 # What TRL passes to every reward function.
 _PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
@@ -27,8 +23,8 @@ def check_use(use: str) -> list[str]:
     """What is wrong with the name of a reward function."""
     path, function = split_reward(use)
     if not path:
-        wrong = function not in ours.__all__
-        return [not_among(function, [*ours.__all__, "path.py:function"])] if wrong else []
+        wrong = built_in(function) is None
+        return [not_among(function, [*BUILT_IN, "path.py:function"])] if wrong else []
     try:
         names = _parameters_of_file(path)
     except OSError as error:
@@ -48,7 +44,7 @@ def check_arguments(use: str, arguments: Mapping[str, Any]) -> list[str]:
         takes = _parameters_of_file(path)[function]
         required: list[str] = []
     else:
-        parameters = inspect.signature(getattr(ours, function)).parameters.values()
+        parameters = inspect.signature(built_in(function)).parameters.values()
         takes = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - set(_PASSED)
         required = [p.name for p in parameters if p.name in takes and p.default is p.empty and p.kind == p.KEYWORD_ONLY]
     found = []
@@ -64,55 +60,22 @@ def check_arguments(use: str, arguments: Mapping[str, Any]) -> list[str]:
 def column_of(use: str, arguments: Mapping[str, Any]) -> str | None:
     """The column of the data that a reward of ours compares with; `None` where it needs none, or nobody knows."""
     path, function = split_reward(use)
-    if path or function not in ours.__all__:
+    if path or built_in(function) is None:
         return None
-    column = inspect.signature(getattr(ours, function)).parameters.get("column")
+    column = inspect.signature(built_in(function)).parameters.get("column")
     found = arguments.get("column", column.default if column else None)
     return found if isinstance(found, str) else None
 
 
 def load_reward(reward: Reward) -> Any:
-    """The function, its arguments bound. This runs the user's file.
-
-    Raises:
-        ConfigConflictError: the file cannot be imported; says why.
-    """
-    path, function = split_reward(reward.use)
-    found = getattr(_import(path) if path else ours, function, None)
-    if not callable(found):
-        raise ConfigConflictError(f"loading the rewards: {reward.use} is no function, but {show(found)}.")
-    if inspect.isclass(found):
-        found = found(**reward.arguments)
-    elif reward.arguments:
-        bound = functools.partial(found, **reward.arguments)
-        found = functools.update_wrapper(bound, found)
-    return found
+    """The function, its arguments bound. This runs the user's file; see `qlora_rl.rewards.load_reward`."""
+    return find_reward(reward.use, reward.arguments)
 
 
 def digest(reward: Reward) -> str:
     """SHA-256 of the file of a reward, for the record; empty for one of ours."""
     path, _ = split_reward(reward.use)
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
-
-
-def _import(path: str) -> ModuleType:
-    name = f"qlora_rl_reward_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses and pickle look
-    sys.path.insert(0, str(Path(path).parent))  # what stands beside it can be imported, as with `python path.py`
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ConfigConflictError(
-            f"loading the rewards: {path} cannot be imported ({type(error).__name__}: {error}). Run it with python to see where."
-        ) from error
-    finally:
-        sys.path.remove(str(Path(path).parent))
-    return module
 
 
 def _parameters_of_file(path: str) -> dict[str, set[str] | None]:

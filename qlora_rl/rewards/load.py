@@ -15,16 +15,15 @@ from types import ModuleType
 from typing import Any
 
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
+from qlora_rl.rewards.formulas import math_match
 from qlora_rl.rewards.match import exact_match, format_match, length_match, numeric_match
 from qlora_rl.rewards.programs import program_match
 
 BUILT_IN: dict[str, Callable[..., Any]] = {
-    "exact": exact_match,
-    "numeric": numeric_match,
-    "format": format_match,
-    "length": length_match,
-    "program": program_match,
+    each.__name__: each for each in (exact_match, numeric_match, math_match, format_match, length_match, program_match)
 }
+# Top-level modules that lay beside a file, and that file's folder: another folder's of that name is another one.
+_BESIDE: dict[str, Path] = {}
 _DOING = "loading a reward function"
 
 
@@ -34,7 +33,8 @@ def load_reward(
     """The reward function of a name.
 
     Args:
-        name: a built-in one ("numeric", or "numeric_match"), "path.py:function", or "package.module:function".
+        name: a built-in one ("numeric_match", or "numeric"), "path.py:function", or "package.module:function". A class is called
+            with the arguments, once.
         arguments: of the function, fixed from now on: `{"column": "solution"}`.
         folder: that a relative path starts from; by default the working directory.
 
@@ -46,14 +46,30 @@ def load_reward(
         RewardFunctionError: its file raised while it was imported.
     """
     place, colon, own = name.rpartition(":")
-    built_in = BUILT_IN.get(name.removesuffix("_match"))
-    function = _imported(place, own, Path(folder or ".")) if colon else built_in
+    function = _imported(place, own, Path(folder or ".")) if colon else built_in(name)
     if function is None:
         hint = f" Did you mean {name}:FUNCTION?" if name.endswith(".py") else ""
         raise ConfigConflictError(
             f"{_DOING}: {name!r} is not there.{hint} Take one of {', '.join(BUILT_IN)}, or your own as path.py:function."
         )
+    if inspect.isclass(function):
+        return _made(function, name, dict(arguments or {}))
     return _with_arguments(function, name, dict(arguments or {}))
+
+
+def built_in(name: str) -> Callable[..., Any] | None:
+    """Ours of that name, "numeric_match" or "numeric"; `None` where there is none."""
+    return BUILT_IN.get(name) or BUILT_IN.get(f"{name}_match")
+
+
+def _made(kind: type, name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
+    try:
+        made = kind(**arguments)
+    except Exception as error:
+        raise RewardFunctionError(f"{_DOING}: {name}(**{arguments}) raised {type(error).__name__}: {error}.") from error
+    if not callable(made):
+        raise ConfigConflictError(f"{_DOING}: {name} is a class without __call__. Give it one, or name a function.")
+    return made
 
 
 def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
@@ -115,6 +131,10 @@ def _of_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look there
+    for other in [each for each, place in _BESIDE.items() if place != file.parent]:
+        sys.modules.pop(other, None)
+        del _BESIDE[other]
+    before = set(sys.modules)
     sys.path.insert(0, str(file.parent))
     try:
         spec.loader.exec_module(module)
@@ -125,6 +145,9 @@ def _of_file(file: Path) -> ModuleType:
         ) from error
     finally:
         sys.path.remove(str(file.parent))
+        for each in set(sys.modules) - before:
+            if Path(getattr(sys.modules[each], "__file__", None) or "").resolve().is_relative_to(file.parent):
+                _BESIDE[each] = file.parent
     return module
 
 

@@ -16,7 +16,7 @@ from qlora_rl.config.launch import trainer_arguments
 from qlora_rl.config.read import read_config
 from qlora_rl.config.rewards import load_reward
 from qlora_rl.config.schema import METHODS, Reward
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.errors import ConfigConflictError, RewardFunctionError
 
 # --- data and rewards -----------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ def test_a_reward_file_is_not_run_by_the_check_and_its_failure_is_said(tmp_path)
     (tmp_path / "mine.py").write_text("def reward(completions, bonus):\n    pass\nraise RuntimeError('boom')\n")
     document = with_field("rewards", "use", f"{tmp_path / 'mine.py'}:reward")
     config = read_config(written(tmp_path, document), asks_trl=False)
-    with pytest.raises(ConfigConflictError, match=r"mine.py cannot be imported \(RuntimeError: boom\)"):
+    with pytest.raises(RewardFunctionError, match=r"mine.py raised RuntimeError while it was imported: boom"):
         load_reward(config.rewards[0])
     document["rewards"][0]["arguments"] = {"bonsu": 1}
     assert reasons(written(tmp_path, document)) == (

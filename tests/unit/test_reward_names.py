@@ -61,6 +61,21 @@ def test_arguments_are_fixed_and_the_name_stays(file):
     assert load_reward("format", {"pattern": "a+"})(["aa", "b"]) == [1.0, 0.0]
 
 
+def test_what_lies_beside_a_file_is_not_what_lies_beside_another(file, tmp_path):
+    load_reward(f"{file}:rule")
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "beside.py").write_text("POINTS = 5\n")
+    (tmp_path / "else" / "rewards.py").write_text(SOURCE)
+    assert load_reward(f"{tmp_path}/else/rewards.py:rule")(["a"]) == [5]
+    assert load_reward(f"{file}:rule")(["a"]) == [3]
+
+
+def test_a_class_is_made_with_the_arguments(file):
+    assert load_reward(f"{file}:Rule", {"points": 7})(["a"]) == [7]
+    with pytest.raises(RewardFunctionError, match=r"Rule\(\*\*{'pints': 7}\) raised TypeError"):
+        load_reward(f"{file}:Rule", {"pints": 7})
+
+
 def test_a_function_of_an_installed_package_is_found():
     assert load_reward("qlora_rl.rewards.match:exact_match") is exact_match
 
@@ -68,7 +83,7 @@ def test_a_function_of_an_installed_package_is_found():
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
-        ("nummeric", {}, "is not there. Take one of exact, numeric, format, length, program"),
+        ("nummeric", {}, "is not there. Take one of exact_match, numeric_match, math_match, format_match"),
         ("FILE", {}, "Did you mean"),
         ("FILE:absent", {}, "Its functions: has_word, strict"),
         ("FILE:WORD", {}, "WORD is a str, not a function"),
