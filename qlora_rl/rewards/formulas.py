@@ -62,4 +62,9 @@ def _has_math_verify() -> bool:
         logger.warning(
             "math_match: math-verify is not installed, so numbers are compared only. pip install 'qlora-rl[math]'"
         )
-    return found
+        return False
+    from math_verify import parse, verify
+
+    # The first comparison imports and caches much of sympy: without a time limit, or a busy machine would give a right answer 0.
+    verify(parse("$(x+1)^2$", parsing_timeout=None), parse("$x^2+2x+1$", parsing_timeout=None), timeout_seconds=None)
+    return True

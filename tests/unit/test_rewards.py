@@ -199,11 +199,10 @@ def test_formulas_are_compared_as_mathematics(said, wanted, reward):
 def test_with_math_verify_gsm8k_is_as_right_as_without():
     pytest.importorskip("math_verify")
     formulas._has_math_verify.cache_clear()
-    answers = [p["answer"] for p in PROBLEMS]
-    assert math_match([rf"\boxed{{{number_of(p)}}}" for p in PROBLEMS], answer=answers) == [1.0] * len(PROBLEMS)
-    assert math_match([rf"\boxed{{{int(number_of(p)) + 1}}}" for p in PROBLEMS], answer=answers) == [0.0] * len(
-        PROBLEMS
-    )
+    some = PROBLEMS[::8]
+    answers = [p["answer"] for p in some]
+    assert math_match([rf"\boxed{{{number_of(p)}}}" for p in some], answer=answers) == [1.0] * len(some)
+    assert math_match([rf"\boxed{{{int(number_of(p)) + 1}}}" for p in some], answer=answers) == [0.0] * len(some)
 
 
 def test_weighted_sums_what_each_part_says():
