@@ -120,6 +120,8 @@ def construction() -> Iterator[None]:
 
     - `VLLM_ENABLE_V1_MULTIPROCESSING=0`: the engine core runs here, where adapters and weights can be reached.
     - vLLM seeds the global random generators; the trainer's state is kept out of that.
+    - Its CPU worker replaces `torch.set_num_threads` by a function that does nothing, for the rest of the process. The number of
+      threads that it chose stays: they are bound to cores.
     """
     import numpy
 
@@ -127,7 +129,7 @@ def construction() -> Iterator[None]:
     before = os.environ.get(key)
     states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    threads = torch.get_num_threads()
+    set_threads = torch.set_num_threads
     os.environ[key] = "0"
     try:
         yield
@@ -141,7 +143,7 @@ def construction() -> Iterator[None]:
         torch.set_rng_state(states[2])
         if on_gpu:
             torch.cuda.set_rng_state_all(on_gpu)
-        torch.set_num_threads(threads)
+        torch.set_num_threads = set_threads
 
 
 def unreached_modules(llm: LLM, adapter_id: int) -> list[str] | None:

@@ -273,12 +273,13 @@ def test_closing_is_final_and_repeatable(base):
 
 def test_building_an_engine_leaves_environment_and_random_state_alone(base):
     before, state = dict(os.environ), torch.get_rng_state()
-    threads = torch.get_num_threads()
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     with LocalEngine(base, max_model_length=32, max_num_seqs=4):
         changed = {k for k in {*before, *os.environ} if before.get(k) != os.environ.get(k)}
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in changed
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
+    assert torch.set_num_threads is set_threads  # vLLM puts one in its place that does nothing
 
 
 def test_a_head_size_that_the_cpu_cannot_serve_is_refused_with_the_sizes(tmp_path):
