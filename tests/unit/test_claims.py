@@ -57,3 +57,36 @@ def test_the_tree_is_drawn_as_it_is(page):
     rooms = ("train", "engine", "sync", "adapter", "base")
     missing = {f.name for room in rooms for f in (ROOT / "qlora_rl" / room).glob("*.py")} - drawn - {"__init__.py"}
     assert not missing
+
+
+def test_every_error_has_an_entry_in_troubleshooting_and_no_other_has():
+    from qlora_rl import errors
+
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and name.endswith("Error")}
+    assert set(re.findall(r"^### (\w+)$", page, re.MULTILINE)) == kinds - {"QloraRLError"}
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code():
+    """What people search for there: the first words of a message."""
+    code = "\n".join(file.read_text() for file in (ROOT / "qlora_rl").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # messages over several lines
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    entries = [line for line in page.splitlines() if re.match(r"- `[^`]+`[^:\n]*: ", line)]
+    assert len(entries) >= 9
+    for line in entries:
+        for part in re.findall(r"`([^`]+)`", line.partition("`: ")[0] + "`"):
+            for piece in part.split("..."):
+                assert piece.strip() in code, part
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_link_to_a_heading_finds_it(page):
+    def anchors(text):
+        titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            file = page.parent / target if target else page
+            assert anchor in anchors(file.read_text()), f"{page.name}: {target}#{anchor}"
