@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.qlora-rl-setup
 
-.PHONY: setup demo test unit test-full gpu lint format clean
+.PHONY: setup demo test unit test-full gpu docs lint format clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,9 @@ test-full: $(STAMP)         ## long matrices and soak runs
 
 gpu: $(STAMP)               ## what needs an NVIDIA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
+
+docs: $(STAMP)              ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import qlora_rl
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -90,3 +92,12 @@ def test_every_link_to_a_heading_finds_it(page):
         if not target.startswith("http"):
             file = page.parent / target if target else page
             assert anchor in anchors(file.read_text()), f"{page.name}: {target}#{anchor}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    api = (tmp_path / "api.html").read_text()
+    assert all(f'id="{home}.{name}"' in api for name, home in qlora_rl._HOMES.items())
+    assert "base_compute" in (tmp_path / "files" / "qlora_rl" / "engine" / "local.py.html").read_text()

@@ -1,0 +1,65 @@
+"""What mkdocs is told beyond mkdocs.yml: pages for the files of the repository that the docs link to, and the API reference."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config) -> Files:
+    """Add what is generated."""
+    linked = {path for file in files.documentation_pages() for path, _ in LINK.findall(file.content_string)}
+    for path in sorted(linked):
+        files.append(File.generated(config, _page_of(path), content=_content(path)))
+    files.append(File.generated(config, "api.md", content=_api()))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page, **_) -> str:
+    """Links out of docs/ lead to the generated pages."""
+    if page.file.generated_by:
+        return markdown
+    return LINK.sub(lambda found: f"]({_page_of(found[1])})", markdown)
+
+
+def _page_of(path: str) -> str:
+    return f"files/{path.rstrip('/')}.md"
+
+
+def _content(path: str) -> str:
+    place, title = ROOT / path, path.rstrip("/")
+    if place.is_dir():
+        rows = [f"| `{file.relative_to(place)}` | {_says(file)} |" for file in sorted(place.rglob("*.py"))]
+        return "\n".join([f"# {title}", "", "| file | says |", "|---|---|", *rows])
+    if place.suffix == ".md":
+        text = place.read_text()
+        return re.sub(r"\]\((?!http)([^)#\s]+)(#[^)\s]*)?\)", "]", text)  # its links start from the repository's root
+    kind = {".py": "python", ".toml": "toml", ".json": "json", ".sh": "bash"}.get(place.suffix, "")
+    fence = "`" * 6
+    return f"# {title}\n\n{fence}{kind}\n{place.read_text()}\n{fence}\n"
+
+
+def _says(file: Path) -> str:
+    said = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return said.split("\n")[0].replace("|", "\\|")
+
+
+def _api() -> str:
+    if str(ROOT) not in sys.path:  # mkdocs takes it out again after it has loaded this file
+        sys.path.insert(0, str(ROOT))
+    import qlora_rl
+
+    homes = {name: home for name, home in qlora_rl._HOMES.items() if name not in qlora_rl._ERRORS}
+    rooms: dict[str, list[str]] = {}
+    for name, home in homes.items():
+        rooms.setdefault(home.split(".")[1], []).append(f"{home}.{name}")
+    lines = ["# API", "", "Everything that `from qlora_rl import ...` gives, by room. Errors: [below](#errors).", ""]
+    for room, names in rooms.items():
+        lines += [f"## {room}", "", *(f"::: {name}\n" for name in names)]
+    kinds = [name for name in qlora_rl._ERRORS]
+    return "\n".join([*lines, "## errors", "", *(f"::: qlora_rl.errors.{name}\n" for name in kinds)])
