@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 import time
 from pathlib import Path
 
-# What a clock shows.
-TIMES = ("seconds", "_per_s", "runtime", "_per_second", "step_time")
+# What a clock shows, and what depends on how fast a thread is.
+TIMES = ("seconds", "_per_s", "runtime", "_per_second", "step_time", "rollouts_ready")
 
 
 def reward_digits(completions, **_):
@@ -17,8 +18,10 @@ def reward_digits(completions, **_):
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
-def make(base, out, engine, *, existing="resume", pause_s=0.0, trainer=None, reward=reward_digits, **fields):
-    """A small GRPO run on `base`; `engine`: "fake", or what the trainer takes as rollout=."""
+def make(
+    base, out, engine, *, existing="resume", pause_s=0.0, trainer=None, config=None, reward=reward_digits, **fields
+):
+    """A small run on `base`, of GRPO by default; `engine`: "fake", or what the trainer takes as rollout=."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOConfig
@@ -32,7 +35,16 @@ def make(base, out, engine, *, existing="resume", pause_s=0.0, trainer=None, rew
 
     extra = {
         k: fields.pop(k)
-        for k in ("train_dataset", "eval_dataset", "peft_config", "model", "adapter_dtype", "rollout", "optimizers")
+        for k in (
+            "train_dataset",
+            "eval_dataset",
+            "peft_config",
+            "model",
+            "adapter_dtype",
+            "rollout",
+            "optimizers",
+            "max_staleness",
+        )
         if k in fields
     }
     settings = {
@@ -60,7 +72,10 @@ def make(base, out, engine, *, existing="resume", pause_s=0.0, trainer=None, rew
     }
     if engine in ("colocate", "server"):
         settings["vllm_max_model_length"] = 32
-    return QLoRAGRPOTrainer(reward_funcs=slow_reward, args=GRPOConfig(**settings), existing_run=existing, **arguments)
+    kind, config = trainer or QLoRAGRPOTrainer, config or GRPOConfig
+    known = {each.name for each in dataclasses.fields(config)}
+    args = config(**{name: value for name, value in settings.items() if name in known})
+    return kind(reward_funcs=slow_reward, args=args, existing_run=existing, **arguments)
 
 
 def lines(out, name="metrics.jsonl"):

@@ -216,7 +216,8 @@ def _is_free(said: _Said) -> Iterator[Finding]:
         yield Finding("[run] dir", f"{out} is a file")
     elif os.path.exists(os.path.join(out, "metrics.jsonl")) and said.get("run", "existing") == "refuse":
         yield Finding(
-            "[run] dir", f"{out} holds a run. Choose another, or set [run] existing = 'overwrite' or 'continue'"
+            "[run] dir",
+            f"{out} holds a run. Choose another, or set [run] existing = 'resume', 'overwrite' or 'continue'",
         )
 
 

@@ -109,6 +109,7 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
         "sync": sync.how,
         "sync_dir": sync.dir,
         "canary_every": sync.canary_every,
+        "on_mismatch": sync.on_mismatch,
         "allow_base_mismatch": sync.allow_base_mismatch,
     }
 

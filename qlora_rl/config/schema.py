@@ -249,6 +249,12 @@ class Sync:
     canary_every: int = option(
         "both sides score fixed sequences after each n-th push; 0: no push is proven", 2, at_least=0, methods=DRAWING
     )
+    on_mismatch: str = option(
+        "rollouts that another policy has drawn: end the run with the cause, or say it",
+        "stop",
+        choices=("stop", "warn"),
+        methods=DRAWING,
+    )
     allow_base_mismatch: bool = option("train although the engine holds another base", False, methods=DRAWING)
 
 
@@ -259,7 +265,11 @@ class Run:
     dir: str | None = option(
         "of the run; by default runs/ and the name of the file", None, kind="out", example="runs/one"
     )
-    existing: str = option("what to do when it holds a run", "refuse", choices=("refuse", "overwrite", "continue"))
+    existing: str = option(
+        "what to do when it holds a run; `resume`: go on from its last checkpoint",
+        "refuse",
+        choices=("refuse", "overwrite", "continue", "resume"),
+    )
     seed: int = option("of adapter, data order and sampling", 42, at_least=0)
     gpu_memory: float | Literal["auto"] = option(
         "GiB that the run may hold; `auto`: what is free", "auto", above=0.0, methods=PLANNED
@@ -315,6 +325,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "output_dir": "[run] dir",
         "out": "[run] dir",
         "existing_run": "[run] existing",
+        "resume": "[run] existing",
         "seed": "[run] seed",
         "strategy": "[sync] how",
     }

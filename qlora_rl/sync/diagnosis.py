@@ -122,6 +122,22 @@ class Examiner:
             return Diagnosis("adapter", f"what the engine holds cannot be read: {error}", error.module, is_proven=True)
         return replace(proven, is_proven=True) if proven else self._tried(drawn, limit)
 
+    def rescore(self, drawn: Drawn) -> tuple[Drawn, float]:
+        """Have both sides score completions as they are now, whoever drew them: no temperature, no filter, no dropout.
+
+        Returns:
+            The completions, as far as the engine takes them, with its logprobs of now; and their mean scaled difference (NaN of none).
+        """
+        longest = self.engine.capabilities().max_model_length - 1
+        pairs = zip(drawn.prompts, drawn.completions, strict=True)
+        kept = [(p, c[: longest - len(p)]) for p, c in pairs if len(p) < longest]
+        if not kept:
+            return Drawn([], [], []), float("nan")
+        theirs = self.engine.score([p + c for p, c in kept])
+        scored = [row[len(p) - 1 :] for row, (p, _) in zip(theirs, kept, strict=True)]
+        again = Drawn([p for p, _ in kept], [c for _, c in kept], scored)
+        return again, float(self._scaled(again, (1.0,))[1.0].mean())
+
     # --- proven -----------------------------------------------------------------------------------------------------
 
     def _held(self) -> Diagnosis | None:
@@ -245,22 +261,12 @@ class Examiner:
     def _guess(self, drawn: Drawn, limit: float) -> str:
         if drawn.filters:
             return f"{', '.join(drawn.filters)}: the engine's probabilities know of it, the trainer's do not"
-        if self._scores_apart(drawn) <= limit:
+        if self.rescore(drawn)[1] <= limit:
             return (
                 "the engine scores these tokens as the trainer does, and reported other probabilities when it drew them: a filter of the "
                 "sampling (top_p, top_k, a penalty), or a cache of an older version"
             )
         return "adapter and base are right, byte for byte, and no temperature explains it: the two sides compute differently (dtype, kernel)"
-
-    def _scores_apart(self, drawn: Drawn) -> float:
-        """Scaled difference of both sides' scores of the sequences as they are now, at temperature 1."""
-        longest = self.engine.capabilities().max_model_length - 1
-        pairs = zip(drawn.prompts, drawn.completions, strict=True)
-        kept = [(p, c[: longest - len(p)]) for p, c in pairs if len(p) < longest]
-        theirs = self.engine.score([p + c for p, c in kept])
-        scored = [row[len(p) - 1 :] for row, (p, _) in zip(theirs, kept, strict=True)]
-        again = Drawn([p for p, _ in kept], [c for _, c in kept], scored)
-        return float(self._scaled(again, (1.0,))[1.0].mean())
 
     # --- the trainer's side -----------------------------------------------------------------------------------------
 

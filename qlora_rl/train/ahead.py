@@ -18,11 +18,21 @@ class Batch:
         rows: of the dataset, as the loader gave them.
         policy: number of the policy at which it is trained on, from 1: a new one wherever an optimizer step lies between two
             batches.
+        step: optimizer steps that are done when it is trained on.
+        place: from 0, among the batches that are drawn for this step.
+        beside: most batches that a step has.
     """
 
     number: int
     rows: Any
     policy: int
+    step: int = 0
+    place: int = 0
+    beside: int = 1
+
+    def call(self, turn: int) -> int:
+        """The number of a turn's call within the step: as GRPO without threads counts, where the step has one batch or each one turn."""
+        return self.place + self.beside * turn
 
 
 class LookAhead:
@@ -71,6 +81,7 @@ class LookAhead:
         self._numbers = itertools.count(-(-loaded // generate_every))
         self._source: Iterator[Any] | None = None
         self._policy, self._policy_step = 0, -1
+        self._drawn_in_step = 0
         self._asked = 0  # the policy of the newest batch that training has asked for
         self._is_over = False
 
@@ -90,7 +101,8 @@ class LookAhead:
 
     def begun(self, staleness: int) -> list[Batch]:
         """The generation batches that may begin now and have not been given out: up to `staleness` policies later than asked for."""
-        while self._policy <= self._asked + staleness and self._pull():
+        # To the end of the last step that may begin, and no further: to begin an epoch takes a random number of torch's.
+        while (self._policy < self._asked + staleness or self._is_within_step()) and self._pull():
             pass
         found = []
         while self._unseen and self._unseen[0].policy <= self._asked + staleness:
@@ -115,13 +127,18 @@ class LookAhead:
                 return False
         if next(self._count) % self._generate_every == 0:
             if self._step != self._policy_step:
-                self._policy, self._policy_step = self._policy + 1, self._step
-            self._unseen.append(Batch(next(self._numbers), rows, self._policy))
+                self._policy, self._policy_step, self._drawn_in_step = self._policy + 1, self._step, 0
+            beside = -(-self._accumulation // self._generate_every)
+            place, self._drawn_in_step = self._drawn_in_step, self._drawn_in_step + 1
+            self._unseen.append(Batch(next(self._numbers), rows, self._policy, self._step, place, beside))
         self._read.append((rows, self._policy))
         self._place += 1
-        if self._place % self._accumulation == 0 or self._place == self._length:
+        if not self._is_within_step():
             self._step += 1
         return True
+
+    def _is_within_step(self) -> bool:
+        return self._place % self._accumulation != 0 and self._place != self._length
 
     def _begin_epoch(self) -> None:
         self._epoch, self._place = self._epoch + 1, 0

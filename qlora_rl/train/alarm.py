@@ -36,6 +36,8 @@ _BOUNDS = {
 _FACTOR, _RAISED = 3.0, 2.0
 # Sequences, and tokens of each, that are scored anew.
 SEQUENCES, TOKENS = 16, 64
+# At every push: so many, and four times as many tokens as one of them may have.
+_AGAIN = 8
 
 
 class MismatchAlarm:
@@ -43,6 +45,7 @@ class MismatchAlarm:
 
     Args:
         examine: finds the cause (`Examiner.examine`).
+        rescore: has both sides score completions anew (`Examiner.rescore`); for `observe_again`.
         on_mismatch: "stop" raises `PolicyMismatchError`; "warn" logs it and goes on.
         dtype: in which the engine multiplies adapters.
         expected: why the sides are known to differ, such as "top_p=0.9": then only what is shown to be wrong stops a run.
@@ -55,6 +58,7 @@ class MismatchAlarm:
     def __init__(
         self,
         examine: Callable[[Drawn, float], Diagnosis],
+        rescore: Callable[[Drawn], tuple[Drawn, float]] | None = None,
         *,
         on_mismatch: str = "stop",
         dtype: str = "bfloat16",
@@ -65,7 +69,7 @@ class MismatchAlarm:
         self.expected = tuple(expected)
         self.threshold: float | None = None
         self.diagnoses: dict[int, Diagnosis] = {}
-        self._examine = examine
+        self._examine, self._rescore = examine, rescore
         self._bounds = _BOUNDS.get(dtype, _BOUNDS["16 bit"])
         self._batches = self._unexplained = 0
         self._suspected = ""
@@ -84,7 +88,36 @@ class MismatchAlarm:
             PolicyMismatchError: with the likely cause.
         """
         self._batches += 1
-        distance = fidelity.scaled_diff
+        return self._look(fidelity.scaled_diff, f"{fidelity.tokens} drawn tokens", drawn)
+
+    def observe_again(self, drawn: Drawn) -> tuple[float, Diagnosis | None]:
+        """Look at completions that an older policy has drawn: scored anew by the engine, under what serves now.
+
+        Returns:
+            Their distance, and as `observe`.
+
+        Raises:
+            PolicyMismatchError: with the likely cause.
+        """
+        again, distance = self._rescore(drawn)
+        tokens = sum(map(len, again.completions))
+        return distance, self._look(distance, f"{tokens} tokens that the engine has scored anew", lambda: again)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: what was learnt, and what is suspected."""
+        return {
+            "threshold": self.threshold,
+            "batches": self._batches,
+            "unexplained": self._unexplained,
+            "suspected": self._suspected,
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Inverse of `state`."""
+        self.threshold, self._batches = saved["threshold"], saved["batches"]
+        self._unexplained, self._suspected = saved["unexplained"], saved["suspected"]
+
+    def _look(self, distance: float, tokens: str, drawn: Callable[[], Drawn]) -> Diagnosis | None:
         if math.isnan(distance):
             return None  # nothing was drawn, or nothing reported
         limit = self._bounds["usual"] if self.threshold is None else self.threshold
@@ -98,7 +131,7 @@ class MismatchAlarm:
             found = replace(found, cause="noise", sentence="adapter and base are right, and rounding may be this large")
         self.diagnoses[self._batches] = found
         said = (
-            f"batch {self._batches}: trainer and engine are {distance:.2g} apart (scaled, mean over {fidelity.tokens} drawn tokens; up to "
+            f"batch {self._batches}: trainer and engine are {distance:.2g} apart (scaled, mean over {tokens}; up to "
             f"{limit:.2g} is normal for them): {found.sentence}"
         )
         is_noise = found.cause in ("noise", "dropout")  # scored anew, the sides agree
@@ -157,19 +190,25 @@ def filters_of(sampling: SamplingSpec) -> tuple[str, ...]:
 
 
 def drawn_from(
-    output: Mapping[str, Any], mask_BT: torch.Tensor, temperature: float, filters: tuple[str, ...] = ()
+    output: Mapping[str, Any],
+    mask_BT: torch.Tensor,
+    temperature: float,
+    filters: tuple[str, ...] = (),
+    *,
+    sequences: int = SEQUENCES,
 ) -> Drawn:
-    """Up to 16 completions of TRL's batch, evenly spread, as far as their first 64 tokens.
+    """Some completions of TRL's batch, evenly spread, as far as their first 64 tokens.
 
     Args:
         output: of TRL's `_generate_and_score_completions`.
         mask_BT: nonzero where the policy drew.
         temperature: by which the trainer divides its logits.
         filters: see `filters_of`.
+        sequences: at most so many.
     """
     texts = {(tuple(p), tuple(c)): i for i, (p, c) in enumerate(_rows(output)) if bool(mask_BT[i].any())}
     rows = sorted(texts.values())  # each text once
-    rows = rows[:: max(1, math.ceil(len(rows) / SEQUENCES))]
+    rows = rows[:: max(1, math.ceil(len(rows) / sequences))]
     prompts, completions, logprobs = [], [], []
     for i in rows:
         prompts.append(output["prompt_ids"][i][output["prompt_mask"][i].bool()].tolist())
@@ -179,6 +218,12 @@ def drawn_from(
         mask = mask_BT[i, :length].tolist()
         logprobs.append([None if not m or math.isnan(v) else v for v, m in zip(values, mask, strict=True)])
     return Drawn(prompts, completions, logprobs, temperature or 1.0, filters)
+
+
+def few_of(output: Mapping[str, Any], mask_BT: torch.Tensor) -> Drawn:
+    """Of TRL's batch what `observe_again` scores at every push: 256 tokens, of eight completions at most."""
+    length = max(1, min(TOKENS, int(mask_BT.sum(1).max())))
+    return drawn_from(output, mask_BT, 1.0, sequences=max(1, min(_AGAIN, 4 * TOKENS // length)))
 
 
 def _rows(output: Mapping[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
@@ -199,8 +244,15 @@ def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_fu
     expected = list(filters_of(link.bridge.sampling))
     expected += ["rollout_func"] if rollout_func is not None else []
     expected += [] if link.admission.is_proven else ["another base is allowed"]
+    examiner = Examiner(model, link.engine, link.strategy, link.admission, autocast)
+
+    def examine(drawn: Drawn, limit: float) -> Diagnosis:
+        with link.bridge.alone():  # threads may be drawing
+            return examiner.examine(drawn, limit)
+
     return MismatchAlarm(
-        Examiner(model, link.engine, link.strategy, link.admission, autocast).examine,
+        examine,
+        examiner.rescore,
         on_mismatch=on_mismatch,
         dtype=link.engine.capabilities().adapter_dtype,
         expected=expected,

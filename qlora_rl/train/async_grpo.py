@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from qlora_rl.errors import ConfigConflictError, QloraRLError, collected
+from qlora_rl.fidelity import Fidelity
+from qlora_rl.sync.diagnosis import Drawn as Examined
 from qlora_rl.train.ahead import Batch, LookAhead
+from qlora_rl.train.alarm import few_of
 from qlora_rl.train.rollout_worker import Drawn, RolloutWorkers
 from qlora_rl.train.trainers import QLoRAGRPOTrainer
 from qlora_rl.train.turnstile import Turnstile
 
 logger = logging.getLogger(__name__)
-
-# Evaluations have seeds of their own, behind those of the training.
-_EVALUATION = 500_000_009
 
 
 class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
@@ -64,7 +64,9 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         self._drawn: Drawn | None = None
         self._facts: dict[str, float] = {}
         self._ages: list[int] = []
-        self._pushed_step, self._policy, self._evaluations = -1, 0, 0
+        self._policy = 0
+        self._trained: Examined | None = None  # of the newest batch that was trained on
+        self._rescored: dict[str, float] = {}
         super().__init__(*args, **kwargs)
         try:
             self._check_config()
@@ -97,7 +99,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`. An error of a rollout ends it as itself, at the step that would have trained on it; afterwards no thread is left."""
         self._waiting.clear()
-        self._ahead, self._policy, self._pushed_step = None, 0, -1
+        self._ahead, self._policy, self._trained = None, 0, None
         self._step, self._buffered_inputs = 0, None  # of TRL: an earlier call may have ended in the middle of a batch
         self._workers, self._is_running = self._new_workers(), True
         try:
@@ -129,13 +131,14 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
             )
         batches = self._ahead.take(epoch_iterator, num_batches)
         for batch in self._ahead.begun(self.max_staleness):
-            self._workers.submit(batch.number, batch.rows, batch.policy)
+            self._workers.submit(batch)
             self._waiting.append(batch)
         return batches, self._get_num_items_in_batch(batches, device)
 
     # --- one batch --------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self._before_rollout("train" if self.model.training else "eval")
         drawn = self._next(inputs) if self.model.training and self._is_running else self._evaluated(inputs)
         self._drawn = drawn
         # The environments have been asked already, with threads of their own.
@@ -169,21 +172,46 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
             "trainer_wait_seconds": waited,
             "rollout_idle_seconds": drawn.idle_seconds,
             "rollout_drawn_seconds": drawn.drawn_seconds,
+            **self._rescored,
         }
+        self._rescored = {}
         return drawn
 
     def _evaluated(self, inputs: Any) -> Drawn:
         """Drawn now, by the policy of the moment; rollouts that have begun go on with theirs."""
         self._push_if_changed()
-        number, self._evaluations = _EVALUATION + self._evaluations, self._evaluations + 1
-        return self._workers.draw_now(number, inputs, self.engine.version)
+        return self._workers.draw_now(inputs, self.engine.version)
 
     def _push_if_changed(self) -> None:
-        if self.state.global_step == self._pushed_step:
+        if self.state.global_step == self._last_loaded_step:  # TRL's own note, which a resumed run finds as it was
             return
         with self._workers.turnstile.pushing():
             self.bridge.sync_weights()
-        self._pushed_step = self.state.global_step
+            self._last_loaded_step = self.state.global_step
+            self._look_again()
+
+    def decisive(self) -> dict[str, Any]:
+        """Another staleness is another run."""
+        return super().decisive() | {"max_staleness": self.max_staleness}
+
+    # --- the alarm --------------------------------------------------------------------------------------------------
+
+    def _watch(self, fidelity: Fidelity, output: Any, mask_BT: torch.Tensor) -> None:
+        """A batch is looked at as in GRPO where the policy that drew it is the one that trains; otherwise its distance is staleness too."""
+        if self.model.training and self.max_staleness:
+            self._trained = few_of(output, mask_BT)
+        if self._drawn.version == self.engine.version:
+            super()._watch(fidelity, output, mask_BT)
+
+    def _look_again(self) -> None:
+        """After a push, while nothing is in its way: the engine scores what was drawn before under the version that serves now."""
+        drawn, self._trained = self._trained, None
+        if drawn is None or self.alarm is None:
+            return
+        distance, found = self.alarm.observe_again(drawn)
+        self._rescored = {"rescored_diff": distance}
+        if found is not None:
+            self._record.add(mismatch_cause=found.cause)
 
     def _generate(self, prompts: list[Any]) -> Any:
         """What a thread has drawn."""

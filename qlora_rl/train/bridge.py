@@ -5,8 +5,10 @@ It holds no trainer. `install` sets the four attributes by which TRL 1.16 uses a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -109,7 +111,7 @@ class EngineBridge:
         Returns:
             Prompt ids and completion ids (B lists each), logprobs [B][T][1] of the drawn tokens, and their ids [B][T][1].
         """
-        seed = self._next_seed()
+        seed = self.next_seed()
         self.engine.wake()
         self._prove()  # it may have slept, or been rebuilt, since the last push
         with profiler or nullcontext():
@@ -137,8 +139,7 @@ class EngineBridge:
                 "generating: the prompts hold images, which this version does not hand to the engine. Use text prompts."
             )
         spec = dataclasses.replace(self.sampling, seed=seed)
-        # An engine that knows nothing of threads is asked by one at a time.
-        with nullcontext() if self.holds_two else self._alone:
+        with self.alone():
             rollout = (
                 self.engine.generate(prompts, spec)
                 if version is None
@@ -161,11 +162,21 @@ class EngineBridge:
             [[[token] for token in ids] for ids in rollout.completion_ids],
         )
 
-    def _next_seed(self) -> int:
-        """No two calls of a run have the same: they are counted within step and kind, and no run has as many steps as the prime."""
+    def next_seed(self) -> int:
+        """Of the next call of what has begun."""
         call = self._calls[self._is_evaluation]
         self._calls[self._is_evaluation] += 1
-        return self.seed * 1_000_003 + self._step + (2 * call + self._is_evaluation) * _APART
+        return self.seed_of(self._step, call, is_evaluation=self._is_evaluation)
+
+    def seed_of(self, step: int, call: int, *, is_evaluation: bool = False) -> int:
+        """No two calls of a run have the same: they are counted within step and kind, and no run has as many steps as the prime."""
+        return self.seed * 1_000_003 + step + (2 * call + is_evaluation) * _APART
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """An engine that knows nothing of threads is asked by one at a time; one that does is asked by all."""
+        with nullcontext() if self.holds_two else self._alone:
+            yield
 
     def _prove(self) -> None:
         """Prove the policy again where the engine is not the one of which it was proven."""

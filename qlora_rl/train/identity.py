@@ -50,7 +50,7 @@ def identity_of(trainer: Any) -> dict[str, Any]:
     if not is_bare(trained):
         config = trained.peft_config[active_adapter(trained)].to_dict()
         found["peft_config"] = {k: v for k, v in config.items() if k not in _FREE_OF_ADAPTERS}
-    return json.loads(json.dumps(found, default=_plain))
+    return json.loads(json.dumps(found | trainer.decisive(), default=_plain))
 
 
 def refuse_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -260,13 +260,19 @@ class OnlineTrainer(TrainedRun):
 
     def _states(self) -> dict[str, Any]:
         canary = self.bridge.strategy.canary
-        return {"bridge": self.bridge.state(), "canary": canary.state() if canary is not None else None}
+        return {
+            "bridge": self.bridge.state(),
+            "canary": canary.state() if canary is not None else None,
+            "alarm": self.alarm.state(),
+        }
 
     def _restore_states(self, saved: dict[str, Any]) -> None:
         self.bridge.restore(saved["bridge"], self)
         canary = self.bridge.strategy.canary
         if canary is not None and saved["canary"] is not None:
             canary.restore(saved["canary"])
+        if "alarm" in saved:
+            self.alarm.restore(saved["alarm"])
 
     def _write_rest(self) -> None:
         self._record.flush()

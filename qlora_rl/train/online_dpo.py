@@ -157,17 +157,36 @@ class SampledPairs:
             ]
         )
         theirs_BT = pad_sequence([torch.tensor(row) for row in drawn], batch_first=True).to(ours_BT.device)
-        self._observe(ours_BT, theirs_BT, completion_mask)
+        rollout = {
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "completion_ids": completion_ids,
+            "sampling_per_token_logps": theirs_BT,
+        }
+        self._observe(ours_BT, rollout, completion_mask)
         return logprobs_BT
 
-    def _observe(self, ours_BT: torch.Tensor, theirs_BT: torch.Tensor, mask_BT: torch.Tensor) -> None:
-        fidelity = self.fidelity.observe(ours_BT, theirs_BT, mask_BT)
+    def _observe(self, ours_BT: torch.Tensor, rollout: dict[str, Any], mask_BT: torch.Tensor) -> None:
+        fidelity = self.fidelity.observe(ours_BT, rollout["sampling_per_token_logps"], mask_BT)
         measured = dict(self._rollout_facts())
         measured |= {k: v for k, v in fidelity.as_dict().items() if k != "tokens"}
+        if self.alarm is not None and self.alarm.threshold is not None:
+            measured["mismatch_threshold"] = self.alarm.threshold
         for name, value in measured.items():
             if name != "by_position":  # TRL's log takes numbers
                 self._metrics["train"][f"qlora_rl/{name}"].append(value)
         self._record.add(completion_length=float(mask_BT.sum(1).float().mean()), **measured)
+        if self.alarm is not None:
+            self._watch(fidelity, rollout, mask_BT)
+
+    # What TRL has gathered since its last log.
+
+    def _states(self) -> dict[str, Any]:
+        return super()._states() | {"stats": self.stats}
+
+    def _restore_states(self, saved: dict[str, Any]) -> None:
+        super()._restore_states(saved)
+        self.stats |= saved["stats"]
 
     def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards_B = super()._calculate_rewards_from_functions(*args, **kwargs)

@@ -49,6 +49,10 @@ class Resumable:
 
     # --- what a subclass adds ---------------------------------------------------------------------------------------
 
+    def decisive(self) -> dict[str, Any]:
+        """Further settings that decide the numbers of a run, beside those of TRL's config."""
+        return {}
+
     def _states(self) -> dict[str, Any]:
         """Further state, as JSON."""
         return {}

@@ -25,13 +25,11 @@ from trl import GRPOTrainer
 
 from qlora_rl.contracts import CancellableEngine
 from qlora_rl.errors import EngineBrokenError, VersionGoneError
+from qlora_rl.train.ahead import Batch
 from qlora_rl.train.bridge import EngineBridge
 from qlora_rl.train.turnstile import Turnstile
 
 logger = logging.getLogger(__name__)
-
-# Between the seeds of the turns of one conversation; the first turns are numbered as a trainer without threads does.
-_TURN = 1_000_000_007
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Drawn:
     """One generation batch, drawn and rewarded: B rows.
 
     Attributes:
-        number: of the batch, from 0.
+        number: of the batch, from 0; -1 where it is evaluated.
         rows: of the dataset, with the prompts that the environments have made of theirs.
         generated: what TRL's `_generate` has returned.
         rewards: [B, reward functions].
@@ -69,13 +67,22 @@ class Front:
 
     Args:
         bridge: to the engine.
-        number: of the batch, which decides its seeds.
+        number: of the batch, for messages.
         version: that draws; `None` is what serves.
+        seed_of: the seed of each turn, from 0.
         refuse_stopped: raises where the run ends.
     """
 
-    def __init__(self, bridge: EngineBridge, number: int, version: int | None, refuse_stopped: Callable[[], None]):
-        self._bridge, self._number, self._asked, self._refuse_stopped = bridge, number, version, refuse_stopped
+    def __init__(
+        self,
+        bridge: EngineBridge,
+        number: int,
+        version: int | None,
+        seed_of: Callable[[int], int],
+        refuse_stopped: Callable[[], None],
+    ):
+        self._bridge, self._number, self._asked = bridge, number, version
+        self._seed_of, self._refuse_stopped = seed_of, refuse_stopped
         self.version = version
         self._turn = 0
 
@@ -92,7 +99,7 @@ class Front:
     ) -> Any:
         """See `EngineBridge.generate`."""
         self._refuse_stopped()
-        seed = self._bridge.seed * 1_000_003 + self._number + _TURN * self._turn
+        seed = self._seed_of(self._turn)
         self._turn += 1
         with profiler or contextlib.nullcontext():
             rollout = self._bridge.draw(prompts, images, seed=seed, version=self._asked)
@@ -184,9 +191,9 @@ class RolloutWorkers:
         self._made = itertools.count()
         self._futures: dict[int, Future[Drawn]] = {}
 
-    def submit(self, number: int, rows: list[dict[str, Any]], trained_at: int) -> None:
-        """Have batch `number` drawn, as soon as it may begin; it will be trained on at policy `trained_at`."""
-        self._futures[number] = self._executor.submit(self._draw, number, rows, trained_at)
+    def submit(self, batch: Batch) -> None:
+        """Have it drawn, as soon as it may begin."""
+        self._futures[batch.number] = self._executor.submit(self._draw, batch)
 
     def take(self, number: int) -> tuple[Drawn, float, int]:
         """Batch `number`, once.
@@ -202,11 +209,13 @@ class RolloutWorkers:
         drawn = self._futures.pop(number).result()
         return drawn, time.perf_counter() - started, ready
 
-    def draw_now(self, number: int, rows: list[dict[str, Any]], version: int) -> Drawn:
-        """A batch that is evaluated, in the caller's thread."""
+    def draw_now(self, rows: list[dict[str, Any]], version: int) -> Drawn:
+        """A batch that is evaluated, in the caller's thread; its seeds are the bridge's."""
         self._own_kit = self._own_kit or self._new_kit()
-        drawn = Drawn(number, _copied(rows))
-        self._fill(self._own_kit, drawn, version, lambda: None, is_training=False)
+        drawn = Drawn(-1, _copied(rows))
+        self._fill(
+            self._own_kit, drawn, version, lambda turn: self._bridge.next_seed(), lambda: None, is_training=False
+        )
         return drawn
 
     def close(self) -> int:
@@ -225,21 +234,25 @@ class RolloutWorkers:
         left, self._futures = len(self._futures), {}
         return left
 
-    def _draw(self, number: int, rows: list[dict[str, Any]], trained_at: int) -> Drawn:
+    def _draw(self, batch: Batch) -> Drawn:
         kit = self._kits.pop() if self._kits else self._new_kit()
+
+        def seed_of(turn: int) -> int:
+            return self._bridge.seed_of(batch.step, batch.call(turn))
+
         try:
             while True:
-                visit = self.turnstile.enter(trained_at)
+                visit = self.turnstile.enter(batch.policy)
                 started = time.perf_counter()
-                drawn = Drawn(number, _copied(rows), policy=visit.policy, idle_seconds=started - kit.since)
+                drawn = Drawn(batch.number, _copied(batch.rows), policy=visit.policy, idle_seconds=started - kit.since)
                 leave = functools.partial(self.turnstile.leave, visit)
                 try:
-                    self._fill(kit, drawn, visit.version, leave, is_training=True)
+                    self._fill(kit, drawn, visit.version, seed_of, leave, is_training=True)
                 except VersionGoneError as error:
                     if visit.version == self._bridge.engine.version:
                         raise
                     # The engine was started anew in the middle of it, with the newest version alone. Nothing was rewarded yet.
-                    logger.warning("batch %d is drawn again: %s", number, error)
+                    logger.warning("batch %d is drawn again: %s", batch.number, error)
                     continue
                 finally:
                     leave()
@@ -249,9 +262,18 @@ class RolloutWorkers:
             kit.since = time.perf_counter()
             self._kits.append(kit)
 
-    def _fill(self, kit: _Kit, drawn: Drawn, version: int, leave: Callable[[], None], *, is_training: bool) -> None:
+    def _fill(
+        self,
+        kit: _Kit,
+        drawn: Drawn,
+        version: int,
+        seed_of: Callable[[int], int],
+        leave: Callable[[], None],
+        *,
+        is_training: bool,
+    ) -> None:
         asked = version if self._bridge.holds_two else None
-        front = Front(self._bridge, drawn.number, asked, self.turnstile.refuse_stopped)
+        front = Front(self._bridge, drawn.number, asked, seed_of, self.turnstile.refuse_stopped)
         own = {**kit.own, "state": copy.copy(self._trainer().state), "vllm_generation": front}
         Drawing(self._picture, own, is_training=is_training).draw(drawn, leave)
         drawn.version = version if front.version is None else front.version

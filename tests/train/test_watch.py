@@ -1,12 +1,17 @@
 """The alarm in a trainer whose engine is plain torch; on real vLLM: tests/engine/test_mismatch.py."""
 
 import json
+import threading
 
 import pytest
 import torch
+from online_kinds import by_place
 from peft import LoraConfig
+from test_models import NF4
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOTrainer
 
-from qlora_rl import PolicyMismatchError
+from qlora_rl import PolicyMismatchError, QLoRAAsyncGRPOTrainer, attach
 
 
 def test_dropout_is_no_alarm(make_trainer, config):
@@ -52,3 +57,144 @@ def test_a_step_writes_the_profile_and_the_threshold(make_trainer, config, tmp_p
     assert rows[1]["mismatch_threshold"] == trainer.alarm.threshold
     assert not any("by_position" in name for name in trainer.state.log_history[0])
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+# --- what goes wrong behind the canary's back, in every trainer that samples ----------------------------------------------
+
+MODULE = "model.layers.1.mlp.down_proj"
+
+
+def places(strategy):
+    """The buffers that serve."""
+    placed = strategy.transport._live[-1]
+    return placed.slots.places[placed.slot]
+
+
+def double_alpha(strategy):
+    for name, place in places(strategy).items():
+        if "lora_B" in name:
+            place.mul_(2.0)
+
+
+def lose_a_layer(strategy):
+    for matrix in "AB":
+        places(strategy)[f"base_model.model.{MODULE}.lora_{matrix}.weight"].zero_()
+
+
+FAULTS = {"scale": (double_alpha, "2 times as strongly"), "layer": (lose_a_layer, MODULE)}
+
+
+@pytest.fixture
+def break_after(engine, monkeypatch):
+    """Let a fault have its way with the engine's buffers after every push but the first few."""
+    engine.drop_adapter()  # all tests share it
+
+    def broken(bridge, fault, pushes=3, *, hidden=False):
+        strategy, real, held, count = bridge.strategy, bridge.strategy.push, engine.held_adapter, []
+
+        def push():
+            report = real()
+            count.append(report.version)
+            if len(count) > pushes:
+                digests = held(8)
+                fault(strategy)
+                if hidden:  # as if the buffers were right, and the multiplication wrong
+                    monkeypatch.setattr(engine, "held_adapter", lambda rank: digests)
+            return report
+
+        monkeypatch.setattr(strategy, "push", push)
+
+    return broken
+
+
+@pytest.fixture
+def make_async(base, engine, lora):
+    made = []
+
+    def make(**arguments):
+        made.append(QLoRAAsyncGRPOTrainer(model=base, reward_funcs=by_place, rollout=engine, **arguments))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def rows(trainer):
+    return [json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()]
+
+
+LARGE = {"learning_rate": 5e-2, "max_completion_length": 8}
+WIDE = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"])
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_staleness_is_no_alarm(make_async, config, plain, staleness, caplog):
+    trainer = make_async(
+        args=config(max_steps=8, **LARGE),
+        train_dataset=plain,
+        peft_config=WIDE,
+        max_staleness=staleness,
+        canary_every=0,
+    )
+    trainer.train()
+    steps = rows(trainer)
+    assert {d.cause for d in trainer.alarm.diagnoses.values()} <= {"noise"}
+    assert not [r for r in caplog.records if "trainer and engine are" in r.message and r.levelname == "WARNING"]
+    stale = [step for step in steps if step["staleness_max"]]
+    assert len(stale) >= 3
+    # What is recorded is what was measured; as GRPO's alarm looks at it, it would be a fault.
+    assert max(step["scaled_diff"] for step in stale) > 10 * trainer.alarm.threshold
+    again = [step["rescored_diff"] for step in steps[1:]]
+    assert max(again) <= trainer.alarm.threshold
+    assert "rescored_diff" not in steps[0]  # nothing was drawn before
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["in the buffers", "in the multiplication"])
+@pytest.mark.parametrize("cause", FAULTS)
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_broken_sync_is_found_behind_staleness_and_named(
+    make_async, break_after, config, plain, staleness, cause, hidden
+):
+    trainer = make_async(
+        args=config(max_steps=10, **LARGE | {"max_completion_length": 16}),
+        train_dataset=plain,
+        peft_config=WIDE,
+        max_staleness=staleness,
+        canary_every=0,
+    )
+    fault, said = FAULTS[cause]
+    break_after(trainer.bridge, fault, hidden=hidden)
+    with pytest.raises(PolicyMismatchError, match=said) as stopped:
+        trainer.train()
+    assert stopped.value.cause == cause
+    assert 3 <= trainer.state.global_step <= 5  # after three honest steps
+    assert not [thread for thread in threading.enumerate() if "qlora-rl-rollouts" in thread.name]
+
+
+@pytest.mark.parametrize("kind", ["rloo", "online_dpo"])
+def test_the_other_trainers_that_sample_are_watched_too(make_online, break_after, kind, plain):
+    trainer = make_online(kind, {"max_steps": 8, "learning_rate": 5e-2}, peft_config=WIDE, canary_every=0)
+    break_after(trainer.bridge, double_alpha)
+    with pytest.raises(PolicyMismatchError, match="2 times as strongly"):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    steps = rows(trainer)
+    assert steps[1]["mismatch_threshold"] > 0
+
+
+def test_an_attached_trainer_is_watched_too(model_dir, engine, plain, config, break_after):
+    model = AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=NF4)
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=AutoTokenizer.from_pretrained(model_dir, padding_side="left"),
+        reward_funcs=by_place,
+        train_dataset=plain,
+        peft_config=WIDE,
+        args=config(max_steps=8, **LARGE),
+    )
+    with attach(trainer, rollout=engine, canary_every=0) as held:
+        break_after(held.bridge, double_alpha)
+        with pytest.raises(PolicyMismatchError, match="2 times as strongly"):
+            trainer.train()
+        assert held.alarm.threshold > 0

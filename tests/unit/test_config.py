@@ -102,6 +102,7 @@ WRONG = {
         "how": [("merge", "none of 'auto', 'lora_adapter', 'weights'")],
         "dir": [(1, TEXT)],
         "canary_every": [(-1, "at least 0"), (1.5, WHOLE)],
+        "on_mismatch": [("halt", "none of 'stop', 'warn'")],
         "allow_base_mismatch": [("no", TRUTH)],
     },
     "run": {
