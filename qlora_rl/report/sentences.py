@@ -54,6 +54,8 @@ def fidelity_sentence(run: Run, facts: Facts) -> str | None:
     middle, worst = facts["mismatch_kl_median"], facts["mismatch_kl_max"]
     if middle is None:
         return None
+    if oldest := max(run.values("staleness_max"), default=0.0):
+        return _stale_sentence(run, oldest, middle)
     over, count = sum(v > MISMATCH_BAR for v in run.values("mismatch_kl")), len(run.values("mismatch_kl"))
     if over:
         return (
@@ -68,6 +70,15 @@ def fidelity_sentence(run: Run, facts: Facts) -> str | None:
     return (
         f"Trainer and sampler stayed together: median mismatch KL {plain(middle)}, {times} times below the "
         f"{MISMATCH_BAR} that prime-rl sets as the bar for a new model."
+    )
+
+
+def _stale_sentence(run: Run, oldest: float, middle: float) -> str:
+    again = run.values("rescored_diff")
+    apart = f" Scored anew after each push, the two were at most {plain(max(again))} apart (scaled)." if again else ""
+    return (
+        f"Rollouts were up to {oldest:,.0f} {'policy' if oldest == 1 else 'policies'} older than the one that trained on them, and the "
+        f"mismatch KL (median {plain(middle)}) holds that too.{apart}"
     )
 
 

@@ -223,7 +223,11 @@ def drawn_from(
 def few_of(output: Mapping[str, Any], mask_BT: torch.Tensor) -> Drawn:
     """Of TRL's batch what `observe_again` scores at every push: 256 tokens, of eight completions at most."""
     length = max(1, min(TOKENS, int(mask_BT.sum(1).max())))
-    return drawn_from(output, mask_BT, 1.0, sequences=max(1, min(_AGAIN, 4 * TOKENS // length)))
+    count = max(1, min(_AGAIN, 4 * TOKENS // length))
+    # Of each batch, so only few rows are read: some more than needed, as texts may be equal.
+    apart = max(1, mask_BT.shape[0] // (4 * count))
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "sampling_per_token_logps")
+    return drawn_from({name: output[name][::apart] for name in names}, mask_BT[::apart], 1.0, sequences=count)
 
 
 def _rows(output: Mapping[str, Any]) -> Iterator[tuple[list[int], list[int]]]:

@@ -38,6 +38,23 @@ def test_the_example_runs_and_its_settled_copy_gives_the_same_numbers(name, tiny
             assert one[value] == other[value], value
 
 
+def test_a_file_that_says_resume_goes_on(tiny, tmp_path):
+    command = ["train", str(ROOT / "examples" / "sft.toml")]
+    for override in (
+        *tiny,
+        f"run.dir={tmp_path}",
+        "run.existing=resume",
+        "train.save_strategy=steps",
+        "train.save_steps=1",
+    ):
+        command += ["--set", override]
+    assert main(command) == 0
+    assert main([*command, "--set", "train.max_steps=3"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert 'existing = "resume"' in (tmp_path / "run.toml").read_text()
+
+
 def test_dpo_trains_the_adapter_of_sft_on(tiny, tmp_path):
     from safetensors.torch import load_file
 

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from runfile import GOOD, reasons, written
 from qlora_rl.adapter.wish import make_lora
 from qlora_rl.config.findings import check_value
 from qlora_rl.config.hints import fits
-from qlora_rl.config.launch import trl_config
+from qlora_rl.config.launch import find_trainer, trainer_arguments, trl_config
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, METHODS, Adapter, default
 from qlora_rl.config.trl_fields import CHOICES, LIMITS, check_train, train_fields
@@ -152,6 +152,16 @@ def test_trl_gets_what_has_its_place_elsewhere(tmp_path):
     assert (args.output_dir, args.seed, args.trust_remote_code) == (str(tmp_path / "out"), 7, True)
     assert (args.model_init_kwargs, args.reward_weights) == ({"attn_implementation": "eager"}, [1.0, 0.5])
     assert (args.learning_rate, args.loss_type, args.scale_rewards) == (3, "grpo", "none")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_argument_of_our_trainers_has_its_place_in_the_file(method, tmp_path):
+    known = trainer_arguments(replace(read_config(some(tmp_path), asks_trl=False), method=method))
+    signature = inspect.signature(find_trainer(method)).parameters
+    ours = {name for name, each in signature.items() if each.kind is each.KEYWORD_ONLY}
+    if method == "async_grpo":  # it hands the others through
+        ours |= {n for n, p in inspect.signature(find_trainer("grpo")).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert set(known) == ours
 
 
 def test_the_adapter_is_pefts_with_pefts_names():
