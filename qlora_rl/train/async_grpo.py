@@ -190,29 +190,6 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
             self._last_loaded_step = self.state.global_step
             self._look_again()
 
-    def decisive(self) -> dict[str, Any]:
-        """Another staleness is another run."""
-        return super().decisive() | {"max_staleness": self.max_staleness}
-
-    # --- the alarm --------------------------------------------------------------------------------------------------
-
-    def _watch(self, fidelity: Fidelity, output: Any, mask_BT: torch.Tensor) -> None:
-        """A batch is looked at as in GRPO where the policy that drew it is the one that trains; otherwise its distance is staleness too."""
-        if self.model.training and self.max_staleness:
-            self._trained = few_of(output, mask_BT)
-        if self._drawn.version == self.engine.version:
-            super()._watch(fidelity, output, mask_BT)
-
-    def _look_again(self) -> None:
-        """After a push, while nothing is in its way: the engine scores what was drawn before under the version that serves now."""
-        drawn, self._trained = self._trained, None
-        if drawn is None or self.alarm is None:
-            return
-        distance, found = self.alarm.observe_again(drawn)
-        self._rescored = {"rescored_diff": distance}
-        if found is not None:
-            self._record.add(mismatch_cause=found.cause)
-
     def _generate(self, prompts: list[Any]) -> Any:
         """What a thread has drawn."""
         drawn, mode = self._drawn, "train" if self.model.training else "eval"
@@ -234,9 +211,32 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
     def _rollout_facts(self) -> dict[str, float]:
         return super()._rollout_facts() | self._facts
 
+    def decisive(self) -> dict[str, Any]:
+        """Another staleness is another run."""
+        return super().decisive() | {"max_staleness": self.max_staleness}
+
     def _describe(self, *args: Any) -> dict[str, Any]:
         described = super()._describe(*args)
         return described | {
             "max_staleness": self.max_staleness,
             "rollout_threads": self.rollout_threads,
         }
+
+    # --- the alarm --------------------------------------------------------------------------------------------------
+
+    def _watch(self, fidelity: Fidelity, output: Any, mask_BT: torch.Tensor) -> None:
+        """A batch is looked at as in GRPO where the policy that drew it is the one that trains; otherwise its distance is staleness too."""
+        if self.model.training and self.max_staleness:
+            self._trained = few_of(output, mask_BT)
+        if self._drawn.version == self.engine.version:
+            super()._watch(fidelity, output, mask_BT)
+
+    def _look_again(self) -> None:
+        """After a push, while nothing is in its way: the engine scores what was drawn before under the version that serves now."""
+        drawn, self._trained = self._trained, None
+        if drawn is None or self.alarm is None:
+            return
+        distance, found = self.alarm.observe_again(drawn)
+        self._rescored = {"rescored_diff": distance}
+        if found is not None:
+            self._record.add(mismatch_cause=found.cause)
