@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.errors import ConfigConflictError, QloraRLError, collected
+from qlora_rl.errors import ConfigConflictError, QloraRLError
 from qlora_rl.fidelity import Fidelity
 from qlora_rl.sync.diagnosis import Drawn as Examined
 from qlora_rl.train.ahead import Batch, LookAhead
@@ -76,18 +76,11 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         self._workers = self._new_workers()
 
     def _check_config(self) -> None:
-        reasons = []
         if self.bridge.sleeps:
-            reasons.append(
-                "vllm_enable_sleep_mode=True with overlapping rollouts: the engine never rests between them. Leave it out, or use "
-                "QLoRAGRPOTrainer"
+            raise ConfigConflictError(
+                "reading the config: vllm_enable_sleep_mode=True with overlapping rollouts: the engine never rests between them. Leave it "
+                "out, or use QLoRAGRPOTrainer."
             )
-        if self.args.auto_find_batch_size:
-            reasons.append(
-                "auto_find_batch_size=True: rollouts of the size that fails have begun by then. Leave it out"
-            )
-        if reasons:
-            raise collected("reading the config", reasons, ConfigConflictError)
         if self.max_staleness and not self.args.vllm_importance_sampling_correction:
             logger.warning(
                 "vllm_importance_sampling_correction=False: rollouts of up to %d policies ago are trained on as if they were new",

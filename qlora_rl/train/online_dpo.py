@@ -250,6 +250,7 @@ class QLoRAOnlineDPOTrainer(SampledPairs, OnlineTrainer, MeasuredSteps, OnlineDP
         existing_run: str = "refuse",
         allow_base_mismatch: bool = False,
         canary_every: int = 2,
+        on_mismatch: str = "stop",
         share_base: bool | str = "auto",
         api_key_file: str | os.PathLike[str] | None = None,
     ):
@@ -265,6 +266,7 @@ class QLoRAOnlineDPOTrainer(SampledPairs, OnlineTrainer, MeasuredSteps, OnlineDP
                 existing_run=existing_run,
                 allow_base_mismatch=allow_base_mismatch,
                 canary_every=canary_every,
+                on_mismatch=on_mismatch,
                 share_base=share_base,
                 api_key_file=api_key_file,
             ),

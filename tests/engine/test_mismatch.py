@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from test_training import lines, make
+from datasets import Dataset
+from peft import LoraConfig
+from test_training import config, lines, make, reward_digits
 
-from qlora_rl import LocalEngine, PolicyMismatchError
+from qlora_rl import LocalEngine, PolicyMismatchError, QLoRAAsyncGRPOTrainer
 
 MODULE = "model.layers.1.mlp.up_proj"
 HONEST = [(0, 1.0, 1e-2), (1, 1.4, 1e-3)]
@@ -148,3 +150,34 @@ def test_on_mismatch_warn_goes_on(trainer_on, caplog):
     assert "2 times as strongly" in caplog.text
     assert "going on" in caplog.text
     assert [row.get("mismatch_cause") for row in lines(trainer.run.path)][3] == "scale"
+
+
+@pytest.mark.parametrize("cause", [None, "scale", "layer"])
+def test_a_broken_sync_is_found_behind_staleness_and_staleness_is_no_fault(base, engine, tmp_path, monkeypatch, cause):
+    """As if the buffers were right, and the multiplication wrong; rollouts are drawn and scored at the same time."""
+    engine.drop_adapter()
+    fields = {"max_steps": 8, "per_device_train_batch_size": 16, "vllm_max_model_length": None, "learning_rate": 3e-2}
+    with QLoRAAsyncGRPOTrainer(
+        model=base,
+        reward_funcs=reward_digits,
+        train_dataset=Dataset.from_list([{"prompt": f"{a}+{a}="} for a in range(10, 42)]),
+        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
+        args=config(tmp_path, **fields),
+        rollout=engine,
+        canary_every=0,
+        max_staleness=1,
+    ) as trainer:
+        if cause is None:
+            trainer.train()
+            steps = lines(tmp_path)
+            print([(s["staleness_max"], f"{s['scaled_diff']:.1e}", f"{s.get('rescored_diff', 0):.1e}") for s in steps])
+            assert {d.cause for d in trainer.alarm.diagnoses.values()} <= {"noise"}
+            assert max(s["scaled_diff"] for s in steps if s["staleness_max"]) > trainer.alarm.threshold
+            return
+        monkeypatch.setattr(engine, "held_adapter", engine.held_adapter)
+        break_after(trainer, 3, FAULTS[cause], hidden=True)
+        with pytest.raises(PolicyMismatchError) as stopped:
+            trainer.train()
+        print(stopped.value)
+        assert stopped.value.cause == cause
+        assert trainer.state.global_step in (4, 5)
