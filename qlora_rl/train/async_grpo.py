@@ -202,7 +202,12 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         return self._drawn.rewards
 
     def _rollout_facts(self) -> dict[str, float]:
-        return super()._rollout_facts() | self._facts
+        facts, drawn = super()._rollout_facts(), self._drawn
+        if drawn is not None:  # of this batch alone, whatever else threads have drawn
+            tokens, seconds = drawn.tokens, drawn.engine_seconds
+            facts |= {"rollout_tokens": tokens, "rollout_seconds": seconds}
+            facts["rollout_tokens_per_s"] = tokens / seconds if seconds else float("nan")
+        return facts | self._facts
 
     def decisive(self) -> dict[str, Any]:
         """Another staleness is another run."""

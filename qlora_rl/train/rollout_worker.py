@@ -45,6 +45,7 @@ class Drawn:
         version: of the adapter that drew every token.
         tokens_seen: prompt and completion tokens, as TRL counts them.
         metrics, extra_logs, extra_metrics: what TRL has noted on the way.
+        tokens, engine_seconds: that the engine has drawn, and how long it took for them.
         drawn_seconds, idle_seconds: how long it took, and how long its thread had had nothing to do before.
     """
 
@@ -58,6 +59,8 @@ class Drawn:
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
     extra_logs: Mapping[str, list[Any]] = field(default_factory=dict)
     extra_metrics: Mapping[str, list[float]] = field(default_factory=dict)
+    tokens: int = 0
+    engine_seconds: float = 0.0
     drawn_seconds: float = 0.0
     idle_seconds: float = 0.0
 
@@ -71,6 +74,9 @@ class Front:
         version: that draws; `None` is what serves.
         seed_of: the seed of each turn, from 0.
         refuse_stopped: raises where the run ends.
+
+    Attributes:
+        tokens, seconds: drawn so far, and how long the engine took.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class Front:
         self._bridge, self._number, self._asked = bridge, number, version
         self._seed_of, self._refuse_stopped = seed_of, refuse_stopped
         self.version = version
+        self.tokens, self.seconds = 0, 0.0
         self._turn = 0
 
     @property
@@ -108,6 +115,7 @@ class Front:
                 f"drawing batch {self._number}: it began with version={self.version}, and version={rollout.version} has answered."
             )
         self.version = rollout.version
+        self.tokens, self.seconds = self.tokens + rollout.tokens, self.seconds + rollout.seconds
         return EngineBridge.as_trl_wants(prompts, rollout)
 
 
@@ -277,6 +285,7 @@ class RolloutWorkers:
         own = {**kit.own, "state": copy.copy(self._trainer().state), "vllm_generation": front}
         Drawing(self._picture, own, is_training=is_training).draw(drawn, leave)
         drawn.version = version if front.version is None else front.version
+        drawn.tokens, drawn.engine_seconds = front.tokens, front.seconds
 
     def _new_kit(self) -> _Kit:
         picture, is_first = self._picture, next(self._made) == 0
