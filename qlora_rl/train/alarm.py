@@ -52,7 +52,7 @@ class MismatchAlarm:
 
     Attributes:
         threshold: of the next step; `None` before the first batch.
-        diagnoses: of every step that was examined, by number of the batch.
+        diagnoses: of what was examined, by its number among all that was looked at: batches, and with `observe_again` pushes.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class MismatchAlarm:
         self.diagnoses: dict[int, Diagnosis] = {}
         self._examine, self._rescore = examine, rescore
         self._bounds = _BOUNDS.get(dtype, _BOUNDS["16 bit"])
-        self._batches = self._unexplained = 0
+        self._looks = self._unexplained = 0
         self._suspected = ""
 
     def observe(self, fidelity: Fidelity, drawn: Callable[[], Drawn]) -> Diagnosis | None:
@@ -87,8 +87,8 @@ class MismatchAlarm:
         Raises:
             PolicyMismatchError: with the likely cause.
         """
-        self._batches += 1
-        return self._look(fidelity.scaled_diff, f"{fidelity.tokens} drawn tokens", drawn)
+        self._looks += 1
+        return self._look(f"batch {self._looks}", fidelity.scaled_diff, f"{fidelity.tokens} drawn tokens", drawn)
 
     def observe_again(self, drawn: Drawn) -> tuple[float, Diagnosis | None]:
         """Look at completions that an older policy has drawn: scored anew by the engine, under what serves now.
@@ -99,25 +99,26 @@ class MismatchAlarm:
         Raises:
             PolicyMismatchError: with the likely cause.
         """
+        self._looks += 1
         again, distance = self._rescore(drawn)
-        tokens = sum(map(len, again.completions))
-        return distance, self._look(distance, f"{tokens} tokens that the engine has scored anew", lambda: again)
+        tokens = f"{sum(map(len, again.completions))} tokens of the batch before, scored anew"
+        return distance, self._look("after the newest push", distance, tokens, lambda: again)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: what was learnt, and what is suspected."""
         return {
             "threshold": self.threshold,
-            "batches": self._batches,
+            "looks": self._looks,
             "unexplained": self._unexplained,
             "suspected": self._suspected,
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Inverse of `state`."""
-        self.threshold, self._batches = saved["threshold"], saved["batches"]
+        self.threshold, self._looks = saved["threshold"], saved["looks"]
         self._unexplained, self._suspected = saved["unexplained"], saved["suspected"]
 
-    def _look(self, distance: float, tokens: str, drawn: Callable[[], Drawn]) -> Diagnosis | None:
+    def _look(self, place: str, distance: float, tokens: str, drawn: Callable[[], Drawn]) -> Diagnosis | None:
         if math.isnan(distance):
             return None  # nothing was drawn, or nothing reported
         limit = self._bounds["usual"] if self.threshold is None else self.threshold
@@ -129,9 +130,9 @@ class MismatchAlarm:
         found = self._examine(drawn(), limit)
         if found.cause in ("dtype", "unknown") and distance <= self._bounds["usual"]:
             found = replace(found, cause="noise", sentence="adapter and base are right, and rounding may be this large")
-        self.diagnoses[self._batches] = found
+        self.diagnoses[self._looks] = found
         said = (
-            f"batch {self._batches}: trainer and engine are {distance:.2g} apart (scaled, mean over {tokens}; up to "
+            f"{place}: trainer and engine are {distance:.2g} apart (scaled, mean over {tokens}; up to "
             f"{limit:.2g} is normal for them): {found.sentence}"
         )
         is_noise = found.cause in ("noise", "dropout")  # scored anew, the sides agree
