@@ -206,6 +206,9 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
     def _rollout_facts(self) -> dict[str, float]:
         return super()._rollout_facts() | self._facts
 
+    def _is_of_this_policy(self) -> bool:
+        return self._drawn.version == self.engine.version
+
     def _describe(self, *args: Any) -> dict[str, Any]:
         described = super()._describe(*args)
         return described | {

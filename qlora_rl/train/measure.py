@@ -43,6 +43,10 @@ class MeasuredSteps:
     def _before_rollout(self, mode: str) -> None:
         """A generation begins, for "train" or "eval"."""
 
+    def _is_of_this_policy(self) -> bool:
+        """The rollouts at hand were drawn by the policy that trains on them, and not by an older one."""
+        return True
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         mode = "train" if self.model.training else "eval"
         self._before_rollout(mode)
@@ -70,7 +74,7 @@ class MeasuredSteps:
                 **measured,
             )
             self._note_rollouts(len(output["completion_ids"]))
-        if self.alarm is not None and fidelity is not None:
+        if self.alarm is not None and fidelity is not None and self._is_of_this_policy():
             self._watch(fidelity, output, mask_BT)
         return output
 
