@@ -109,21 +109,27 @@ def interruptible():
 def test_ctrl_c_ends_a_rollout_in_its_thread(base, tmp_path, rollout, interruptible):
     """The trainer waits for a rollout that would take minutes."""
     with make(base, tmp_path, reward_digits, rollout=rollout, max_completion_length=20) as trainer:
-        engine = trainer.engine
+        engine, has_begun, struck = trainer.engine, threading.Event(), []
         real = engine.generate
 
         def for_ever(*args, **kwargs):
             while True:
                 real(*args, **kwargs)
+                has_begun.set()
+
+        def strike():
+            if has_begun.wait(120):
+                time.sleep(0.5)  # the trainer has pushed, and waits for the rollout
+                struck.append(time.perf_counter())
+                os.kill(os.getpid(), signal.SIGINT)
 
         trainer.bridge.engine = _Endless(engine, for_ever)
-        timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.start()
-        started = time.perf_counter()
+        striker = threading.Thread(target=strike)
+        striker.start()
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
-        timer.join()
-        assert time.perf_counter() - started < 60
+        striker.join()
+        assert time.perf_counter() - struck[0] < 30
         assert not [thread for thread in threading.enumerate() if "qlora-rl-rollouts" in thread.name]
         assert len(engine.generate([[40, 41]], max_tokens=4).completion_ids) == 1  # it is whole
 
