@@ -7,9 +7,19 @@ from typing import Any
 import httpx
 
 from qlora_rl import errors
-from qlora_rl.errors import AccessDeniedError, EngineBrokenError, EngineUnsupportedError, QloraRLError, ServerTakenError
+from qlora_rl.errors import (
+    AccessDeniedError,
+    BaseMismatchError,
+    EngineBrokenError,
+    EngineUnsupportedError,
+    QloraRLError,
+    ServerTakenError,
+    SyncError,
+)
 
 KEY_VARIABLE = "QLORA_RL_API_KEY"
+START = "x-qlora-start"
+RESTARTED = 412
 # What a proxy in front of a server answers while the server is away.
 _AWAY = (502, 503, 504)
 
@@ -24,6 +34,32 @@ class RestartedError(Exception):
     def __init__(self, start: str, asked: str):
         super().__init__(start)
         self.start, self.asked = start, asked
+
+
+def content_of(answer: httpx.Response, url: str, known: str) -> dict[str, Any]:
+    """What a server of ours says.
+
+    Args:
+        answer: to a request.
+        url: that was asked.
+        known: name of the server's start that the request named.
+
+    Raises:
+        RestartedError: it was started anew since.
+        Exception: `refusal`, `stranger`.
+    """
+    start = answer.headers.get(START, "")
+    if answer.status_code == RESTARTED:
+        raise RestartedError(start, known)
+    if answer.status_code != 200:
+        raise refusal(answer, url)
+    try:
+        found = answer.json()
+    except ValueError as error:
+        raise stranger(url) from error
+    if not start or not isinstance(found, dict):
+        raise stranger(url)
+    return found
 
 
 def refusal(answer: httpx.Response, url: str) -> Exception:
@@ -66,3 +102,16 @@ def stranger(url: str) -> EngineUnsupportedError:
         f"asking the server at {url}: what answers is no server of qlora_rl. Start it with `qlora-rl serve BASE`, and give its own "
         "URL, without a path."
     )
+
+
+def other_base(url: str, found: str, before: str) -> BaseMismatchError:
+    """A server that was started anew holds another base; both by digest."""
+    return BaseMismatchError(
+        f"asking the server at {url}: it was started anew on another base: digest={found[:16]} != digest={before[:16]} of the one "
+        "before. Start it on the base directory that the trainer uses."
+    )
+
+
+def not_taken(what: str, version: int, serves: int) -> SyncError:
+    """A push was answered, and another version serves."""
+    return SyncError(f"pushing {what} version={version}: the server answers with version={serves}. Push again.")

@@ -21,7 +21,15 @@ import httpx
 
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.answers import AwayError, RestartedError, refusal, refuse_other_version, stranger
+from qlora_rl.engine.answers import (
+    START,
+    AwayError,
+    RestartedError,
+    content_of,
+    not_taken,
+    other_base,
+    refuse_other_version,
+)
 from qlora_rl.engine.asking import (
     as_ids,
     check_url,
@@ -36,7 +44,6 @@ from qlora_rl.engine.lines import Lines
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.engine.upload import upload
 from qlora_rl.errors import (
-    BaseMismatchError,
     EngineBrokenError,
     EngineClosedError,
     QloraRLError,
@@ -50,8 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "/qlora/v1"
-START, SESSION, VERSION = "x-qlora-start", "x-qlora-session", "x-qlora-version"
-RESTARTED = 412
+SESSION, VERSION = "x-qlora-session", "x-qlora-version"
 UNPROVEN = "unproven"  # no server's start
 # Faults of a connection, after which nobody knows whether the server has done what was asked: all requests can be repeated.
 _FAULTS = (httpx.TransportError,)
@@ -111,12 +117,14 @@ class ServerEngine:
         self.url = check_url(url)
         self.timeout_s, self.wait_s = timeout_s, wait_s
         self.session = session or uuid.uuid4().hex
+        self._lines = Lines()
         self._client = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {find_key(api_key, api_key_file)}", SESSION: self.session},
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             transport=transport,
             trust_env=False,  # neither proxies nor passwords of the environment: the key must not wander
+            event_hooks={"request": [self._lines.watch]},
         )
         self._is_closed, self._start = False, ""
         self._incarnation, self._version = 1, 0
@@ -125,7 +133,7 @@ class ServerEngine:
         self._dense = 0  # the version of the full weights that were pushed last
         self._withdrawn = ""
         self._base = ""
-        self._is_recovering, self._recovering, self._lines = False, threading.RLock(), Lines()
+        self._is_recovering, self._recovering = False, threading.RLock()
         self._before: tuple[int, str] | None = None  # what this engine has asked for before
         self._about = self._ask("GET", "/state")
         self._base, self.found = self._about["base"], (self._version, self._about.get("digest", ""))  # what served
@@ -278,9 +286,7 @@ class ServerEngine:
         digest = hashlib.sha256(blob).hexdigest()
         found = self._change("PUT", f"/adapter?version={version}&digest={digest}", blob)
         if found["digest"] != digest or self._version != version:
-            raise SyncError(
-                f"pushing adapter version={version}: the server answers with version={self._version}. Push again."
-            )
+            raise not_taken("adapter", version, self._version)
         self._pushed = blob, version
         self._note(version, digest)
 
@@ -320,9 +326,7 @@ class ServerEngine:
             self._ask, weights, version, max_body_bytes=limit, directory=self._near, commit=self._change
         )
         if self._version != version:
-            raise SyncError(
-                f"pushing weights version={version}: the server answers with version={self._version}. Push again."
-            )
+            raise not_taken("weights", version, self._version)
         self._pushed, self._dense = None, version
         self._note(version, digest)
         return nbytes
@@ -434,32 +438,21 @@ class ServerEngine:
                 pause = min(5.0, 2 * pause)
 
     def _ask_once(self, method: str, path: str, body: Any) -> dict[str, Any]:
+        with self._recovering:  # other threads wait until a server that was started anew is proven and pushed to
+            known = self._start
         asked = body if isinstance(body, bytes) or body is None else body()
         content = json.dumps(asked).encode() if isinstance(asked, dict) else asked
-        known = self._start
         marks = {START: known} if known else {}
         try:
-            answer = self._client.request(
-                method, PREFIX + path, content=content, headers=marks, extensions={"trace": self._lines}
-            )
+            answer = self._client.request(method, PREFIX + path, content=content, headers=marks)
         except (httpx.LocalProtocolError, httpx.UnsupportedProtocol) as error:  # its text may hold the key
             text = f"asking the server at {self.url}: {type(error).__name__}: no such request can be sent."
             raise EngineBrokenError(text) from None
         except _FAULTS as error:
             raise AwayError(str(error) or type(error).__name__) from error
-        start = answer.headers.get(START, "")
-        if answer.status_code == RESTARTED:
-            raise RestartedError(start, known)
-        if answer.status_code != 200:
-            raise refusal(answer, self.url)
-        try:
-            found = answer.json()
-        except ValueError as error:
-            raise stranger(self.url) from error
-        if not start or not isinstance(found, dict):
-            raise stranger(self.url)
+        found = content_of(answer, self.url, known)
         refuse_other_version(asked, found)
-        self._start = self._start or start
+        self._start = self._start or answer.headers[START]
         # The answer to a rollout may be read later than that to a push which came after it.
         if self._serves is None or path not in ("/generate", "/score"):
             self._version = int(answer.headers[VERSION])
@@ -485,10 +478,7 @@ class ServerEngine:
             if is_in_doubt and about.get("takes_dense"):  # weights may lie over the base
                 self._ask("DELETE", "/adapter")
             if about["base"] != self._base or self.describe_base().digest != self._base:
-                raise BaseMismatchError(
-                    f"asking the server at {self.url}: it was started anew on another base: digest={about['base'][:16]} != "
-                    f"digest={self._base[:16]} of the one before. Start it on the base directory that the trainer uses."
-                )
+                raise other_base(self.url, about["base"], self._base)
             self._about = about
             self._incarnation += 1
             if self._near is not None:  # a directory that nobody has named is another one at each start

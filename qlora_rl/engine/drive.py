@@ -10,8 +10,7 @@ import contextlib
 import functools
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +19,12 @@ from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, RolloutCa
 logger = logging.getLogger(__name__)
 
 
-# How long a thread that steps lets go of the lock where others wait for it; Python's locks are given to whoever asks first.
-_YIELD_S = 0.0005
-
-
 def alone(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of an engine that has a `_driver`, between two steps of vLLM, whichever thread makes them."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._driver.asking(), self._driver.lock:
+        with self._driver.door, self._driver.lock:
             return method(self, *args, **kwargs)
 
     return call
@@ -57,30 +52,25 @@ class Call:
 class Driver:
     """Adds requests and steps until they are done.
 
+    Python gives a lock to whoever asks first, and that would always be the thread that has just stepped. So there is a door:
+    who wants a turn holds it until the turn is over, and who steps goes through it before every step. A turn comes after one
+    step of each thread that is past the door, whatever the machine is busy with.
+
+    Both are locks of C's, taken by `with` alone: an interrupt strikes before one is taken or after it was given back.
+
     Args:
-        on_failure: is called, under the lock, when vLLM's engine must be built anew.
+        on_failure: is called when vLLM's engine must be built anew.
 
     Attributes:
-        lock: guards everything that vLLM is asked in this process; take it inside of `asking`.
+        door: who wants a turn takes it first.
+        lock: guards everything that vLLM is asked in this process.
     """
 
     def __init__(self, on_failure: Callable[[], None]) -> None:
-        # One of C: an interrupt strikes before it is taken or after it was given back.
-        self.lock = threading.RLock()
-        self._asking: set[object] = set()
+        self.door, self.lock = threading.RLock(), threading.RLock()
         self._on_failure = on_failure
         self._open: list[Call] = []
         self._number = 0
-
-    @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """This thread wants the lock: who steps lets it in between."""
-        ticket = object()
-        self._asking.add(ticket)
-        try:
-            yield
-        finally:
-            self._asking.discard(ticket)
 
     def begin(self, engine: Any, prompts: Sequence[Any], params: Sequence[Any], lora: Any) -> Call:
         """Hand B requests to vLLM's engine.
@@ -101,7 +91,7 @@ class Driver:
                 self._abort(engine, call)
                 raise EngineUnsupportedError(f"generating: vLLM refuses prompt {refused}: {error}") from error
             except BaseException:
-                self._open.remove(call)
+                self._forget(call)
                 raise
         return call
 
@@ -116,12 +106,12 @@ class Driver:
             RolloutCancelledError: `cancel` was called.
         """
         while True:
-            with self.asking(), self.lock:
+            with self.door:
+                pass  # who waits in it comes first
+            with self.lock:
                 if self._is_over(engine, call, raise_if_interrupted):
                     return call.finished
                 self._step(engine)
-            if self._asking:
-                time.sleep(_YIELD_S)
 
     def _is_over(self, engine: Any, call: Call, raise_if_interrupted: Callable[[], None]) -> bool:
         if call.ended is not None and not isinstance(call.ended, RolloutCancelledError):
@@ -134,7 +124,7 @@ class Driver:
             self._abort(engine, call)
             raise
         if not call.left:
-            self._open.remove(call)
+            self._forget(call)
         return not call.left
 
     def cancel(self) -> None:
@@ -169,9 +159,13 @@ class Driver:
                 call.finished[call.names.index(output.request_id)] = output
                 call.left -= 1
 
+    def _forget(self, call: Call) -> None:
+        with contextlib.suppress(ValueError):  # `fail` has, from a thread that was interrupted
+            self._open.remove(call)
+
     def _abort(self, engine: Any, call: Call) -> None:
         """Take all requests of a call out of scheduler and workers; those of other calls go on."""
-        self._open.remove(call)
+        self._forget(call)
         try:
             engine.abort_request(call.internal, internal=True)
             while not self._open and engine.has_unfinished_requests():

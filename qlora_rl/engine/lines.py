@@ -7,12 +7,14 @@ import socket
 import weakref
 from typing import Any
 
+import httpx
+
 # httpcore's names for the moments at which a connection has its socket.
 _CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 
 
 class Lines:
-    """Pass it to httpx as the extension "trace" of every request.
+    """Make `watch` an event hook of httpx for every request: a connection serves many of them, whichever has opened it.
 
     Attributes:
         cuts: how often they were cut.
@@ -22,8 +24,12 @@ class Lines:
         self.cuts = 0
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
+    def watch(self, request: httpx.Request) -> None:
+        """Hear of the connection on which this request is sent."""
+        request.extensions = {**request.extensions, "trace": self}
+
     def __call__(self, event: str, info: dict[str, Any]) -> None:
-        """Note a connection; httpx calls it at everything that happens."""
+        """Note a connection; httpcore calls it at everything that happens."""
         if event in _CONNECTED:
             self._sockets.add(info["return_value"].get_extra_info("socket"))
 

@@ -463,7 +463,7 @@ class LocalEngine:
             raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
         try:
             with interrupts_between_steps() as raise_if_interrupted:
-                with self._driver.asking(), self._driver.lock:
+                with self._driver.door, self._driver.lock:
                     self._ensure_usable()  # another thread's call may have failed just now
                     version = self.version if version is None else version
                     lora, salt = self._policy(version, bare=bare)
@@ -481,7 +481,7 @@ class LocalEngine:
             raise KeyboardInterrupt from None
         if holds_nan(finished):
             logger.warning("version %d gives NaN: the KV cache is cleared, so that no later request reads it", version)
-            with self._driver.asking(), self._driver.lock:
+            with self._driver.door, self._driver.lock:
                 self._llm.collective_rpc("qlora_clear_cache")
                 self._llm.reset_prefix_cache()
         return version, finished

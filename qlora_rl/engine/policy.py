@@ -280,19 +280,19 @@ class ServedPolicy:
             raise
 
     def _find(self, version: int | None, digest: str | None, or_before: bool) -> Held | None:
-        """What is asked for: that which serves, or the one before, whose directory lies there still."""
-        if or_before and self.held is not None:
-            for held in self._kept:
+        """What is asked for: that which serves, or an adapter before it, whose directory lies there still."""
+        if version in (None, self.version) and digest in (None, self.digest):
+            return self.held
+        if or_before:
+            for held in self._kept if self.held is not None else ():
                 if (held.version, held.digest) == (version, digest):
                     return held
             raise VersionGoneError(f"generating: version={version} is no longer held; version {self.version} serves.")
         is_other = digest is not None and digest != self.digest
-        if is_other or (version is not None and version != self.version):
-            raise ServerTakenError(
-                f"generating: version={version} is asked for, and {'another ' * is_other}version={self.version} serves: somebody "
-                "else has pushed. One server serves one trainer; start another server."
-            )
-        return self.held
+        raise ServerTakenError(
+            f"generating: version={version} is asked for, and {'another ' * is_other}version={self.version} serves: somebody "
+            "else has pushed. One server serves one trainer; start another server."
+        )
 
     async def _draw(
         self, ids: list[list[int]], spec: SamplingSpec, held: Held | None, places: list[int] | None

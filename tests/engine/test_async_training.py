@@ -37,7 +37,7 @@ class Waiting:
 
 
 def make(base, directory, reward, cls=QLoRAAsyncGRPOTrainer, rollout="colocate", **fields):
-    ours = {name: fields.pop(name) for name in ("max_staleness",) if name in fields}
+    ours = {name: fields.pop(name) for name in ("max_staleness", "engine_options") if name in fields}
     return cls(
         model=base,
         reward_funcs=reward,
@@ -53,7 +53,8 @@ def make(base, directory, reward, cls=QLoRAAsyncGRPOTrainer, rollout="colocate",
 def test_every_rollout_was_drawn_by_the_version_that_it_says_and_is_trained_on_once(base, tmp_path, rollout, staleness):
     reward = Waiting(0.2, reward_digits)
     drawn, policies = [], {}
-    with make(base, tmp_path, reward, rollout=rollout, max_staleness=staleness) as trainer:
+    options = {"base_compute": "baked"} if rollout == "server" else None
+    with make(base, tmp_path, reward, rollout=rollout, max_staleness=staleness, engine_options=options) as trainer:
         bridge, model = trainer.bridge, trainer.model
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         draw, push = bridge.draw, bridge.strategy.push
@@ -69,6 +70,8 @@ def test_every_rollout_was_drawn_by_the_version_that_it_says_and_is_trained_on_o
 
         bridge.draw, bridge.strategy.push = note_rollout, note_policy
         assert bridge.holds_two
+        if rollout == "server":  # which started with what the trainer was told
+            assert trainer.engine._about["base_compute"] == "baked"
         trainer.train()
 
         assert reward.seen == {f"{a}+{a}=": 4 for a in range(10, 26)}  # an epoch: every prompt, its four completions
@@ -105,25 +108,31 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("rollout", ["colocate", "server"])
+@pytest.mark.parametrize("rollout", ["colocate", pytest.param("server", marks=pytest.mark.full)])
 def test_ctrl_c_ends_a_rollout_in_its_thread(base, tmp_path, rollout, interruptible):
-    """The trainer waits for a rollout that would take minutes."""
+    """The trainer waits for a rollout that would take minutes. That a server lets go is in test_server.py and unit/test_client.py too."""
     with make(base, tmp_path, reward_digits, rollout=rollout, max_completion_length=20) as trainer:
-        engine = trainer.engine
+        engine, has_begun, struck = trainer.engine, threading.Event(), []
         real = engine.generate
 
         def for_ever(*args, **kwargs):
             while True:
                 real(*args, **kwargs)
+                has_begun.set()
+
+        def strike():
+            if has_begun.wait(120):
+                time.sleep(0.5)  # the trainer has pushed, and waits for the rollout
+                struck.append(time.perf_counter())
+                os.kill(os.getpid(), signal.SIGINT)
 
         trainer.bridge.engine = _Endless(engine, for_ever)
-        timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.start()
-        started = time.perf_counter()
+        striker = threading.Thread(target=strike)
+        striker.start()
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
-        timer.join()
-        assert time.perf_counter() - started < 60
+        striker.join()
+        assert time.perf_counter() - struck[0] < 30
         assert not [thread for thread in threading.enumerate() if "qlora-rl-rollouts" in thread.name]
         assert len(engine.generate([[40, 41]], max_tokens=4).completion_ids) == 1  # it is whole
 

@@ -275,7 +275,7 @@ def test_a_shared_directory_is_tried_out_and_its_versions_are_named_not_sent(ser
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("pushes", [200, pytest.param(1900, marks=pytest.mark.full)])
+@pytest.mark.parametrize("pushes", [100, pytest.param(1900, marks=pytest.mark.full)])
 def test_many_pushes_are_all_answered_right_and_leave_nothing_behind(server, remote, bundle, pushes):
     """After each push, what is scored is that adapter's own, bit for bit; memory within 30 MiB of that after 100, files exactly."""
     adapters = [scaled(bundle, 1.0 + i / 4) for i in range(8)]

@@ -1,9 +1,13 @@
 """`ServerEngine` against answers of every kind; the real server is in tests/engine/test_server.py."""
 
+import contextlib
 import hashlib
+import http.server
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -138,19 +142,98 @@ def test_after_a_restart_the_base_is_proven_and_the_adapter_pushed_before_anythi
     assert (rollout.version, engine.version, engine.incarnation) == (4, 4, 2)
 
 
+def test_while_a_restarted_server_is_proven_other_threads_ask_it_nothing(engine, server):
+    engine._base = server.about["base"] = BaseFingerprint({}).digest
+    engine.load_packed(b"bytes", 4)
+    server.asked.clear()
+    server.start, server.version = "two", 0
+    real, seen = server.content, []
+
+    def content(request):
+        if request.url.path.endswith("/base") and not seen:
+            seen.append(pool.submit(engine.generate, [[1, 2]], max_tokens=1))
+            threading.Event().wait(0.2)  # `time.sleep` does nothing here
+        return real(request)
+
+    server.content = content
+    with ThreadPoolExecutor(1) as pool:
+        engine.wake()
+        assert seen[0].result(30).version == 4
+    assert server.asked == [
+        ("GET", "/state"), ("GET", "/state"), ("GET", "/base"), ("PUT", "/adapter"), ("GET", "/state"), ("POST", "/generate"),
+    ]  # fmt: skip
+    assert engine.incarnation == 2
+
+
 def test_the_version_before_the_newest_is_asked_for_by_its_digest_and_an_older_one_not_at_all(engine, server):
     for version in (1, 2):
         engine.load_packed(b"bytes %d" % version, version)
-    bodies = []
-    server.content = lambda request: bodies.append(json.loads(request.content)) or {
-        "completion_ids": [[1]], "logprobs": [[-1.0]], "version": bodies[-1]["version"], "seconds": 0.0
-    }  # fmt: skip
+    bodies, real = [], server.content
+
+    def note(request):
+        found = real(request)
+        if request.url.path.endswith("/generate"):
+            bodies.append(json.loads(request.content))
+            found["version"] = bodies[-1]["version"]  # it holds both
+        return found
+
+    server.content = note
     assert [engine.generate([[1, 2]], max_tokens=1, version=v).version for v in (None, 2, 1)] == [2, 2, 1]
     assert [body.get("held") for body in bodies] == [None, True, True]
     assert [body["digest"] for body in bodies] == [hashlib.sha256(b"bytes %d" % v).hexdigest() for v in (2, 2, 1)]
     with pytest.raises(errors.VersionGoneError, match="version=0 is asked for"):
         engine.generate([[1, 2]], max_tokens=1, version=0)
     assert len(bodies) == 3
+
+
+def test_another_thread_ends_what_waits_on_a_connection_whichever_request_has_opened_it():
+    """A real server, that answers everything but rollouts, and closes the first connection as if it had idled for too long."""
+    answers, arrived, is_over = Server(), threading.Event(), threading.Event()
+    opened = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            content = self.rfile.read(int(self.headers.get("content-length", 0)))
+            request = httpx.Request(
+                self.command, f"http://server{self.path}", headers=dict(self.headers), content=content
+            )
+            what = request.url.path.rpartition("/")[2]
+            opened.setdefault(what, self.client_address)
+            self.close_connection = what == "state"
+            if what == "generate":
+                arrived.set()
+                is_over.wait(60)
+            answer = answers(request)
+            self.send_response(answer.status_code)
+            for name, value in {
+                **answer.headers,
+                "connection": "close" if self.close_connection else "keep-alive",
+            }.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_POST = do_DELETE = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        pool.submit(listening.serve_forever)
+        stack.callback(listening.shutdown)
+        stack.callback(is_over.set)
+        engine = stack.enter_context(ServerEngine(f"http://127.0.0.1:{listening.server_port}", api_key=KEY))
+        engine.note_canary(0.0)
+        rollout = pool.submit(engine.generate, [[1, 2]], max_tokens=1)
+        assert arrived.wait(30)
+        engine.cancel()
+        with pytest.raises(errors.RolloutCancelledError):
+            rollout.result(10)
+    assert opened["generate"] == opened["canary"] != opened["state"]
 
 
 def test_the_answer_to_a_rollout_that_is_read_after_a_push_does_not_turn_the_version_back(engine, server):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qlora_rl import EngineBrokenError, ServerTakenError, SyncError
+from qlora_rl import EngineBrokenError, ServerTakenError, SyncError, VersionGoneError
 from qlora_rl.base.fingerprint import digest_plain
 from qlora_rl.engine.gate import Visits
 from qlora_rl.engine.policy import ServedPolicy
@@ -105,14 +105,16 @@ def test_what_is_withdrawn_during_a_commit_stays_withdrawn(tmp_path):
 
 
 @pytest.mark.parametrize("ask", ["generate", "score"])
-@pytest.mark.parametrize("by_digest", [True, False])
-def test_a_request_that_waited_for_a_push_is_not_answered_by_another_version_than_it_named(tmp_path, ask, by_digest):
+@pytest.mark.parametrize(("by_digest", "or_before"), [(True, False), (False, False), (True, True)])
+def test_a_request_that_waited_for_a_push_is_not_answered_by_another_version_than_it_named(
+    tmp_path, ask, by_digest, or_before
+):
     async def run():
         weights = made(tmp_path)
         store = SimpleNamespace(root=tmp_path / "store")
         policy = ServedPolicy(weights.engine, {}, store, {}, 0, 64, Visits(), weights)
         await weights.commit("me", await sent(weights, 1))
-        wanted = (None, policy.digest) if by_digest else (1, None)
+        wanted = (1 if or_before or not by_digest else None, policy.digest if by_digest else None, or_before)
         push = await sent(weights, 2)
         weights.engine.began.clear()
         weights.engine.may_end.clear()
@@ -122,7 +124,8 @@ def test_a_request_that_waited_for_a_push_is_not_answered_by_another_version_tha
         late = asyncio.ensure_future(getattr(policy, ask)(*arguments))
         await asyncio.sleep(0)
         weights.engine.may_end.set()
-        with pytest.raises(ServerTakenError, match="version=2 serves"):
+        error, said = (VersionGoneError, "version 2 serves") if or_before else (ServerTakenError, "version=2 serves")
+        with pytest.raises(error, match=said):
             await late
         await commit
 

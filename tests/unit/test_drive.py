@@ -1,0 +1,161 @@
+"""`Driver` with an engine that steps for ever: turns between its steps, and interrupts at any moment."""
+
+import contextlib
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from qlora_rl.engine import drive
+from qlora_rl.engine.drive import Driver, alone
+from qlora_rl.errors import EngineBrokenError, RolloutCancelledError
+
+
+class Engine:
+    """Every step takes `seconds`, with Python's lock or without; nothing is ever done."""
+
+    def __init__(self, seconds=0.002, is_python=False):
+        self.seconds, self.is_python, self.steps, self.aborted = seconds, is_python, 0, []
+
+    def add_request(self, name, prompt, params, lora_request):
+        return name
+
+    def step(self):
+        self.steps += 1
+        end = time.perf_counter() + self.seconds
+        while self.is_python and time.perf_counter() < end:
+            pass
+        if not self.is_python:
+            time.sleep(self.seconds)
+        return []
+
+    def abort_request(self, names, internal):
+        self.aborted += names
+
+    def has_unfinished_requests(self):
+        return False
+
+
+@contextlib.contextmanager
+def stepping(driver, engine, count=1):
+    """Calls of `count` threads that never end by themselves."""
+    with ThreadPoolExecutor(count) as pool:
+        calls = [driver.begin(engine, [[1]], [None], None) for _ in range(count)]
+        done = [pool.submit(driver.finish, engine, call, lambda: None) for call in calls]
+        yield done
+        driver.cancel()
+    assert all(isinstance(each.exception(), RolloutCancelledError) for each in done)
+
+
+def is_free(driver):
+    """Another thread gets a turn."""
+
+    def take():
+        return driver.door.acquire(timeout=10) and driver.lock.acquire(timeout=10)
+
+    def give():
+        driver.lock.release()
+        driver.door.release()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: take() and (give() or True)).result()
+
+
+@pytest.mark.parametrize("is_python", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_turn_comes_after_a_step_of_each_thread_that_steps(count, is_python):
+    driver, engine, waited = Driver(lambda: None), Engine(0.02 if is_python else 0.002, is_python), []
+    with stepping(driver, engine, count):
+        for _ in range(20):
+            began = engine.steps
+            with driver.door, driver.lock:
+                waited.append(engine.steps - began)
+            time.sleep(engine.seconds / 2)
+    # The machine may hold this thread up for a few steps before it asks, or those that step; once in a while.
+    assert sorted(waited)[15] <= count + 1, waited
+    assert engine.steps > 20, "and those that step go on"
+
+
+def test_turns_that_are_asked_for_without_pause_do_not_stop_the_steps():
+    driver, engine, turns, is_over = Driver(lambda: None), Engine(), [0, 0], threading.Event()
+
+    def ask(who):
+        while not is_over.is_set():
+            with driver.door, driver.lock:
+                turns[who] += 1
+                time.sleep(0.001)
+
+    with stepping(driver, engine), ThreadPoolExecutor(2) as pool:
+        for who in (0, 1):
+            pool.submit(ask, who)
+        end = time.monotonic() + 20
+        while time.monotonic() < end and (engine.steps < 20 or min(turns) < 20):
+            time.sleep(0.01)
+        is_over.set()
+    assert engine.steps >= 20
+    assert min(turns) >= 20
+
+
+@pytest.fixture
+def interrupts():
+    """SIGINT again and again; it raises wherever the main thread is below drive.py, as in a script that does nothing else."""
+    main, struck, is_over = threading.get_ident(), [], threading.Event()
+
+    def strike(_, frame):
+        while frame is not None:
+            if frame.f_code.co_filename == drive.__file__:
+                struck.append(frame.f_lineno)
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    def send():
+        while not is_over.wait(0.0003):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, strike)
+    thread = threading.Thread(target=send)
+    thread.start()
+    yield struck
+    is_over.set()
+    thread.join()
+    signal.signal(signal.SIGINT, before)
+
+
+def test_no_interrupt_leaves_a_lock_behind(interrupts):
+    driver, engine = Driver(lambda: None), Engine(0.0002)
+
+    class Pushes:
+        _driver = driver
+
+        @alone
+        def push(self):
+            self.look()
+
+        @alone
+        def look(self):
+            return [str(i) for i in range(20)]
+
+    with stepping(driver, engine):
+        pushes, end = Pushes(), time.monotonic() + 30
+        while len(interrupts) < 600 and time.monotonic() < end:
+            with contextlib.suppress(KeyboardInterrupt):
+                while len(interrupts) % 100:
+                    pushes.push()
+                assert is_free(driver)
+                pushes.push()
+    assert len(interrupts) >= 300
+    assert len(set(interrupts)) >= 3, "it has struck at one place only"
+    assert is_free(driver)
+
+
+def test_a_call_that_is_done_returns_though_an_interrupted_thread_gives_the_engine_up_just_then():
+    broken = []
+    driver, engine = Driver(lambda: broken.append(True)), Engine()
+    call = driver.begin(engine, [[1]], [None], None)
+    call.finished, call.left = ["an output"], 0
+    # Where the call has looked whether it was ended, and has not gone yet.
+    assert driver.finish(engine, call, lambda: driver.fail(EngineBrokenError("given up"))) == ["an output"]
+    assert broken
+    assert engine.steps == 0
