@@ -41,6 +41,7 @@ def test_outside_a_terminal_a_step_is_a_line(make_trainer, config, plain):
     assert evaluation.startswith("evaluation at step 2: reward 0.500")
     assert last.startswith("training: step 3/3")
     assert last.endswith(" gone, 0:00:00 left")
+    assert text.count("step 3/3") == 1  # not again when it ends
 
 
 def test_in_a_terminal_a_bar_stays_on_its_line(make_trainer, config, plain):
