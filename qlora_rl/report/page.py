@@ -201,7 +201,7 @@ def _draw_table(runs: Sequence[Run], names: Sequence[str], facts: Sequence[Facts
 def _flatten(value: Any, name: str = "") -> list[tuple[str, str]]:
     if isinstance(value, dict) and value:
         return [pair for key, inner in value.items() for pair in _flatten(inner, f"{name}.{key}" if name else str(key))]
-    if value == {}:
+    if value is None or value == {}:
         return []
     if _SECRET.search(name) and value:
         return [(name, "(hidden)")]
