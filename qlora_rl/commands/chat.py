@@ -86,4 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
             pass
+        except ConfigConflictError as error:
+            print(error, end="")
         print()

@@ -78,13 +78,13 @@ def _text(card: Card, run: Run, *, has_curves: bool) -> str:
         _table(["", ""], _run_rows(card, run)),
     ]
     if has_curves:
-        parts.append(f"![Reward and mismatch KL over the steps of the run]({CURVES})")
-    steps = _step_rows(run)
+        parts.append(f"![{' and '.join(title for title, _, _ in _panels(run))} over the steps of the run]({CURVES})")
+    heads, steps = _steps(run)
     if steps:
-        parts.append(_table(["step", "reward", "completion length", "mismatch KL"], steps))
+        parts.append(_table(heads, steps))
     parts += [
         "## The base",
-        f"{base.spec.label}, compute dtype {base.spec.compute_dtype}; digest `{base.digest}`. {_again(card)}",
+        f"{base.spec.label}, compute dtype {base.spec.compute_dtype}; digest `{base.digest}`. {_again(card)}".rstrip(),
         "## Versions",
         _table(["", "trained with", "exported with"], _version_rows(trained.config.get("versions"))),
     ]
@@ -147,6 +147,8 @@ def _run_rows(card: Card, run: Run) -> list[tuple[str, str]]:
     config, facts = run.config, summarise(run)
     arguments = arguments_of(config)
     rows = [("state", run.status), ("steps", plain(facts["steps"]))]
+    if card.trained.step not in (None, facts["steps"]):
+        rows.append(("exported", f"as it was after step {card.trained.step}"))
     known = (
         "learning_rate",
         "per_device_train_batch_size",
@@ -171,6 +173,7 @@ def _run_rows(card: Card, run: Run) -> list[tuple[str, str]]:
     for label, key in (
         ("right before", "accuracy_before"), ("right after", "accuracy_after"), ("problems", "eval_problems"),
         ("reward at first", "reward_first"), ("reward at last", "reward_last"),
+        ("loss at first", "loss_first"), ("loss at last", "loss_last"),
         ("mismatch KL, median", "mismatch_kl_median"), ("mismatch KL, worst step", "mismatch_kl_max"),
     ):  # fmt: skip
         if facts[key] is not None:
@@ -178,12 +181,15 @@ def _run_rows(card: Card, run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def _step_rows(run: Run, count: int = 8) -> list[tuple[str, ...]]:
-    """Some steps of the run, the first and the last among them."""
+def _steps(run: Run, count: int = 8) -> tuple[list[str], list[list[str]]]:
+    """Some steps of the run, the first and the last among them: heads and rows."""
     last = len(run.metrics) - 1
     chosen = sorted({round(i * last / (count - 1)) for i in range(count)}) if last >= 0 else []
-    names = ("step", "reward", "completion_length", "mismatch_kl")
-    return [tuple(plain(run.metrics[i].get(name)) for name in names) for i in chosen]
+    columns = {"reward": "reward", "completion length": "completion_length", "mismatch KL": "mismatch_kl"}
+    if not run.draws:
+        columns = {"loss": "loss", (run.hits or "").replace("_", " "): run.hits or ""}
+    known = {"step": "step"} | {head: name for head, name in columns.items() if run.values(name)}
+    return list(known), [[plain(run.metrics[i].get(name)) for name in known.values()] for i in chosen]
 
 
 def _version_rows(trained: Any) -> list[tuple[str, str, str]]:
@@ -197,12 +203,8 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw_curves(run: Run) -> str:
-    """Reward and mismatch KL over the steps as one SVG; "" where there is nothing to draw."""
-    panels = [
-        (title, run.column(name), axis)
-        for title, name, axis in (("reward", "reward", linear_axis), ("mismatch KL", "mismatch_kl", log_axis))
-        if len(run.values(name)) > 1
-    ]
+    """Reward and mismatch KL over the steps, or the loss, as one SVG; "" where there is nothing to draw."""
+    panels = _panels(run)
     if not panels:
         return ""
     height = _HEIGHT * len(panels)
@@ -217,6 +219,13 @@ def draw_curves(run: Run) -> str:
         f"<title>{escape(run.name)}: {' and '.join(title for title, _, _ in panels)} over training steps</title>"
         f"<style>{style}</style>{''.join(drawn)}</svg>\n"
     )
+
+
+def _panels(run: Run) -> list[tuple[str, list[float | None], Any]]:
+    """Title, values and axis of each."""
+    of_draws = (("Reward", "reward", linear_axis), ("mismatch KL", "mismatch_kl", log_axis))
+    known = of_draws if run.draws else (("Loss", "loss", linear_axis),)
+    return [(title, run.column(name), axis) for title, name, axis in known if len(run.values(name)) > 1]
 
 
 def _panel(title: str, steps: Sequence[float], values: Sequence[float | None], make_axis: Any, top: int) -> str:

@@ -81,7 +81,7 @@ def export_run(
         dtype: of merged weights; by default the base's compute dtype.
         original: model of "merged-original": directory or hub name; by default what the base says it was made from.
         base: where the base lies now, if it was moved.
-        data: .jsonl file with prompts to compare on; by default the run's held-out samples, or random tokens.
+        data: .jsonl file with prompts to compare on; by default the run's own, or random tokens.
         prompts: how many of them.
         max_kl: largest mean KL in nats per token; by default 1e-3, or 1e-9 in float32. "merged-original" has no limit of its own.
         shard_gb: largest file of weights, in 10^9 bytes.
@@ -95,6 +95,8 @@ def export_run(
         NotYetSupportedError: GGUF of this model; names the way out.
     """
     _check(to, form, dtype, original)
+    if prompts < 1 or not shard_gb > 0:
+        raise ConfigConflictError(f"exporting: prompts={prompts} and shard_gb={shard_gb:g}: both must be above 0.")
     say = say or (lambda line: None)
     trained = open_trained(run, base=base)
     target = Path(out) if out is not None else trained.path / f"export-{to}"

@@ -16,6 +16,9 @@ import torch
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.policy.draw import draw, precision
 from qlora_rl.policy.prompts import encode
+from qlora_rl.train.run import ROLLOUTS
+
+SAMPLES = "samples.json"
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def choose_prompts(
     """Prompts to prove an export with, as token ids, and where they are from.
 
     Args:
-        run: its samples.json has held-out prompts, in some runs.
+        run: its samples.json has held-out prompts, in some runs; its rollouts.json two prompts of the training.
         tokenizer: of the base.
         vocabulary: size of it, for prompts of random tokens where there are no others.
         data: .jsonl file with a column "prompt" (text or messages); it goes first.
@@ -114,8 +117,12 @@ def choose_prompts(
             raise ConfigConflictError(
                 f'choosing prompts: {data} has no column "prompt". Each line is a JSON object with one.'
             )
-    elif (run / "samples.json").is_file():
-        found, where = _prompts_of(json.loads((run / "samples.json").read_text())), "held-out samples of the run"
+    elif (run / SAMPLES).is_file():
+        found, where = _prompts_of(json.loads((run / SAMPLES).read_text())), "held-out samples of the run"
+    elif (run / ROLLOUTS).is_file():
+        # Two prompts, drawn from often: every draw has a seed of its own.
+        found = (_prompts_of(list(json.loads((run / ROLLOUTS).read_text()).values())) * count)[:count]
+        where = "rollouts of the run"
     if found:
         step = max(1, len(found) // count)
         ids = [encode(tokenizer, prompt)[-longest:] for prompt in found[::step][:count]]

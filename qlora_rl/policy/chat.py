@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from qlora_rl.policy.draw import draw
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.policy.draw import check_sampling, draw
 from qlora_rl.policy.prompts import encode
 from qlora_rl.policy.trained import TrainedRun
 
@@ -25,6 +26,9 @@ class Conversation:
         top_p: share of the probability that is drawn from.
         seed: of the draws.
         uses_template: `None`: where there is one.
+
+    Raises:
+        ConfigConflictError: a number is out of its range.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Conversation:
     ):
         from transformers import AutoTokenizer
 
+        check_sampling("chatting", max_tokens, temperature, top_p)
         self.tokenizer = AutoTokenizer.from_pretrained(trained.base.path)
         self._model = trained.load_base_alone() if is_base_only else trained.load()
         self.uses_template = bool(self.tokenizer.chat_template) if uses_template is None else uses_template
@@ -59,7 +64,11 @@ class Conversation:
         self._said: list[dict[str, str]] = list(self._system)
 
     def answer(self, text: str) -> Iterator[str]:
-        """The answer to a text, piece by piece; it is part of the talk when the last piece was taken."""
+        """The answer to a text, piece by piece; it is part of the talk when the last piece was taken.
+
+        Raises:
+            ConfigConflictError: the model has no position left, or there is nothing to go on from.
+        """
         prompt = [*self._said, {"role": "user", "content": text}] if self.uses_template else text
         pieces = []
         for piece in self._stream(encode(self.tokenizer, prompt)):
@@ -83,6 +92,12 @@ class Conversation:
 
     def _draw(self, ids: list[int]) -> Iterator[int]:
         max_tokens, temperature, top_p = self._sampling
+        positions = self._model.config.get_text_config().max_position_embeddings
+        if not 0 < len(ids) < positions:
+            told = "Begin anew (/new), or say less" if ids else "Say something"
+            raise ConfigConflictError(
+                f"answering: the prompt has {len(ids)} tokens, and the model reads 1 to {positions - 1} before an answer. {told}."
+            )
         return draw(
             self._model,
             ids,

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from qlora_rl.errors import ConfigConflictError, collected
+
 
 def draw(
     model: Any,
@@ -47,6 +49,19 @@ def draw(
         if token in ends:
             return
         new = [token]
+
+
+def check_sampling(doing: str, max_tokens: int, temperature: float, top_p: float) -> None:
+    """Refuse what nothing can be drawn with.
+
+    Raises:
+        ConfigConflictError: with everything that is out of its range.
+    """
+    reasons = [f"max_tokens={max_tokens} is not at least 1"] if max_tokens < 1 else []
+    reasons += [f"temperature={temperature:g} is not at least 0"] if not 0 <= temperature < float("inf") else []
+    reasons += [f"top_p={top_p:g} is not above 0 and at most 1"] if not 0 < top_p <= 1 else []
+    if reasons:
+        raise collected(doing, reasons, ConfigConflictError)
 
 
 def choose(logits_V: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

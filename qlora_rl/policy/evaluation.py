@@ -20,6 +20,7 @@ from typing import Any
 
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.policy.draw import check_sampling
 from qlora_rl.policy.trained import TrainedRun
 
 RESULT = "eval.json"  # in the run directory; the report shows it
@@ -112,7 +113,7 @@ def evaluate(
         engine_options: of `LocalEngine`.
 
     Raises:
-        ConfigConflictError: there is nothing to ask, or G > 1 greedy completions are asked for, which would be equal.
+        ConfigConflictError: there is nothing to ask, a number is out of its range, or G > 1 greedy completions are asked for, which would be equal.
         RewardFunctionError: a reward function raised, or returned nonsense.
     """
     from qlora_rl.train.rewards import guard
@@ -122,6 +123,9 @@ def evaluate(
         raise ConfigConflictError(
             'evaluating: each row needs a column "prompt" with text or messages, and there must be one.'
         )
+    check_sampling("evaluating", sampling.max_tokens, sampling.temperature, sampling.top_p)
+    if samples < 1:
+        raise ConfigConflictError(f"evaluating: samples={samples} is not at least 1.")
     if samples > 1 and sampling.temperature == 0:
         raise ConfigConflictError(
             f"evaluating: samples={samples} at temperature 0 are {samples} times the same. Raise the temperature."
@@ -175,7 +179,14 @@ def compare(
 
 
 def save(evaluation: Evaluation, trained: TrainedRun, asked: Mapping[str, Any]) -> Path:
-    """Write eval.json into the run directory, for the report; an older one is replaced."""
+    """Write eval.json into the run directory, for the report; an older one is replaced.
+
+    Args:
+        evaluation: what was measured.
+        trained: the run, or a checkpoint in it: eval.json says after which step.
+        asked: what else it is to say.
+    """
+    asked = {**asked, "step": trained.step}
     target = trained.path / RESULT
     staging = target.with_name(f".{RESULT}.{os.getpid()}.tmp")
     try:

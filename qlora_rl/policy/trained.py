@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, load_base, open_base
 from qlora_rl.errors import BaseIncompleteError, BaseMismatchError, RunDirectoryError
-from qlora_rl.train.run import ADAPTER, CONFIG, MODEL
+from qlora_rl.train.run import ADAPTER, CONFIG, MODEL, SUMMARY
 
 _ADAPTER_CONFIG = "adapter_config.json"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,16 @@ class TrainedRun:
     def name(self) -> str:
         """Of the run's directory."""
         return self.path.resolve().name
+
+    @property
+    def step(self) -> int | None:
+        """After which the adapter was saved; `None` where nothing says so."""
+        if self.adapter is not None and (found := _CHECKPOINT.fullmatch(self.adapter.resolve().name)):
+            return int(found[1])
+        try:
+            return int(json.loads((self.path / SUMMARY).read_text())["steps"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
 
     @property
     def source(self) -> str:

@@ -74,7 +74,7 @@ section { margin-top: 3.6rem; }
 .bars { display: grid; gap: .2rem; font-size: .88rem; margin-bottom: 1.1rem; }
 .bars > p { display: flex; justify-content: space-between; gap: 1rem; margin: .5rem 0 0; max-width: none; }
 .bar { display: flex; height: 1.5rem; gap: 1px; } .bar > i { display: block; min-width: 2px; border-radius: 1px; }
-.p0 { background: var(--p0); } .p1 { background: var(--p1); } .p2 { background: var(--ink); }
+.p0 { background: var(--p0); } .p1 { background: var(--p1); } .p2 { background: var(--ink); } .p3 { background: var(--s1); }
 .dot { display: inline-block; width: .7rem; height: .7rem; border-radius: 2px; margin-right: .5rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: .42rem 1rem .42rem 0; border-bottom: 1px solid var(--line);
@@ -107,7 +107,7 @@ footer { font-size: .82rem; margin-top: 2.5rem; }
   .plot { margin-left: 2.7rem; height: 210px; } .legend { margin-left: 0; }
   .pair { grid-template-columns: 1fr; gap: .8rem; }
   dl.words { grid-template-columns: 1fr; gap: 0; } dl.words dd { margin-bottom: .5rem; }
-  th, td { padding-right: .7rem; } .error { display: block; font-size: .8rem; } }
+  table { font-size: .82rem; } th, td { padding-right: .55rem; } tbody th { min-width: 4.4rem; overflow-wrap: normal; } .error { display: block; font-size: .8rem; } }
 @media print { .cross, .readout { display: none; } section, .sample { break-inside: avoid; } }
 """
 

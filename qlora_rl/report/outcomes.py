@@ -50,6 +50,8 @@ def draw_evaluation(run: Run) -> Markup | None:
         rows.append(("Tokens of an answer", *map(plain, lengths), ""))
     asked = object_in(found, "asked")
     said = [f"{plain(found.get('prompts'))} prompts" + (f" of {asked['data']}" if asked.get("data") else "")]
+    if finite(asked.get("step")) is not None:
+        said.append(f"“after” is after step {plain(asked['step'])}")
     if (finite(found.get("samples")) or 1) > 1:
         said.append(f"{plain(found.get('samples'))} answers to each")
     said.append(f"temperature {plain(object_in(found, 'sampling').get('temperature'))}")

@@ -10,25 +10,18 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
-from .charts import Band, Line, Reference, draw_chart, smooth
+from .curves import draw_curves
 from .look import CSS, JS, LIVE_JS
-from .markup import Markup, join, tag
+from .markup import Markup, tag
 from .outcomes import draw_evaluation, draw_rollouts, draw_samples
 from .parts import object_in, pairs, section, table
 from .quantities import ABSENT, factor, finite, octets, plain, seconds, share
 from .run import Run, read_run, summarise
-from .sentences import (
-    MISMATCH_BAR,
-    Facts,
-    choose_window,
-    fidelity_sentence,
-    headline,
-    peak_sentence,
-    unproven_sentence,
-)
+from .sentences import Facts, fidelity_sentence, headline, peak_sentence, unproven_sentence
+from .times import draw_time
 
 _SECRET = re.compile(r"(?i)(?:^|[_.-])(?:api[_-]?key|(?:hf|auth|access|bearer)[_-]?token|secret|password)$")
 _SECRET_ARGUMENT = re.compile(r"(?i)(--?[\w-]*(?:api[_-]?key|hf[_-]?token|auth[_-]?token|secret|password)[= ]\s*)\S+")
@@ -83,7 +76,7 @@ def render(runs: Sequence[Run], news: str | None = None) -> str:
         "main",
         tag("p", news, class_="live", role="status") if news is not None else None,
         _draw_top(run, facts[0], is_live=news is not None),
-        *(draw(runs, names) for draw in (_draw_reward, _draw_mismatch, _draw_ratio, _draw_time) if has_steps),
+        *((*draw_curves(runs, names), draw_time(runs, names)) if has_steps else ()),
         draw_evaluation(run),
         draw_samples(run),
         draw_rollouts(run),
@@ -113,12 +106,20 @@ WORDS = (
     ("push", "Handing the freshly trained weights to the sampler, once per step."),
     ("mismatch KL", "How far the sampler’s probabilities are from the trainer’s, on the same tokens. 0 is perfect."),
 )
+# Of a run that learns from written examples: no sampler, no rewards.
+WORDS_OF_EXAMPLES = (
+    ("step", "One round of learning: read some examples, adjust the model."),
+    ("loss", "How far the model is from what the examples show. Learning means that it falls."),
+    *(pair for pair in WORDS if pair[0] == "base"),
+    ("adapter", "The small set of extra weights (LoRA) that is trained."),
+)
 
 
 def _draw_top(run: Run, facts: Facts, *, is_live: bool) -> Markup:
     state = "training" if is_live and run.status == "unfinished" else run.status
     model = run.config.get("model")
-    words = [part for term, meaning in WORDS for part in (tag("dt", term), tag("dd", meaning))]
+    known = WORDS if run.draws else WORDS_OF_EXAMPLES
+    words = [part for term, meaning in known for part in (tag("dt", term), tag("dd", meaning))]
     notes = [sentence for sentence in (unproven_sentence(run), peak_sentence(run), *run.problems) if sentence]
     if run.summary.get("error"):
         notes.insert(0, f"The run ended with an error: {run.summary['error']}")
@@ -128,14 +129,14 @@ def _draw_top(run: Run, facts: Facts, *, is_live: bool) -> Markup:
             tag("span", model) if model else None, class_="meta"),
         tag("h1", headline(run, facts)),
         tag("p", sentence, class_="lead") if (sentence := fidelity_sentence(run, facts)) else None,
-        _draw_tiles(facts),
+        _draw_tiles(run, facts),
         *(tag("p", note, class_="note") for note in notes),
-        tag("details", tag("summary", "New to this? Eight words that the page uses"), tag("dl", *words, class_="words"),
+        tag("details", tag("summary", f"New to this? {'Eight' if run.draws else 'Four'} words that the page uses"), tag("dl", *words, class_="words"),
             class_="intro"),
     )  # fmt: skip
 
 
-def _draw_tiles(facts: Facts) -> Markup | None:
+def _draw_tiles(run: Run, facts: Facts) -> Markup | None:
     def was(key: str, say: Callable[[object], str]) -> str:
         return "" if facts[key] is None else f"{say(facts[key])} at the start"
 
@@ -145,6 +146,8 @@ def _draw_tiles(facts: Facts) -> Markup | None:
     tiles = [
         ("Right on unseen problems", "accuracy_after", share, was("accuracy_before", share)),
         ("Reward", "reward_last", plain, was("reward_first", plain)),
+        ("Loss", "loss_last", plain, was("loss_first", plain)),
+        (_HITS.get(run.hits or "", ""), "hits_last", share, was("hits_first", share)),
         ("Mismatch KL", "mismatch_kl_median", plain, worst),
         ("Time per push", "sync_seconds_median", seconds, size),
         ("Time per step", "step_seconds_median", seconds, pace),
@@ -158,160 +161,15 @@ def _draw_tiles(facts: Facts) -> Markup | None:
     return tag("dl", *drawn, class_="tiles two" if len(drawn) in (2, 4) else "tiles") if drawn else None
 
 
-def _draw_curve(
-    runs: Sequence[Run], names: Sequence[str], column: str, average, title: str, y_label: str, word: str, **options: Any
-) -> Markup | None:
-    lines = []
-    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-        x, y, window = run.steps, run.column(column), choose_window(len(run.metrics))
-        label = name if len(runs) > 1 else y_label
-        if window > 1:
-            lines.append(Line(label, x, y, i, "thin"))
-            lines.append(Line(f"{label}, {word} of {window} steps", x, smooth(y, window, average), i))
-        else:
-            lines.append(Line(label, x, y, i))
-    return draw_chart(title, y_label, lines, legend=_legend(runs, names), **options)
-
-
-def _legend(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[int, str]]:
-    return list(enumerate(names)) if len(runs) > 1 else []
-
-
-def _smoothing(runs: Sequence[Run], word: str) -> str:
-    window = choose_window(len(runs[0].metrics))
-    if window == 1:
-        return ""
-    return f" The thin line is every step; the bold one is the {word} of the {window} steps around it."
-
-
-def _draw_reward(runs: Sequence[Run], names: Sequence[str]) -> Markup:
-    title = "Reward: how good the answers were"
-    caption = "The average score of the answers written in each step; learning makes it rise."
-    caption += _smoothing(runs, "mean")
-    return section(title, caption, _draw_curve(runs, names, "reward", fmean, title, "mean reward per answer", "mean"))
-
-
-def _draw_mismatch(runs: Sequence[Run], names: Sequence[str]) -> Markup:
-    title = "Mismatch KL: how far apart trainer and sampler are"
-    caption = (
-        "Distance between the probabilities the trainer computes and those the sampler used for the very same tokens; "
-        "0 = identical. Lower is better; the scale is logarithmic, so equal heights are equal factors."
-    ) + _smoothing(runs, "median")
-    bar = Reference(MISMATCH_BAR, f"{MISMATCH_BAR}, prime-rl’s bar for a new model")
-    chart = _draw_curve(
-        runs, names, "mismatch_kl", median, title, "mismatch KL, logarithmic", "median", references=[bar], is_log=True
-    )
-    return section(title, caption, chart)
-
-
-def _draw_ratio(runs: Sequence[Run], names: Sequence[str]) -> Markup:
-    title = "Importance ratio: how much a token had to be corrected"
-    bands, lines = [], []
-    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-        low, high = run.column("ratio_p01"), run.column("ratio_p99")
-        prefix = f"{name}, " if len(runs) > 1 else ""
-        bands.append(Band(f"{prefix}98 % of tokens", run.steps, low, high, i))
-        lines.append(Line(f"{prefix}median", run.steps, run.column("ratio_p50"), i, "thin"))
-    known = [v for b in bands for v in (*b.low, *b.high) if v is not None]
-    is_log = bool(known) and min(known) >= 0 and max(known) > 4 * max(min(known), 1e-12)
-    bands.sort(key=lambda band: -band.series)
-    chart = draw_chart(
-        title, "trainer’s probability ÷ sampler’s" + (", logarithmic" if is_log else ""), lines, bands=bands,
-        references=[Reference(1.0, "")], legend=_legend(runs, names), is_log=is_log,
-    )  # fmt: skip
-    caption = (
-        "The trainer’s probability of a token divided by the sampler’s. The band holds 98 % of the tokens (1st to 99th "
-        "percentile). The dotted line at 1 is no correction: the narrower the band around it, the less of what was "
-        "sampled has to be corrected or thrown away."
-    )
-    facts, extras = summarise(runs[0]), []
-    if facts["ess_median"] is not None:
-        extras.append(f"effective sample size {share(facts['ess_median'])} (median)")
-    if facts["masked_share_mean"] is not None:
-        extras.append(f"{share(facts['masked_share_mean'])} of tokens masked (mean)")
-    said = "; ".join(extras)
-    name = f"{names[0]}: " if len(runs) > 1 else ""
-    return section(title, caption, chart, tag("p", f"{name}{said}.", class_="caption") if said else None)
-
-
-PARTS = ("sampler writes answers", "trainer scores and learns", "push to the sampler")
-
-
-def _step_parts(run: Run) -> list[float] | None:
-    """Seconds of a typical step: rollout, the rest, push. `None` where a part was never measured."""
-    columns = [run.column(name) for name in ("rollout_seconds", "step_seconds", "sync_seconds")]
-    whole = [row for row in zip(*columns, strict=True) if None not in row]
-    if not whole:
-        return None
-    # An asynchronous run overlaps its parts: then the rest is what they leave, and never less than nothing.
-    parts = [median(column) for column in zip(*((r, max(0.0, s - r - p), p) for r, s, p in whole), strict=True)]
-    return parts if sum(parts) > 0 else None
-
-
-def _draw_time(runs: Sequence[Run], names: Sequence[str]) -> Markup:
-    timed = [(name, parts) for name, parts in ((n, _step_parts(r)) for r, n in zip(runs, names, strict=True)) if parts]
-    longest = max((sum(parts) for _, parts in timed), default=1.0)
-    bars, content = [], []
-    for name, parts in timed:
-        pieces = [tag("i", class_=f"p{i}", style=f"width:{100 * part / longest:.3f}%") for i, part in enumerate(parts)]
-        label = f"{name}: " + ", ".join(f"{p} {seconds(v)}" for p, v in zip(PARTS, parts, strict=True))
-        bars.append(tag("p", tag("span", name), tag("span", seconds(sum(parts)), class_="num")))
-        bars.append(tag("div", *pieces, class_="bar", role="img", aria_label=label))
-    if timed:
-        rows = [
-            (join([tag("i", class_=f"dot p{i}"), part]),
-             *(f"{seconds(parts[i])} · {share(parts[i] / sum(parts))}" for _, parts in timed))
-            for i, part in enumerate(PARTS)
-        ]  # fmt: skip
-        content = [tag("div", *bars, class_="bars"), table(["Part of a step", *(name for name, _ in timed)], rows)]
-    pushes = [_push_facts(run) for run in runs]
-    kept = [row for row in zip(PUSH_ROWS, *pushes, strict=True) if set(row[1:]) != {ABSENT}]
-    if kept:
-        content += [tag("h3", "What a push is made of"), table(["Median of all pushes", *names], kept)]
-    caption = "A typical step, split in three: the median over all steps of each part."
-    return section("Time: where a step goes", caption, *content)
-
-
-PUSH_ROWS = (
-    "Pushes",
-    "Way",
-    "Size",
-    "Tensors",
-    "Export",
-    "Deliver",
-    "Load",
-    "Whole push",
-    "Its proof",
-    "Difference found",
-)
-
-
-def _push_facts(run: Run) -> list[str]:
-    def middle(say: Callable[[object], str], name: str, column: str | None = None) -> str:
-        values = run.pushed(name) or (run.values(column) if column else [])
-        return say(median(values)) if values else ABSENT
-
-    modes = sorted({str(report["mode"]) for report in run.syncs if report.get("mode")})
-    return [
-        f"{len(run.syncs):,}" if run.syncs else ABSENT,
-        ", ".join(modes) or ABSENT,
-        middle(octets, "bytes", "sync_bytes"),
-        middle(plain, "tensors"),
-        middle(seconds, "export_seconds"),
-        middle(seconds, "deliver_seconds"),
-        middle(seconds, "load_seconds"),
-        middle(seconds, "seconds", "sync_seconds"),
-        middle(seconds, "canary_seconds"),
-        middle(plain, "canary_difference"),
-    ]
-
-
+_HITS = {"rewards/accuracies": "Pairs ranked right", "mean_token_accuracy": "Tokens predicted right"}
 TABLE = (  # label, fact, how to say it, whether "n times less" makes sense of it
     ("Steps", "steps", plain, False),
     ("Right before", "accuracy_before", share, False),
     ("Right after", "accuracy_after", share, False),
     ("Reward at first", "reward_first", plain, False),
     ("Reward at last", "reward_last", plain, False),
+    ("Loss at first", "loss_first", plain, False),
+    ("Loss at last", "loss_last", plain, False),
     ("Mismatch KL, median", "mismatch_kl_median", plain, True),
     ("Mismatch KL, 95th percentile", "mismatch_kl_p95", plain, True),
     ("Mismatch KL, worst step", "mismatch_kl_max", plain, True),
@@ -328,7 +186,8 @@ def _draw_table(runs: Sequence[Run], names: Sequence[str], facts: Sequence[Facts
     if len(runs) < 2:
         return None
     plans = [str(object_in(run.config, "plan").get("strategy") or run.config.get("sync") or ABSENT) for run in runs]
-    rows: list[tuple[object, ...]] = [("State", *(run.status for run in runs)), ("What is pushed", *plans)]
+    rows: list[tuple[object, ...]] = [("State", *(run.status for run in runs))]
+    rows += [("What is pushed", *plans)] if set(plans) != {ABSENT} else []
     known = [entry for entry in TABLE if any(f[entry[1]] is not None for f in facts)]
     rows += [(label, *(say(f[key]) for f in facts)) for label, key, say, _ in known]
     heads, caption = ["", *names], "The same numbers for each run; the first column is this page’s run."
@@ -342,7 +201,7 @@ def _draw_table(runs: Sequence[Run], names: Sequence[str], facts: Sequence[Facts
 def _flatten(value: Any, name: str = "") -> list[tuple[str, str]]:
     if isinstance(value, dict) and value:
         return [pair for key, inner in value.items() for pair in _flatten(inner, f"{name}.{key}" if name else str(key))]
-    if value == {}:
+    if value is None or value == {}:
         return []
     if _SECRET.search(name) and value:
         return [(name, "(hidden)")]

@@ -41,6 +41,31 @@ class Run:
         return status if status in STATUSES else "unfinished"
 
     @property
+    def draws(self) -> bool:
+        """Answers were drawn and scored; else it learned from examples (SFT, DPO), and all that it has is a loss."""
+        return not self.values("loss") or any(
+            self.values(name) for name in ("reward", "rollout_seconds", "mismatch_kl")
+        )
+
+    @property
+    def is_async(self) -> bool:
+        """Answers were drawn while the model was trained on earlier ones."""
+        return bool(self.values("trainer_wait_seconds"))
+
+    @property
+    def hits(self) -> str | None:
+        """The column that says how often the model is right, of a run that learned from examples."""
+        names = () if self.draws else ("rewards/accuracies", "mean_token_accuracy")
+        return next((name for name in names if self.values(name)), None)
+
+    @property
+    def planned_steps(self) -> float | None:
+        """Steps that it was to do, where that was said."""
+        of_trl = [self.config.get(name) for name in ("grpo", "rloo", "online_dpo", "sft", "dpo")]
+        said = [self.config.get("steps"), *(each.get("max_steps") for each in of_trl if isinstance(each, dict))]
+        return next((steps for each in said if (steps := finite(each)) is not None and steps > 0), None)
+
+    @property
     def steps(self) -> list[float]:
         """The step of each record, rising."""
         return [record["step"] for record in self.metrics]
@@ -140,16 +165,17 @@ def _number_steps(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def summarise(run: Run) -> dict[str, float | None]:
     """The run in numbers: what `summary.json` says and, where it is silent, what the steps say.
 
-    `reward_first` and `reward_last` are then means over a tenth of the steps (ten at most), because one step is noise.
+    `reward_first` and `reward_last` (`loss_…` and `hits_…` of a run without rewards) are then means over a tenth of the steps (ten at most), because one step is noise.
     """
     rewards = run.values("reward")
-    window = min(10, max(1, len(rewards) // 10))
+    losses, hits = ([] if run.draws else run.values("loss")), (run.values(run.hits) if run.hits else [])
     kl = run.values("mismatch_kl")
     step_seconds = run.values("step_seconds")
     done = len(run.metrics)
     measured: dict[str, float | None] = {
-        "reward_first": _over(fmean, rewards[:window]),
-        "reward_last": _over(fmean, rewards[-window:]),
+        **_ends("reward", rewards),
+        **_ends("loss", losses),
+        **_ends("hits", hits),
         "mismatch_kl_median": _over(median, kl),
         "mismatch_kl_p95": _over(_p95, kl),
         "mismatch_kl_max": _over(max, kl),
@@ -172,6 +198,11 @@ def summarise(run: Run) -> dict[str, float | None]:
 
 def _p95(values: Sequence[float]) -> float:
     return quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
+
+
+def _ends(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    window = min(10, max(1, len(values) // 10))
+    return {f"{name}_first": _over(fmean, values[:window]), f"{name}_last": _over(fmean, values[-window:])}
 
 
 def _over(reduce: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import fmean
 
 from .charts import smooth
-from .quantities import finite, plain, seconds, share
+from .quantities import plain, seconds, share
 from .run import Run
 
 MISMATCH_BAR = 0.015  # prime-rl's merge bar: a new model must stay below this mismatch KL
@@ -22,7 +22,7 @@ def headline(run: Run, facts: Facts) -> str:
             "failed": "This run failed before its first step was recorded.",
             "interrupted": "This run was interrupted before its first step was recorded.",
         }.get(run.status, "Nothing to show yet: this run has not recorded a step.")
-    planned = finite(run.config.get("steps"))
+    planned = run.planned_steps
     count = f"{steps:,}" if planned is None or planned <= steps else f"{steps:,} of {planned:,.0f}"
     count += " step" if steps == 1 else " steps"
     took = "" if facts["seconds"] is None else f" ({seconds(facts['seconds'])})"
@@ -33,6 +33,9 @@ def headline(run: Run, facts: Facts) -> str:
         change = f"the model {_change(before, after, 0.005, share, 'went')} right on {problems}problems it never saw"
     elif first is not None and last is not None:
         change = f"the reward {_change(first, last, 0.005 * max(abs(first), abs(last)), plain, 'rose')}"
+    elif (loss := facts["loss_last"]) is not None:
+        first = facts["loss_first"]
+        change = f"the loss {_change(first, loss, 0.005 * max(abs(first), abs(loss)), plain, 'rose')}"
     else:
         change = "no reward was recorded"
     opening = {

@@ -40,7 +40,7 @@ class Progress(ProgressCallback):
         self.label, self.every_s = label, every_s
         self._stream = stream
         self._begun_at = self._started = self._said = 0.0
-        self._latest = ""
+        self._said_step, self._latest = -1, ""
 
     @property
     def stream(self) -> TextIO:
@@ -55,7 +55,7 @@ class Progress(ProgressCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Training begins, or goes on, at `state.global_step`."""
         self._started, self._said, self._begun_at, self._latest = time.monotonic(), -math.inf, state.global_step, ""
-        self.current_step = state.global_step
+        self.current_step, self._said_step = state.global_step, -1
         if state.is_world_process_zero and self.is_live:
             self.training_bar = tqdm(
                 total=state.max_steps,
@@ -95,11 +95,11 @@ class Progress(ProgressCallback):
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
-        elif state.is_world_process_zero and state.global_step > self._begun_at:
+        elif state.is_world_process_zero and state.global_step > max(self._begun_at, self._said_step):
             self._say_step(state)
 
     def _say_step(self, state: Any) -> None:
-        self._said = time.monotonic()
+        self._said, self._said_step = time.monotonic(), state.global_step
         done, spent = state.global_step - self._begun_at, self._said - self._started
         left = (state.max_steps - state.global_step) * spent / max(1, done)
         self._say(

@@ -56,6 +56,11 @@ class TrainedRun(Resumable):
     def close(self) -> None:
         """Give back what the trainer holds beside its model; harmless when repeated."""
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's, on the hub only: it calls a base that lies in a directory "None". `qlora-rl export` writes a card with the facts."""
+        if self.hub_model_id is not None:
+            super().create_model_card(*args, **kwargs)
+
     def __enter__(self) -> Any:
         return self
 

@@ -122,6 +122,7 @@ def test_the_words_of_transformers_work_too(base, tmp_path):
 def test_a_finished_run_does_no_step_more_until_it_is_made_longer(base, tmp_path):
     fields = {"save_steps": 2}
     make(base, tmp_path, "fake", max_steps=3, **fields).train()
+    assert not (tmp_path / "README.md").exists()  # TRL's card calls a base in a directory "None"
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with make(base, tmp_path, "fake", max_steps=3, **fields) as trainer:
         assert trainer.train().global_step == 3

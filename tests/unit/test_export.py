@@ -202,6 +202,13 @@ def test_the_card_says_what_it_is_and_names_no_path_of_this_machine(run, base, t
 def test_prompts_come_from_the_samples_of_the_run_or_a_file(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
+    rollouts = {
+        when: {"step": step, "prompt": f"{step}+1=", "rollouts": []} for when, step in (("first", 1), ("last", 3))
+    }
+    (copy / "rollouts.json").write_text(json.dumps(rollouts))
+    done = export(copy, out=tmp_path / "r", prompts=3)
+    assert done.prompts == "rollouts of the run"
+    assert 3 < done.distance.tokens <= 72  # 3 completions of 24 tokens at most
     (copy / "samples.json").write_text(json.dumps([{"prompt": f"{i}+1="} for i in range(40)]))
     assert export(copy, out=tmp_path / "a").prompts == "held-out samples of the run"
     data = tmp_path / "data.jsonl"
@@ -218,6 +225,26 @@ def test_prompts_come_from_the_samples_of_the_run_or_a_file(run, tmp_path):
         export(copy, out=tmp_path / "c", data=data)
 
 
+def test_the_card_of_a_run_without_rewards_shows_its_loss_and_of_a_checkpoint_its_step(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    lines = [{"step": step, "step_seconds": 1.0, "loss": 1 / step, "mean_token_accuracy": 0.5} for step in (1, 2, 3)]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shutil.copytree(copy / "adapter", copy / "checkpoint-2")
+    done = export(copy / "checkpoint-2", "adapter", out=tmp_path / "a")
+    card = (done.path / "README.md").read_text()
+    for there in (
+        "| exported | as it was after step 2 |",
+        "| loss at last | 0.333 |",
+        "| step | loss | mean token accuracy |",
+        "| 3 | 0.333 | 0.5 |",
+        "![Loss over the steps",
+    ):
+        assert there in card
+    assert "reward" not in card.lower().replace("rewards", "")
+    assert "Loss" in (done.path / "curves.svg").read_text()
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -226,6 +253,8 @@ def test_prompts_come_from_the_samples_of_the_run_or_a_file(run, tmp_path):
         ({"to": "adapter", "dtype": "float32"}, "Leave dtype out"),
         ({"to": "merged", "original": "x"}, "is for --to merged-original"),
         ({"to": "merged-original", "original": "/nowhere"}, "no directory /nowhere"),
+        ({"to": "merged", "prompts": 0}, "must be above 0"),
+        ({"to": "merged", "shard_gb": 0.0}, "must be above 0"),
     ],
 )
 def test_arguments_that_contradict_are_refused(run, tmp_path, fields, says):

@@ -3,16 +3,18 @@
 import io
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from trained import make_run
 
-from qlora_rl import ConfigConflictError, RunDirectoryError, open_trained
+from qlora_rl import ConfigConflictError, RunDirectoryError, SamplingSpec, open_trained
 from qlora_rl.cli import main
 from qlora_rl.policy.chat import Conversation
 from qlora_rl.policy.draw import choose
-from qlora_rl.policy.evaluation import compare, read_rows
+from qlora_rl.policy.evaluation import Compared, Evaluation, Mean, compare, evaluate, read_rows, save
+from qlora_rl.report import write_report
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,26 @@ def test_a_system_message_needs_a_template(run, monkeypatch, capsys):
     assert "--raw, which knows no messages" in capsys.readouterr().err
 
 
+def test_what_cannot_be_answered_is_said(run, monkeypatch, capsys):
+    with pytest.raises(ConfigConflictError) as caught:
+        Conversation(open_trained(run), max_tokens=0, temperature=-1.0, top_p=0.0)
+    assert len(caught.value.reasons) == 3
+    talk = Conversation(open_trained(run), uses_template=False)
+    with pytest.raises(ConfigConflictError, match=r"has 0 tokens.*Say something"):
+        list(talk.answer(""))
+    with pytest.raises(ConfigConflictError, match=r"the model reads 1 to 127 before an answer\. Begin anew"):
+        list(talk.answer("1" * 128))
+    assert "".join(talk.answer("1" * 127))
+
+    typed = iter(["1" * 500, "12+34=", "/quit"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    assert main(["chat", str(run), "--temperature", "0"]) == 0  # the talk goes on
+    shown = capsys.readouterr().out
+    assert "answering: the prompt has" in shown
+    assert len(shown.splitlines()) == 3
+
+
 def test_tokens_beyond_top_p_are_never_drawn():
     logits_V = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     generator = torch.Generator().manual_seed(0)
@@ -102,6 +124,28 @@ def test_means_and_errors_are_those_of_prompts_and_the_difference_is_paired():
     assert found.policy.value == pytest.approx(2.5 / 3)
     assert found.difference.value == pytest.approx(1 / 3)
     assert found.difference.error == pytest.approx(math.sqrt(1 / 12) / math.sqrt(3))  # of 0.5, 0.5, 0
+
+
+def test_the_step_of_what_is_evaluated_is_known(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    shutil.copytree(copy / "adapter", copy / "checkpoint-2")
+    assert [open_trained(each).step for each in (copy, copy / "checkpoint-2")] == [3, 2]
+    (copy / "summary.json").unlink()
+    assert open_trained(copy).step is None
+    mean = Mean(0.5, None, 1)
+    found = Evaluation({"r": Compared(mean, mean, mean)}, (1.0, 1.0), 1, 1, SamplingSpec(), [])
+    save(found, open_trained(copy / "checkpoint-2"), {"data": "x.jsonl"})
+    assert json.loads((copy / "eval.json").read_text())["asked"] == {"data": "x.jsonl", "step": 2}
+    assert "“after” is after step 2" in write_report(copy).read_text()
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}])
+def test_numbers_out_of_range_are_refused_before_an_engine_starts(run, wrong):
+    with pytest.raises(ConfigConflictError, match=f"evaluating: {next(iter(wrong))}="):
+        evaluate(open_trained(run), [{"prompt": "1"}], {"r": None}, sampling=SamplingSpec(**wrong))
+    with pytest.raises(ConfigConflictError, match="samples=0 is not at least 1"):
+        evaluate(open_trained(run), [{"prompt": "1"}], {"r": None}, samples=0)
 
 
 def test_rewards_that_are_none_are_left_out_with_their_prompt():

@@ -1,0 +1,131 @@
+"""What happened over the steps: one chart for each question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import Any
+
+from .charts import Band, Line, Reference, draw_chart, smooth
+from .markup import Markup, tag
+from .parts import section
+from .quantities import share
+from .run import Run, summarise
+from .sentences import MISMATCH_BAR, choose_window
+
+
+def draw_curves(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
+    """The charts that these runs have something for: rewards and sampler where answers were drawn, else loss and accuracy."""
+    if any(run.draws for run in runs):
+        return [draw(runs, names) for draw in (_draw_reward, _draw_mismatch, _draw_ratio)]
+    return [shown for draw in (_draw_loss, _draw_hits) if (shown := draw(runs, names)) is not None]
+
+
+def _draw_curve(
+    runs: Sequence[Run], names: Sequence[str], column: str, average, title: str, y_label: str, word: str, **options: Any
+) -> Markup | None:
+    lines = []
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        x, y, window = run.steps, run.column(column), choose_window(len(run.metrics))
+        label = name if len(runs) > 1 else y_label
+        if window > 1:
+            lines.append(Line(label, x, y, i, "thin"))
+            lines.append(Line(f"{label}, {word} of {window} steps", x, smooth(y, window, average), i))
+        else:
+            lines.append(Line(label, x, y, i))
+    return draw_chart(title, y_label, lines, legend=_legend(runs, names), **options)
+
+
+def _legend(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[int, str]]:
+    return list(enumerate(names)) if len(runs) > 1 else []
+
+
+def _smoothing(runs: Sequence[Run], word: str) -> str:
+    window = choose_window(len(runs[0].metrics))
+    if window == 1:
+        return ""
+    return f" The thin line is every step; the bold one is the {word} of the {window} steps around it."
+
+
+def _draw_reward(runs: Sequence[Run], names: Sequence[str]) -> Markup:
+    title = "Reward: how good the answers were"
+    caption = "The average score of the answers written in each step; learning makes it rise."
+    caption += _smoothing(runs, "mean")
+    return section(title, caption, _draw_curve(runs, names, "reward", fmean, title, "mean reward per answer", "mean"))
+
+
+def _draw_loss(runs: Sequence[Run], names: Sequence[str]) -> Markup:
+    title = "Loss: what training makes small"
+    caption = "Of the examples of each step; learning makes it fall." + _smoothing(runs, "mean")
+    return section(title, caption, _draw_curve(runs, names, "loss", fmean, title, "loss", "mean"))
+
+
+_HITS = {
+    "rewards/accuracies": (
+        "Preference: how often the chosen answer gained more",
+        "Share of the pairs in which training has raised the probability of the chosen answer by more than that of the rejected "
+        "one. One half is chance.",
+        "share of pairs",
+    ),
+    "mean_token_accuracy": (
+        "Accuracy: how often the next token is right",
+        "Share of the tokens that the model holds for the likeliest one, given the right ones before it.",
+        "share of tokens",
+    ),
+}
+
+
+def _draw_hits(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
+    column = runs[0].hits
+    if column is None:
+        return None
+    title, caption, label = _HITS[column]
+    chart = _draw_curve(runs, names, column, fmean, title, label, "mean")
+    return section(title, caption + _smoothing(runs, "mean"), chart)
+
+
+def _draw_mismatch(runs: Sequence[Run], names: Sequence[str]) -> Markup:
+    title = "Mismatch KL: how far apart trainer and sampler are"
+    caption = (
+        "Distance between the probabilities the trainer computes and those the sampler used for the very same tokens; "
+        "0 = identical. Lower is better; the scale is logarithmic, so equal heights are equal factors."
+    ) + _smoothing(runs, "median")
+    if any(run.is_async for run in runs):
+        caption += (
+            " Where answers are written while the model is trained, it also holds what the model has learned meanwhile."
+        )
+    bar = Reference(MISMATCH_BAR, f"{MISMATCH_BAR}, prime-rl’s bar for a new model")
+    chart = _draw_curve(
+        runs, names, "mismatch_kl", median, title, "mismatch KL, logarithmic", "median", references=[bar], is_log=True
+    )
+    return section(title, caption, chart)
+
+
+def _draw_ratio(runs: Sequence[Run], names: Sequence[str]) -> Markup:
+    title = "Importance ratio: how much a token had to be corrected"
+    bands, lines = [], []
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        low, high = run.column("ratio_p01"), run.column("ratio_p99")
+        prefix = f"{name}, " if len(runs) > 1 else ""
+        bands.append(Band(f"{prefix}98 % of tokens", run.steps, low, high, i))
+        lines.append(Line(f"{prefix}median", run.steps, run.column("ratio_p50"), i, "thin"))
+    known = [v for b in bands for v in (*b.low, *b.high) if v is not None]
+    is_log = bool(known) and min(known) >= 0 and max(known) > 4 * max(min(known), 1e-12)
+    bands.sort(key=lambda band: -band.series)
+    chart = draw_chart(
+        title, "trainer’s probability ÷ sampler’s" + (", logarithmic" if is_log else ""), lines, bands=bands,
+        references=[Reference(1.0, "")], legend=_legend(runs, names), is_log=is_log,
+    )  # fmt: skip
+    caption = (
+        "The trainer’s probability of a token divided by the sampler’s. The band holds 98 % of the tokens (1st to 99th "
+        "percentile). The dotted line at 1 is no correction: the narrower the band around it, the less of what was "
+        "sampled has to be corrected or thrown away."
+    )
+    facts, extras = summarise(runs[0]), []
+    if facts["ess_median"] is not None:
+        extras.append(f"effective sample size {share(facts['ess_median'])} (median)")
+    if facts["masked_share_mean"] is not None:
+        extras.append(f"{share(facts['masked_share_mean'])} of tokens masked (mean)")
+    said = "; ".join(extras)
+    name = f"{names[0]}: " if len(runs) > 1 else ""
+    return section(title, caption, chart, tag("p", f"{name}{said}.", class_="caption") if said else None)

@@ -1,0 +1,123 @@
+"""Where the time of a step and of a push goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+
+from .markup import Markup, join, tag
+from .parts import section, table
+from .quantities import ABSENT, octets, plain, seconds, share
+from .run import Run
+
+PARTS = ("sampler writes answers", "trainer scores and learns", "push to the sampler", "proof of the push")
+PUSH_ROWS = (
+    "Pushes",
+    "Way",
+    "Size",
+    "Tensors",
+    "Export",
+    "Deliver",
+    "Load",
+    "Whole push",
+    "Its proof",
+    "Difference found",
+)
+
+
+def draw_time(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
+    """Steps and pushes, in parts; `None` where no answers were drawn."""
+    if not any(run.draws for run in runs):
+        return None
+    timed = [(n, r, parts) for n, r in zip(names, runs, strict=True) if (parts := _step_parts(r))]
+    longest = max((sum(parts) for *_, parts in timed), default=1.0)
+    waits = [name for name, run, _ in timed if run.is_async]
+    first = PARTS[0] if not waits else "trainer waits for answers"
+    if 0 < len(waits) < len(timed):
+        first = f"{PARTS[0]} ({', '.join(waits)}: the wait for them)"
+    labels, bars, content = (first, *PARTS[1:]), [], []
+    for name, _, parts in timed:
+        pieces = [tag("i", class_=f"p{i}", style=f"width:{100 * part / longest:.3f}%") for i, part in enumerate(parts)]
+        label = f"{name}: " + ", ".join(f"{p} {seconds(v)}" for p, v in zip(labels, parts, strict=True))
+        bars.append(tag("p", tag("span", name), tag("span", seconds(sum(parts)), class_="num")))
+        bars.append(tag("div", *pieces, class_="bar", role="img", aria_label=label))
+    if timed:
+        rows = [
+            (join([tag("i", class_=f"dot p{i}"), part]),
+             *(f"{seconds(parts[i])} · {share(parts[i] / sum(parts))}" for *_, parts in timed))
+            for i, part in enumerate(labels) if any(parts[i] for *_, parts in timed)
+        ]  # fmt: skip
+        content = [tag("div", *bars, class_="bars"), table(["Part of a step", *(name for name, *_ in timed)], rows)]
+    content += _draw_overlap(runs, names)
+    pushes = [_push_facts(run) for run in runs]
+    kept = [row for row in zip(PUSH_ROWS, *pushes, strict=True) if set(row[1:]) != {ABSENT}]
+    if kept:
+        content += [tag("h3", "What a push is made of"), table(["Median of all pushes", *names], kept)]
+    caption = "A typical step, taken apart: the median over all steps of each part."
+    return section("Time: where a step goes", caption, *content)
+
+
+def _step_parts(run: Run) -> list[float] | None:
+    """Seconds of a typical step, as `PARTS`. `None` where a part was never measured.
+
+    Where rollouts and training overlap, a step holds the wait for the rollouts and not what drawing them took.
+    """
+    drawing = "trainer_wait_seconds" if run.is_async else "rollout_seconds"
+    columns = [run.column(name) for name in (drawing, "step_seconds", "sync_seconds")]
+    whole = [
+        (*row, proof or 0.0)
+        for *row, proof in zip(*columns, run.column("canary_seconds"), strict=True)
+        if None not in row
+    ]
+    if not whole:
+        return None
+    # The sampler may still write the next answers when a step ends: the rest is never less than nothing.
+    split = ((r, max(0.0, s - r - p - c), p, c) for r, s, p, c in whole)
+    parts = [median(column) for column in zip(*split, strict=True)]
+    return parts if sum(parts) > 0 else None
+
+
+def _draw_overlap(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
+    """Of runs that draw and train at the same time: how old, and who waited."""
+    shown = [(name, run) for name, run in zip(names, runs, strict=True) if run.is_async]
+    if not shown:
+        return []
+
+    def over(reduce: Callable[[Sequence[float]], float], column: str, say: Callable[[object], str]) -> list[str]:
+        return [say(reduce(values)) if (values := run.values(column)) else ABSENT for _, run in shown]
+
+    rows = [
+        ("Policies that answers were behind, mean", *over(fmean, "staleness_mean", plain)),
+        ("… and at most", *over(max, "staleness_max", plain)),
+        ("Steps that found their answers ready", *over(_share_ready, "rollouts_ready", share)),
+        (
+            "A batch of answers, from its first token to its last reward",
+            *over(median, "rollout_drawn_seconds", seconds),
+        ),
+        ("The sampler had nothing to do before it", *over(median, "rollout_idle_seconds", seconds)),
+    ]
+    return [tag("h3", "Drawing and training at the same time"), table(["", *(name for name, _ in shown)], rows)]
+
+
+def _share_ready(counts: Sequence[float]) -> float:
+    return sum(count > 0 for count in counts) / len(counts)
+
+
+def _push_facts(run: Run) -> list[str]:
+    def middle(say: Callable[[object], str], name: str, column: str | None = None) -> str:
+        values = run.pushed(name) or (run.values(column) if column else [])
+        return say(median(values)) if values else ABSENT
+
+    modes = sorted({str(report["mode"]) for report in run.syncs if report.get("mode")})
+    return [
+        f"{len(run.syncs):,}" if run.syncs else ABSENT,
+        ", ".join(modes) or ABSENT,
+        middle(octets, "bytes", "sync_bytes"),
+        middle(plain, "tensors"),
+        middle(seconds, "export_seconds"),
+        middle(seconds, "deliver_seconds"),
+        middle(seconds, "load_seconds"),
+        middle(seconds, "seconds", "sync_seconds"),
+        middle(seconds, "canary_seconds"),
+        middle(plain, "canary_difference"),
+    ]
