@@ -295,7 +295,7 @@ def test_an_output_directory_that_holds_another_run_is_refused(make_trainer, con
     first = make_trainer()
     first.train()
     lines = (first.run.path / "metrics.jsonl").read_text()
-    with pytest.raises(RunDirectoryError, match="existing_run='overwrite' or 'continue'"):
+    with pytest.raises(RunDirectoryError, match="existing_run='overwrite', 'continue' or 'resume'"):
         make_trainer()
     assert (first.run.path / "metrics.jsonl").read_text() == lines
     make_trainer(existing_run="continue").train()
