@@ -236,7 +236,10 @@ def test_a_seed_gives_the_same_adapter_again(make_trainer, config, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(train("a"), train("b"), strict=True))
 
 
-def test_without_a_config_the_correction_is_ours_and_a_config_that_is_given_is_never_changed(config):
+def test_without_a_config_the_correction_is_ours_and_a_config_that_is_given_is_never_changed(config, monkeypatch):
+    monkeypatch.setattr(
+        "transformers.training_args.is_torch_bf16_gpu_available", lambda: True
+    )  # TRL's default is a GPU
     ours = settings.default_args()
     assert (ours.vllm_importance_sampling_mode, ours.vllm_importance_sampling_clip_max) == ("token_truncate", 2.0)
     given = config()
