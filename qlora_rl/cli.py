@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    # It warns, at every start on a CPU, of an optional kernel that is not installed.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         return int(arguments.run(arguments) or 0)
     except QloraRLError as error:
