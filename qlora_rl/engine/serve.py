@@ -63,7 +63,7 @@ def serve(
         adapter_dir: the only place from which adapters are loaded; made with mode 700. By default one of its own on tmpfs.
         max_body_mib: largest request; by default what the largest adapter needs.
         ready_file: is written when the server answers: JSON with url, key_file, pid, base, limits.
-        base_compute: what linears multiply with on the CPU; see `LocalEngine`.
+        base_compute: what linears multiply with; see `LocalEngine`.
         vllm_options: further options of vLLM's own command line.
         options: of the engine, as `LocalEngine` takes them: max_lora_rank, max_model_length, max_num_seqs, ...
 
