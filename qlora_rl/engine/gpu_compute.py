@@ -134,7 +134,9 @@ def measure(weights: Sequence[Joined], tokens: int, stopwatch: Stopwatch, *, wit
     A tile that the GPU has no room for is left out.
     """
     found: dict[str, float] = {}
-    x = torch.randn(tokens, weights[0].shape[1], device=weights[0].codes.device).to(torch.bfloat16)
+    device = weights[0].codes.device
+    own = torch.Generator(device).manual_seed(0)  # vLLM's draws must not depend on what was measured
+    x = torch.randn(tokens, weights[0].shape[1], generator=own, device=device).to(torch.bfloat16)
 
     def call(way: str, w: Joined) -> Callable[[], torch.Tensor]:
         return lambda: multiply_by(way, x, w.codes, w.absmax, w.values, w.sizes, w.blocksize, w.quant_type)

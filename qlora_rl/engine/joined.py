@@ -53,7 +53,7 @@ class Joined:
         ends = [sum(self.sizes[:i]) * self.shape[1] // 2 for i in range(len(states) + 1)]
         if self.offsets != ends or weight.data.numel() != ends[-1] or weight.data.dtype != torch.uint8:
             raise ValueError("its codes do not lie one after another")
-        self.values = first.code.float()
+        self.values = first.code.to(weight.data.device, torch.float32)
         self._join()
 
     def _join(self) -> None:
