@@ -361,7 +361,23 @@ def server() -> str:
     )
 
 
+def train_decode() -> str:
+    """What copies beside the codes would save a training step."""
+    rows = [
+        "| tokens of a pass | gradient checkpointing | a pass on the codes | saved with copies, median (quartiles) |",
+        "|---|---|---|---|",
+    ]
+    for row in _load("train_decode.json")["rows"]:
+        low, high = row["gain_quartiles"]
+        rows.append(
+            f"| {row['batch']} x {row['length']} | {'on' if row['gradient_checkpointing'] else 'off'} | "
+            f"{1e3 * row['codes_seconds']:.0f} ms | {row['gain']:.1%} ({low:.1%} to {high:.1%}) |"
+        )
+    return "\n".join(rows)
+
+
 TABLES = {
+    "train-decode": train_decode,
     "rollout": rollout,
     "rollout-runs": rollout_runs,
     "sync": sync,

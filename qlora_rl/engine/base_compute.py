@@ -32,12 +32,13 @@ class BaseCompute:
     """What was installed.
 
     Attributes:
-        base: "nf4", "baked" or "vllm".
+        base: "nf4", "baked" or "vllm"; on a GPU "measured" or "vllm".
         adapter: "direct", or "vllm".
         reason: why, where that was not asked for.
         baked_bytes: held beside the codes.
         left: why a layer, or the adapter, stays with vLLM's own way.
         seconds: what one pass over all 4-bit linears was measured to take, where it was, by way.
+        ways: on a GPU, the rules of each shape of a linear; see `ways.choose_rules`.
     """
 
     base: str = "vllm"
@@ -46,11 +47,13 @@ class BaseCompute:
     baked_bytes: int = 0
     left: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    ways: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         left = "".join(f"; {what} is left to vLLM: {why}" for what, why in self.left.items())
         copies = f", {self.baked_bytes / GIB:.2f} GiB of copies" if self.baked_bytes else ""
-        return f"linears multiply with: {self.base}{copies} ({self.reason}); adapters: {self.adapter}{left}"
+        ways = "".join(f"; {shape}: {rules}" for shape, rules in self.ways.items())
+        return f"linears multiply with: {self.base}{copies} ({self.reason}){ways}; adapters: {self.adapter}{left}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that also travel between processes."""

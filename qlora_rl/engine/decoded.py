@@ -10,13 +10,12 @@ Letters: T tokens of a step, I and O in- and out-features.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from qlora_rl.base.decode import Decode, decode_plainly, decoder
+from qlora_rl.engine.joined import Joined
 from qlora_rl.engine.linear import Pack, Product
 
 # Weights that are decoded at a time: 4 MiB in bf16, so that the product reads them out of the cache.
@@ -45,22 +44,10 @@ class DecodedLinear:
     """
 
     def __init__(self, weight: torch.nn.Parameter, buffer: torch.Tensor) -> None:
-        states = [weight.bnb_quant_state[i] for i in range(len(weight.bnb_quant_state))]
-        self._states, self._weight, self._buffer = states, weight, buffer
-        self._offsets = weight.bnb_shard_offsets.tolist()
-        first = states[0]
-        self._columns, self.parts = int(first.shape[1]), len(states)
-        self.shape = (sum(int(state.shape[0]) for state in states), self._columns)
-        if any(state.nested for state in states):
-            raise ValueError("its scales are quantised")
-        if any(
-            (s.quant_type, s.blocksize, s.shape[1]) != (first.quant_type, first.blocksize, first.shape[1])
-            for s in states
-        ):
-            raise ValueError("its parts are quantised differently")
-        if self._columns % first.blocksize:
-            raise ValueError("its blocks of scales span rows")
-        decode = decoder(first.quant_type, first.blocksize)
+        self._joined, self._buffer = Joined(weight), buffer
+        self.shape, self.parts = self._joined.shape, len(self._joined.sizes)
+        self._columns = self.shape[1]
+        decode = decoder(self._joined.quant_type, self._joined.blocksize)
         if decode is None:
             raise ValueError("bitsandbytes has no kernel for it")
         self._decode: Decode = decode
@@ -69,11 +56,11 @@ class DecodedLinear:
         self._check()
 
     def _cut(self) -> None:
-        blocksize = self._states[0].blocksize
+        blocksize = self._joined.blocksize
         rows = max(1, min(SLICE, self._buffer.numel()) // self._columns)
         if rows * self._columns > self._buffer.numel():
             raise ValueError("one row of it is larger than the buffer")
-        absmax, codes = _join_scales(self._states), self._weight.data.view(-1)
+        absmax, codes = self._joined.absmax, self._joined.codes
         count = math.ceil(self.shape[0] / rows)
         rows = math.ceil(self.shape[0] / count)  # of one size, as far as it goes
         found: list[Slice] = []
@@ -82,14 +69,6 @@ class DecodedLinear:
             low, high = start * self._columns, (start + size) * self._columns
             found.append(Slice(codes[low // 2 : high // 2], absmax[low // blocksize : high // blocksize], start, size))
         self._slices = found
-        self._held = [self._weight.data_ptr(), *(state.absmax for state in self._states)]
-
-    def _is_current(self) -> bool:
-        """Nobody has put other codes or scales in the place of those that were cut; what is written into them counts anyway."""
-        place, *scales = self._held
-        return self._weight.data_ptr() == place and all(
-            s.absmax is a for s, a in zip(self._states, scales, strict=True)
-        )
 
     def _decoded(self, part: Slice) -> torch.Tensor:
         out = self._buffer[: part.rows * self._columns].view(part.rows, self._columns)
@@ -98,9 +77,9 @@ class DecodedLinear:
 
     def _check(self) -> None:
         """Every weight must come out as bitsandbytes' own function gives it."""
-        for i, state in enumerate(self._states):
-            first = sum(int(s.shape[0]) for s in self._states[:i])
-            plain = decode_plainly(self._weight.data[self._offsets[i] : self._offsets[i + 1]], state)
+        for i in range(self.parts):
+            first = sum(self._joined.sizes[:i])
+            plain = decode_plainly(*self._joined.part(i))
             for part in self._slices:
                 low, high = max(part.first, first), min(part.first + part.rows, first + plain.shape[0])
                 if low < high:
@@ -117,7 +96,7 @@ class DecodedLinear:
         Returns:
             Bytes that are kept.
         """
-        if not self._is_current():
+        if self._joined.renew():
             self._cut()
         weight = torch.empty(self.shape, dtype=torch.bfloat16)
         for part in self._slices:
@@ -142,7 +121,7 @@ class DecodedLinear:
                 return self._packed(x, bias)
             out = self._packed(x.to(torch.bfloat16), None).to(x.dtype)
             return out if bias is None else out + bias
-        if not self._is_current():
+        if self._joined.renew():
             self._cut()
         flat = x.reshape(-1, self._columns).to(torch.bfloat16)
         out = torch.empty(flat.shape[0], self.shape[0], dtype=torch.bfloat16)
@@ -153,14 +132,3 @@ class DecodedLinear:
         if bias is not None:
             out += bias
         return out
-
-
-def _join_scales(states: Sequence[Any]) -> torch.Tensor:
-    """One tensor of the scales of all parts, float32 [blocks]; views of it take their place."""
-    joined = torch.cat([state.absmax.flatten().float() for state in states])
-    start = 0
-    for state in states:
-        size = state.absmax.numel()
-        state.absmax = joined[start : start + size]
-        start += size
-    return joined

@@ -54,15 +54,15 @@ def _is_plain(layer: Any) -> bool:
     return getattr(type(layer), "apply", None) in owns and type(layer.base_layer).forward in forwards
 
 
-def bitsandbytes_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Layers on the CPU whose `quant_method` is one of their own and multiplies with 4-bit codes, by name."""
+def bitsandbytes_linears(model: torch.nn.Module, device: str = "cpu") -> dict[str, torch.nn.Module]:
+    """Layers on a kind of device whose `quant_method` is one of their own and multiplies with 4-bit codes, by name."""
     found = {
         name: layer
         for name, layer in model.named_modules()
         if getattr(layer, "quant_method", None) is not None
         and "weight" in layer._parameters
         and hasattr(layer.weight, "bnb_quant_state")
-        and layer.weight.device.type == "cpu"
+        and layer.weight.device.type == device
     }
     methods = [id(layer.quant_method) for layer in found.values()]
     return {name: layer for name, layer in found.items() if methods.count(id(layer.quant_method)) == 1}

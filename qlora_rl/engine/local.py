@@ -58,8 +58,8 @@ class LocalEngine:
         trust_remote_code: let the model's own code run.
         seed: of the engine; requests carry their own.
         base_compute: what linears multiply with on the CPU: "nf4", the codes, decoded slice by slice; "baked", 16-bit copies
-            that are kept beside them (four times their memory); "auto", what is fastest here and leaves a fifth of the memory
-            free; "vllm", its own way, for the adapter too. The attribute of this name says what it came to.
+            beside them (four times their memory); "auto", what is fastest here and leaves a fifth of the memory free; "vllm",
+            its own way, for the adapter too. On a GPU "auto" measures, all else is vLLM's way. The attribute says the outcome.
         planned_memory_gib: for "auto": what the run will hold at its peak; by default what this process holds then.
         memory_limit_gib: for "auto": what it may hold; by default what others leave of the machine.
         repair_scales: write the exact scales into vLLM when it has loaded (`repair_base`).
@@ -119,14 +119,12 @@ class LocalEngine:
             model_impl=model_impl,
             trust_remote_code=trust_remote_code,
             seed=seed,
+            base_compute=base_compute,
             **vllm_options,
         )
         self._options = start.arguments
-        self._vllm_version, self._is_cpu, self._max_model_length = (
-            start.vllm_version,
-            start.is_cpu,
-            start.max_model_length,
-        )
+        self._vllm_version, self._is_cpu = start.vllm_version, start.is_cpu
+        self._max_model_length = start.max_model_length
         self._is_4bit = start.is_4bit
         self._base_compute = {
             "wish": base_compute,

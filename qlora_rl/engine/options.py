@@ -64,6 +64,7 @@ def start_options(
     model_impl: str = "auto",
     trust_remote_code: bool = False,
     seed: int = 0,
+    base_compute: str = "nf4",
     **vllm_options: Any,
 ) -> StartOptions:
     """The arguments, as `LocalEngine` documents them.
@@ -130,6 +131,10 @@ def start_options(
         # Without this, vLLM wraps embeddings and head of some models too: buffers of vocabulary x rank that we never
         # fill, and a crash of its CPU backend when prompt logprobs are asked for.
         arguments["lora_target_modules"] = linear_names(base)
+    if base_compute == "auto" and is_4bit and not is_cpu:
+        arguments["worker_cls"] = "qlora_rl.engine.gpu_worker.Worker"
+        # Part of the key of vLLM's cache of compiled code: a graph with other linears must not be taken from there.
+        arguments["additional_config"] = {"qlora_rl": {"base_compute": base_compute}}
     if kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     return StartOptions(arguments | vllm_options, version, is_4bit, is_cpu, rank, length)

@@ -63,7 +63,7 @@ def serve(
         adapter_dir: the only place from which adapters are loaded; made with mode 700. By default one of its own on tmpfs.
         max_body_mib: largest request; by default what the largest adapter needs.
         ready_file: is written when the server answers: JSON with url, key_file, pid, base, limits.
-        base_compute: what linears multiply with on the CPU; see `LocalEngine`.
+        base_compute: what linears multiply with; see `LocalEngine`.
         vllm_options: further options of vLLM's own command line.
         options: of the engine, as `LocalEngine` takes them: max_lora_rank, max_model_length, max_num_seqs, ...
 
@@ -96,7 +96,7 @@ def serve(
         is_starting = lambda: server is None or not server.is_ready  # noqa: E731
         stack.enter_context(interrupts_for_sure(is_starting, lambda: shutil.rmtree(own, ignore_errors=True)))
         stack.enter_context(no_child_left())
-        start = start_options(base, **{"disable_log_stats": False, **options})
+        start = start_options(base, base_compute=base_compute, **{"disable_log_stats": False, **options})
         if start.is_4bit and not start.max_lora_rank:
             raise ConfigConflictError(
                 "starting the server: max_lora_rank=0 on a 4-bit base: neither an adapter nor full weights can be pushed. Use at least 1, "

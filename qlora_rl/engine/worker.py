@@ -92,7 +92,13 @@ class BaseExtension:
         return repaired
 
     def qlora_multiply_directly(self, wish: str, **facts: Any) -> dict[str, Any]:
-        """Replace what is slow in vLLM's linears on this device; see `base_compute.install`."""
+        """Replace what is slow in vLLM's linears on this device; see `base_compute.install`.
+
+        On a GPU that was done before vLLM compiled anything, or is not done; see `gpu_worker`.
+        """
+        installed = getattr(self, "qlora_installed", None)
+        if installed is not None:
+            return installed[0].as_dict()
         done, self.qlora_decoded = install(self.model_runner, wish, **facts)
         return done.as_dict()
 

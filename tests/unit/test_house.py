@@ -29,6 +29,7 @@ OWNERS = {
     "vllm_bnb_plugin": {"engine"},
     "trl": {"train", "demo"},
     "gguf": {"export"},
+    "triton": {"engine"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -1,0 +1,42 @@
+"""vLLM's worker for a GPU, with its 4-bit linears changed between loading and compiling.
+
+Later would be too late: what vLLM has compiled and captured holds the linears as they were. Named to vLLM as `worker_cls`, and only
+when an engine with `base_compute="auto"` starts on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+
+from qlora_rl.engine.base_compute import BaseCompute
+from qlora_rl.engine.gpu_compute import install_on_gpu, table_of_this_gpu
+from qlora_rl.engine.ways import RuledLinear
+
+
+class Measuring:
+    """Mixed in before one of vLLM's workers: measures and changes the linears when the model is there.
+
+    Attributes:
+        qlora_installed: what was done, which `qlora_multiply_directly` says.
+    """
+
+    qlora_installed: tuple[BaseCompute, list[RuledLinear]]
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        """As vLLM's, then `qlora_install`."""
+        worker: Any = self
+        super().load_model(*arguments, **options)  # type: ignore[misc]
+        self.qlora_installed = self.qlora_install(
+            worker.model_runner.get_model(), worker.vllm_config.scheduler_config.max_num_seqs
+        )
+
+    def qlora_install(self, model: torch.nn.Module, most: int) -> tuple[BaseCompute, list[RuledLinear]]:
+        """`install_on_gpu` with the table of this GPU."""
+        return install_on_gpu(model, most, table=table_of_this_gpu())
+
+
+class Worker(Measuring, VllmWorker):
+    """What vLLM is told to start."""

@@ -1,0 +1,56 @@
+"""An engine whose linears go by measured rules, as on a GPU, in real vLLM on the CPU: all but the clock and the GPU's kernels."""
+
+import pytest
+import torch
+from support import randomise
+
+from qlora_rl import AdapterSync, Canary, LocalEngine, borrow_base, load_base, prove_base
+from qlora_rl.engine.ways import RuledLinear
+from qlora_rl.sync.in_place import InPlaceTransport
+
+OPTIONS = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 8}
+MEASURED = {**OPTIONS, "base_compute": "auto", "worker_cls": "measured_worker.Worker"}
+
+
+@pytest.fixture(scope="module")
+def measured(base):
+    with LocalEngine(base, **MEASURED) as engine:
+        yield engine
+
+
+def layers(engine):
+    model = engine.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+    return [layer for layer in model.modules() if hasattr(getattr(layer, "weight", None), "bnb_quant_state")]
+
+
+def test_the_linears_are_changed_before_vllm_warms_up_and_it_is_said(measured):
+    found = measured.base_compute
+    assert found.base == "measured"
+    assert len(found.ways) == 4  # qkv, o, gate and up, down
+    assert set(found.ways.values()) == {"8=joined"}
+    assert "joined" in str(found)
+    linears = layers(measured)
+    assert linears
+    assert all(isinstance(layer.quant_method.apply, RuledLinear) for layer in linears)
+
+
+def test_it_holds_the_trainers_base_with_repaired_scales_and_scores_as_vllms_own_way(measured, base, prompts):
+    assert prove_base(load_base(base), measured).is_proven
+    with LocalEngine(base, **OPTIONS, base_compute="vllm") as engine:
+        wanted = engine.score(prompts)
+    assert torch.allclose(torch.tensor(measured.score(prompts)), torch.tensor(wanted), atol=0.05)
+
+
+def test_the_trainer_may_borrow_the_base_of_such_an_engine_and_push_to_it(measured, base):
+    from peft import LoraConfig, get_peft_model
+
+    model = borrow_base(measured)
+    assert not model.qlora_loan.copied
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    randomise(model, seed=1)
+    canary = Canary(model, measured)
+    canary.calibrate()
+    sync = AdapterSync(model, measured, InPlaceTransport(), canary)
+    assert sync.push().version == 1
+    sync.close()
+    del model
