@@ -4,6 +4,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from qlora_rl.engine.gpu_compute import Table, install_on_gpu
 from qlora_rl.engine.gpu_worker import Measuring
+from qlora_rl.engine.worker import BaseExtension
 
 
 class Clock:
@@ -19,7 +20,7 @@ class Clock:
         return (3.0, 1.0, 2.0)[(self.asked - 1) % 3]
 
 
-class Worker(Measuring, CPUWorker):
+class Worker(Measuring, CPUWorker, BaseExtension):
     def qlora_install(self, model, most):
         table = Table.open("a card", {}, None)
         return install_on_gpu(model, most, table=table, stopwatch=Clock(), with_triton=False, device="cpu")

@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 from qlora_rl.engine.base_compute import BaseCompute
 from qlora_rl.engine.gpu_compute import install_on_gpu, table_of_this_gpu
 from qlora_rl.engine.ways import RuledLinear
+from qlora_rl.engine.worker import BaseExtension
 
 
 class Measuring:
@@ -38,5 +39,9 @@ class Measuring:
         return install_on_gpu(model, most, table=table_of_this_gpu())
 
 
-class Worker(Measuring, VllmWorker):
-    """What vLLM is told to start."""
+class Worker(Measuring, VllmWorker, BaseExtension):
+    """What vLLM is told to start.
+
+    It names the extension itself: vLLM refuses to mix it into a class that has inherited it, which this one has as soon as another
+    engine of this process has started vLLM's own worker.
+    """
