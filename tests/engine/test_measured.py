@@ -64,3 +64,14 @@ def test_the_trainer_may_borrow_the_base_of_such_an_engine_and_push_to_it(measur
     assert sync.push().version == 1
     sync.close()
     del model
+
+
+@pytest.mark.full
+def test_vllms_compiler_takes_the_changed_linears(base, wanted, tmp_path, monkeypatch):
+    """As it does on a GPU by default. On the CPU vLLM compiles only without adapters."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    options = {**MEASURED, "max_lora_rank": 0, "enforce_eager": False, "compilation_config": {"mode": 3}}
+    with LocalEngine(base, **options) as engine:
+        assert engine.llm.llm_engine.vllm_config.compilation_config.mode != 0
+        assert engine.base_compute.base == "measured"
+        assert torch.allclose(torch.tensor(engine.score(PROMPTS)), wanted, atol=0.05)
