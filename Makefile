@@ -15,14 +15,18 @@ $(STAMP): pyproject.toml scripts/setup.sh
 demo: $(STAMP)              ## the whole thing on this machine: a 4-bit model learns by RL
 	$(VENV)/bin/qlora-rl demo $(ARGS)
 
+# Files in two processes of one thread each: on two cores half the time of one process with two. `make test WORKERS=0` is one.
+WORKERS ?= 2
+ACROSS := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile)
+
 test: $(STAMP)              ## unit tests, then real vLLM and real bitsandbytes
-	$(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ACROSS) $(ARGS)
 
 unit: $(STAMP)              ## no vLLM, two minutes
 	$(PY) -m pytest tests/unit $(ARGS)
 
 test-full: $(STAMP)         ## long matrices and soak runs
-	$(PY) -m pytest -m "not gpu" $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ACROSS) -m "not gpu" $(ARGS)
 
 gpu: $(STAMP)               ## what needs an NVIDIA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
