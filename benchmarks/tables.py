@@ -161,6 +161,44 @@ def rollout_runs() -> str:
     return "\n".join(lines)
 
 
+def step() -> str:
+    """Seconds of a training step against TRL's own trainer, and where they go."""
+    lines = [
+        "| shape | | a step | rollout | push | its proof | peak memory of the process |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    found = _load("step.json")
+    for size in [size for size in ("demo", "0.1b", "0.4b") if size in found]:
+        result = found[size]
+        ratio = result["modes"]["step"]["ratio"]
+        for side, name in (("ours", f"**qlora_rl, {ratio:.2f}x as fast**"), ("trl", "TRL 1.16: merge, push, unmerge")):
+            row = result["sides"][side]
+            parts = [row.get(f"{part}_seconds") for part in ("rollout", "sync", "canary")]
+            said = " | ".join("" if value is None else f"{1e3 * value:.0f} ms" for value in parts)
+            lines.append(f"| {size} | {name} | {1e3 * row['step_seconds']:.0f} ms | {said} | {row['peak_gib']:.2f} GiB |")
+    return "\n".join(lines)
+
+
+def overlap() -> str:
+    """GRPO against async GRPO where the environment waits."""
+    result = _load("async.json")
+    lines = [
+        "| rollouts | steps per second | against GRPO | right before | and after | oldest policy | mismatch KL |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    middle = {
+        kind: {name: statistics.median(run[name] for run in runs.values()) for name in next(iter(runs.values()))}
+        for kind, runs in result["kinds"].items()
+    }
+    for kind, row in middle.items():
+        plain = middle["grpo, server" if kind.endswith("server") else "grpo"]
+        lines.append(
+            f"| {kind} | {row['steps_per_s']:.2f} | {row['steps_per_s'] / plain['steps_per_s']:.2f}x | {row['accuracy_before']:.1%} | "
+            f"{row['accuracy_after']:.1%} | {row['staleness_max']:.0f} | {_power(row['mismatch_kl_median'])} |"
+        )
+    return "\n".join(lines)
+
+
 VERDICTS = {
     "adapter": "adapter",
     "full_weights": "full weights",
@@ -380,6 +418,8 @@ TABLES = {
     "train-decode": train_decode,
     "rollout": rollout,
     "rollout-runs": rollout_runs,
+    "step": step,
+    "overlap": overlap,
     "sync": sync,
     "server": server,
     "adapters": adapters,
