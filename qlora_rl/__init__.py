@@ -67,6 +67,7 @@ _ERRORS = [
     "MemoryBudgetError",
     "MissingDependencyError",
     "NotYetSupportedError",
+    "PeerLostError",
     "PolicyMismatchError",
     "PromptTooLongError",
     "QloraRLError",

@@ -22,6 +22,7 @@
     ├── EngineBusyError          (RuntimeError)         the engine was to be closed while a model borrows its base
     ├── CannotShareError         (ValueError)           trainer and engine cannot hold one copy of the base
     ├── SyncError                (RuntimeError)         a push failed; the version before it still serves
+    ├── PeerLostError            (ConnectionError)      the other process of a weight sync is gone or silent; names the stage
     ├── CanaryError              (RuntimeError)         the engine does not multiply with what was pushed
     ├── PolicyMismatchError      (RuntimeError)         rollouts were drawn by something else than the trainer's policy; says by what
     ├── ExportError              (RuntimeError)         an export that, loaded again, is not the policy
@@ -128,6 +129,16 @@ class CannotShareError(QloraRLError, ValueError):
 
 class SyncError(QloraRLError, RuntimeError):
     """A push failed; the version before it still serves."""
+
+
+class PeerLostError(QloraRLError, ConnectionError):
+    """The other process of a weight sync is gone, or has been silent for longer than its time limit.
+
+    Attributes:
+        stage: what was being done: "join", "begin", "transfer", "apply", "prove", "commit" or "end".
+    """
+
+    stage: str = ""
 
 
 class CanaryError(QloraRLError, RuntimeError):

@@ -17,7 +17,7 @@ FLOORS = {
     "base": 1,
     "adapter": 2, "ledger": 2,
     "engine": 3, "sync": 3, "advice": 3,
-    "train": 4,
+    "train": 4, "torchrl": 4,
     "bench": 5, "config": 5, "demo": 5, "report": 5, "policy": 5, "export": 5,
     "commands": 6, "cli": 6,
 }  # fmt: skip
@@ -30,6 +30,9 @@ OWNERS = {
     "trl": {"train", "demo"},
     "gguf": {"export"},
     "triton": {"engine"},
+    "torchrl": {"torchrl"},
+    "tensordict": {"torchrl"},
+    "ray": {"torchrl"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
