@@ -1,19 +1,42 @@
-"""What the other process of a test does: `python actors.py ACT SETTINGS`."""
+"""What the other process of a test does; imported once by the server that forks it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import sys
 import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import bitsandbytes  # noqa: F401
+import peft  # noqa: F401
+import sides
+import torch
+import transformers.integrations.bitsandbytes
+import transformers.models.qwen2.modeling_qwen2
+import transformers.quantizers.quantizer_bnb_4bit  # noqa: F401
+
+import qlora_rl.base.checkpoint
+import qlora_rl.engine.fake
+import qlora_rl.sync.transports
+import qlora_rl.torchrl.broadcast
+import qlora_rl.torchrl.scheme  # noqa: F401
+from qlora_rl import PeerLostError, QloraRLError
+
+_EVENTS = []
+
+
+def run(act, settings, events) -> None:
+    """The whole of a side's life."""
+    torch.set_num_threads(1)
+    _EVENTS.append(events)
+    ACTS[act](**settings)
+    tell("done")
+
 
 def tell(event: str, **facts) -> None:
-    print(json.dumps({"event": event, **facts}), flush=True)
+    _EVENTS[0].send({"event": event, **facts})
 
 
 def stall(stage: str) -> None:
@@ -24,12 +47,8 @@ def stall(stage: str) -> None:
 
 def receiver(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", dense=False, **_) -> None:
     """Serves `pushes` pushes and tells the logprobs after each."""
-    import sides
-    import torch
-
-    torch.set_num_threads(1)
     place = Path(place)
-    engine = dense_engine(base) if dense else sides.fake_engine(base)
+    engine = sides.dense_engine(base) if dense else sides.fake_engine(base)
     scheme = sides.make_scheme(rpc, transfer, place, timeout_s)
     side = scheme.create_receiver(engine)
     if stall_at:
@@ -40,40 +59,33 @@ def receiver(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", 
 
             ray.init(address="auto", namespace="qlora-rl-tests", log_to_driver=False)
         tell("listening")
-        started = time.monotonic()
-        try:
-            side.init_all_workers_group()
-            tell("joined", version=side.version)
-            applied = 0
-            while applied < pushes:
-                started = time.monotonic()
-                before = side.version
-                is_new = side.poll_and_apply(0.2)
-                assert is_new == (side.version != before)
-                if is_new:
+        is_joined, applied = False, 0
+        while applied < pushes:
+            started, before = time.monotonic(), side.version
+            try:
+                if not is_joined:
+                    side.init_all_workers_group()
+                    is_joined = True
+                    tell("joined", version=side.version)
+                elif side.poll_and_apply(0.2):
+                    assert side.version > before
                     applied += 1
                     tell("applied", version=side.version, logprobs=engine.score(sides.PROBE))
-        except Exception as error:
-            tell(
-                "error",
-                type=type(error).__name__,
-                stage=getattr(error, "stage", ""),
-                text=str(error),
-                seconds=time.monotonic() - started,
-                version=engine.version,
-                logprobs=engine.score(sides.PROBE),
-            )
+            except QloraRLError as error:
+                tell(
+                    "error",
+                    type=type(error).__name__,
+                    stage=getattr(error, "stage", ""),
+                    text=str(error),
+                    seconds=time.monotonic() - started,
+                    version=engine.version,
+                    held=engine.held_adapter(8),
+                )
+                if not isinstance(error, PeerLostError):
+                    break
         if rpc == "torch":
             time.sleep(1.0)  # answers of torch's agent are still on their way
         side.shutdown()
-    tell("done")
-
-
-def dense_engine(base):
-    """An engine without adapters that takes full weights, in plain torch."""
-    import sides
-
-    return sides.DenseFake(base)
 
 
 def hold_receiver(side, scheme, stage: str) -> None:
@@ -96,11 +108,10 @@ def hold_receiver(side, scheme, stage: str) -> None:
     elif stage == "transfer":
         scheme.transfer.receive = receive
     elif stage == "apply":
-        deliver = "deliver"
 
         def agreed(self, question):
             value = kept["agree"](self, question)
-            setattr(self._transport, deliver, lambda *_: stall(stage))
+            self._transport.deliver = lambda *_: stall(stage)
             return value
 
         side._METHODS = kept | {"agree": agreed}
@@ -117,14 +128,12 @@ def hold_receiver(side, scheme, stage: str) -> None:
         side._METHODS = kept | {"admit": admitted}
 
 
-def sender(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", seed=0, **_) -> None:
+def sender(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", seed=0, dense=False, **_) -> None:
     """Pushes a policy that moves, and tells its logprobs after each push."""
-    import sides
-    import torch
-
-    torch.set_num_threads(1)
     place = Path(place)
-    model = sides.policy(base, seed)
+    model = sides.policy(base, seed, use_dora=dense)
+    with model.disable_adapter():
+        bare = sides.trainer_logprobs(model)
     scheme = sides.make_scheme(rpc, transfer, place, timeout_s)
     side = scheme.create_sender()
     side.register_model(model)
@@ -136,21 +145,20 @@ def sender(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", se
         for push in range(pushes):
             sides.move(model, seed + push)
             report = side.update_weights()
-            tell("pushed", version=report.version, logprobs=sides.trainer_logprobs(model))
+            tell("pushed", version=report.version, logprobs=sides.trainer_logprobs(model), bare=bare)
         side.shutdown()
-    tell("done")
 
 
 def hold_sender(side, scheme, stage: str) -> None:
     ask, begin = side._asking.ask, side._asking.begin
 
+    before = {"join": "agree", "prove": "held_adapter", "commit": "commit", "end": "end"}
+
     def asked(method, *args, **content):
-        if (stage, method) in {("join", "agree"), ("prove", "held_adapter"), ("commit", "commit"), ("end", "end")} and (
-            stage != "end" or side.admission is not None and side._asking.stage == "end"
-        ):
+        if before.get(stage) == method and (method != "end" or side._asking.stage == "end"):
             stall(stage)
         answer = ask(method, *args, **content)
-        if stage == "begin" and method == "begin" and content["purpose"] == "push":
+        if stage == "begin" and content.get("purpose") == "push":
             stall(stage)
         return answer
 
@@ -163,5 +171,4 @@ def hold_sender(side, scheme, stage: str) -> None:
     side._asking.ask, side._asking.begin = asked, begun
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]](**json.loads(sys.argv[2]))
+ACTS = {"receiver": receiver, "sender": sender}

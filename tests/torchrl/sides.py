@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,53 +95,90 @@ def torch_world(rank: int, place: Path):
         rpc.shutdown(graceful=False)
 
 
+def _contexts():
+    """A server that has imported everything once, and forks a side in milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["actors"])
+    return context
+
+
+def dense_engine(base):
+    """`FakeEngine` that takes full weights instead of adapters."""
+    import dataclasses
+
+    import torch
+
+    from qlora_rl import FakeEngine, SyncError, load_base
+    from qlora_rl.base.fingerprint import base_parameters
+
+    class DenseFake(FakeEngine):
+        holds_dense = False
+
+        def capabilities(self):
+            return dataclasses.replace(
+                super().capabilities(), takes_adapters=False, takes_dense=True, max_lora_rank=0, takes_in_place=False
+            )
+
+        @torch.no_grad()
+        def load_dense(self, weights, version):
+            places, nbytes = dict(base_parameters(self.model)), 0
+            self.holds_dense, self._lost = False, "full weights are on their way"
+            for name, weight in weights:
+                if name not in places:
+                    raise SyncError(f"loading weights: no {name} here.")
+                places[name].copy_(weight)
+                nbytes += weight.numel() * weight.element_size()
+            self.holds_dense, self._lost, self._version = True, "", version
+            return nbytes
+
+        def withdraw_dense(self, reason):
+            self.holds_dense, self._lost = False, reason
+
+    return DenseFake(load_base(base))
+
+
 class Side:
-    """A process that runs a function of `actors.py`, and prints a line of JSON for each thing that happens in it."""
+    """A process that runs a function of `actors.py` and reports what happens in it."""
 
     def __init__(self, act: str, **settings):
-        path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+        import actors
+
+        kept = os.environ.get("PYTHONPATH")
+        # The server of forks reads it when it starts; sys.path it does not know.
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [kept])])
+        try:
+            context = _contexts()
+            self._events, theirs = context.Pipe(duplex=False)
+            self.process = context.Process(target=actors.run, args=(act, settings, theirs), daemon=True)
+            self.process.start()
+        finally:
+            os.environ.pop("PYTHONPATH") if kept is None else os.environ.update(PYTHONPATH=kept)
+        theirs.close()
         self.events: list[dict] = []
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "actors.py"), act, json.dumps(settings, default=str)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )
-        os.set_blocking(self.process.stdout.fileno(), False)
-        self._rest = ""
 
     def wait_for(self, what: str, timeout_s: float = 120.0) -> dict:
         """The first event of a kind that was not waited for yet."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            self._read()
+        while True:
             for index, event in enumerate(self.events):
                 if event["event"] == what:
                     return self.events.pop(index)
-            if self.process.poll() is not None:
-                self._read()
-                if not any(event["event"] == what for event in self.events):
-                    raise AssertionError(f"ended with {self.process.returncode} before {what!r}: {self.events}")
-            time.sleep(0.01)
-        raise AssertionError(f"no {what!r} within {timeout_s} s: {self.events}")
-
-    def _read(self) -> None:
-        try:
-            self._rest += self.process.stdout.read() or ""
-        except TypeError:  # nothing there
-            return
-        *lines, self._rest = self._rest.split("\n")
-        self.events += [json.loads(line) for line in lines if line.startswith("{")]
+            left = deadline - time.monotonic()
+            assert left > 0, f"no {what!r} within {timeout_s} s: {self.events}"
+            try:
+                if self._events.poll(left):
+                    self.events.append(self._events.recv())
+            except EOFError:
+                raise AssertionError(f"ended before {what!r}: {self.events}") from None
 
     def kill(self) -> None:
         """kill -9."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.kill()
+        self.process.join()
 
     def __enter__(self) -> Side:
         return self
 
     def __exit__(self, *_) -> None:
         self.kill()
-        self.process.stdout.close()
+        self._events.close()

@@ -1,0 +1,89 @@
+"""Sender and receiver in two processes, with every RPC layer and every transfer layer that a CPU allows."""
+
+import pickle
+
+import pytest
+import torch
+from sides import PROBE, Side, fake_engine, make_scheme, policy, trainer_logprobs
+
+from qlora_rl import BaseMismatchError
+from qlora_rl.torchrl import RayRPC, TorchDistributedRPC
+
+TRANSFERS = ["directory", "body", "broadcast"]
+PUSHES = 3
+
+
+def apart(ours, theirs):
+    return float((torch.tensor(ours) - torch.tensor(theirs)).abs().max())
+
+
+def follow(sender, receiver, pushes=PUSHES):
+    """Each push of one process is what the other one serves."""
+    for version in range(1, pushes + 1):
+        pushed, applied = sender.wait_for("pushed"), receiver.wait_for("applied")
+        assert pushed["version"] == applied["version"] == version
+        # The receiver adds B @ A @ x to an output, PEFT does so in another order: float32, a few of its last bits.
+        assert apart(pushed["logprobs"], applied["logprobs"]) < 1e-4
+        assert apart(pushed["logprobs"], pushed["bare"]) > 0.01
+    sender.wait_for("done")
+    receiver.wait_for("done")
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize("rpc", ["multiprocessing", "torch"])
+def test_what_is_pushed_is_what_the_other_process_serves(base32, tmp_path, rpc, transfer):
+    settings = {"base": str(base32), "rpc": rpc, "transfer": transfer, "place": str(tmp_path), "pushes": PUSHES}
+    with Side("receiver", **settings) as receiver, Side("sender", **settings) as sender:
+        follow(sender, receiver)
+
+
+@pytest.mark.full  # a cluster takes half a minute to start
+def test_a_ray_cluster_carries_each_transfer(base32, tmp_path):
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=1, include_dashboard=False, namespace="qlora-rl-tests", log_to_driver=False)
+    try:
+        for transfer in TRANSFERS:
+            place = tmp_path / transfer
+            place.mkdir()
+            settings = {"base": str(base32), "rpc": "ray", "transfer": transfer, "place": str(place), "pushes": PUSHES}
+            with Side("receiver", **settings) as receiver, Side("sender", **settings) as sender:
+                follow(sender, receiver)
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.full
+def test_full_weights_travel_by_each_transfer(base32, baked32, tmp_path):
+    for transfer in TRANSFERS:
+        place = tmp_path / transfer
+        place.mkdir()
+        settings = {"rpc": "multiprocessing", "transfer": transfer, "place": str(place), "pushes": 2, "dense": True}
+        with Side("receiver", base=str(baked32), **settings) as receiver:
+            with Side("sender", base=str(base32), **settings) as sender:
+                follow(sender, receiver, pushes=2)
+
+
+def test_a_receiver_on_another_base_refuses_at_init_and_so_does_the_sender(base32, other_base32, tmp_path):
+    settings = {"rpc": "multiprocessing", "transfer": "directory", "place": str(tmp_path)}
+    with Side("receiver", base=str(other_base32), **settings) as receiver:
+        model = policy(base32)
+        sender = make_scheme("multiprocessing", "directory", tmp_path).create_sender()
+        sender.register_model(model)
+        with pytest.raises(BaseMismatchError, match="differ"):
+            sender.init_all_workers_group()
+        error = receiver.wait_for("error")
+        assert (error["type"], error["version"]) == ("BaseMismatchError", 0)
+
+
+def test_layers_cross_to_another_process_as_settings(tmp_path):
+    scheme = make_scheme("multiprocessing", "broadcast", tmp_path)
+    twin = pickle.loads(pickle.dumps(scheme))
+    assert (twin.rpc.address, twin.rpc.authkey) == (scheme.rpc.address, scheme.rpc.authkey)
+    assert twin.transfer.name == "broadcast"
+    for layer in (RayRPC("a name"), TorchDistributedRPC("t", "s")):
+        assert vars(pickle.loads(pickle.dumps(layer))) == vars(layer)
+
+
+def test_the_measure_sees_an_adapter(base32):
+    model = policy(base32)
+    assert apart(trainer_logprobs(model), fake_engine(base32).score(PROBE)) > 0.01
