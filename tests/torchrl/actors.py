@@ -39,6 +39,17 @@ def tell(event: str, **facts) -> None:
     _EVENTS[0].send({"event": event, **facts})
 
 
+def world(rpc, rank, place):
+    """Whatever a layer wants both processes to be part of."""
+    if rpc == "torch":
+        return sides.torch_world(rank, place)
+    if rpc == "ray":
+        import ray
+
+        ray.init(address="auto", namespace="qlora-rl-tests", log_to_driver=False)
+    return contextlib.nullcontext()
+
+
 def stall(stage: str) -> None:
     """Say where, and stay there until killed."""
     tell("stalled", stage=stage)
@@ -53,23 +64,19 @@ def receiver(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", 
     side = scheme.create_receiver(engine)
     if stall_at:
         hold_receiver(side, scheme, stall_at)
-    with sides.torch_world(1, place) if rpc == "torch" else contextlib.nullcontext():
-        if rpc == "ray":
-            import ray
-
-            ray.init(address="auto", namespace="qlora-rl-tests", log_to_driver=False)
+    with world(rpc, 1, place):
         tell("listening")
-        is_joined, applied = False, 0
+        is_joined, applied, known = False, 0, 0
         while applied < pushes:
-            started, before = time.monotonic(), side.version
+            started = time.monotonic()
             try:
                 if not is_joined:
                     side.init_all_workers_group()
                     is_joined = True
                     tell("joined", version=side.version)
                 elif side.poll_and_apply(0.2):
-                    assert side.version > before
-                    applied += 1
+                    assert side.version > known  # never the same one twice
+                    applied, known = applied + 1, side.version
                     tell("applied", version=side.version, logprobs=engine.score(sides.PROBE))
             except QloraRLError as error:
                 tell(
@@ -131,7 +138,7 @@ def hold_receiver(side, scheme, stage: str) -> None:
 def sender(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", seed=0, dense=False, **_) -> None:
     """Pushes a policy that moves, and tells its logprobs after each push."""
     place = Path(place)
-    model = sides.policy(base, seed, use_dora=dense)
+    model = sides.policy(base, seed, modules_to_save=["norm"] if dense else None)
     with model.disable_adapter():
         bare = sides.trainer_logprobs(model)
     scheme = sides.make_scheme(rpc, transfer, place, timeout_s)
@@ -139,7 +146,7 @@ def sender(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", se
     side.register_model(model)
     if stall_at:
         hold_sender(side, scheme, stall_at)
-    with sides.torch_world(0, place) if rpc == "torch" else contextlib.nullcontext():
+    with world(rpc, 0, place):
         side.init_all_workers_group()
         tell("joined")
         for push in range(pushes):

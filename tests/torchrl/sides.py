@@ -10,6 +10,8 @@ from pathlib import Path
 
 PROBE = [[40, 41, 42, 43, 44, 45], [60, 9, 33, 12, 7, 41]]
 HERE = Path(__file__).parent
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray would leave a key in the home directory
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def fake_engine(base):

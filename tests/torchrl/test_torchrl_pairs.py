@@ -37,7 +37,7 @@ def test_what_is_pushed_is_what_the_other_process_serves(base32, tmp_path, rpc, 
         follow(sender, receiver)
 
 
-@pytest.mark.full  # a cluster takes half a minute to start
+@pytest.mark.full  # a cluster is a dozen processes
 def test_a_ray_cluster_carries_each_transfer(base32, tmp_path):
     ray = pytest.importorskip("ray")
     ray.init(num_cpus=1, include_dashboard=False, namespace="qlora-rl-tests", log_to_driver=False)
