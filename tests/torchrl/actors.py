@@ -41,6 +41,8 @@ def tell(event: str, **facts) -> None:
 
 def world(rpc, rank, place):
     """Whatever a layer wants both processes to be part of."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     if rpc == "torch":
         return sides.torch_world(rank, place)
     if rpc == "ray":

@@ -72,6 +72,8 @@ def make_transfer(kind: str, place: Path, timeout_s: float):
         return torchrl.DirectoryTransfer(place / "weights")
     if kind == "broadcast":
         return torchrl.BroadcastTransfer(timeout_s=timeout_s, bucket_bytes=2**16)
+    if kind == "nccl":
+        return torchrl.BroadcastTransfer(backend="nccl", timeout_s=timeout_s)
     return torchrl.BodyTransfer()
 
 

@@ -52,6 +52,20 @@ def test_a_ray_cluster_carries_each_transfer(base32, tmp_path):
         ray.shutdown()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each side")
+def test_nccl_carries_a_push_between_two_gpus(base32, tmp_path):
+    settings = {
+        "base": str(base32),
+        "rpc": "multiprocessing",
+        "transfer": "nccl",
+        "place": str(tmp_path),
+        "pushes": PUSHES,
+    }
+    with Side("receiver", **settings) as receiver, Side("sender", **settings) as sender:
+        follow(sender, receiver)
+
+
 @pytest.mark.full
 def test_full_weights_travel_by_each_transfer(base32, baked32, tmp_path):
     for transfer in TRANSFERS:
