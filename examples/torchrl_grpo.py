@@ -1,7 +1,6 @@
 """GRPO with TorchRL's own parts: its collector and its loss, the demo's task, vLLM on the same 4-bit base. One process, two CPU cores.
 
-python examples/torchrl_grpo.py                                  # the tiny model
-python examples/torchrl_grpo.py --model Qwen/Qwen3-0.6B --steps 50   # a hub model, on a GPU
+python examples/torchrl_grpo.py
 
 With sampler and trainer in two processes the scheme takes other layers, and nothing else changes: docs/torchrl.md.
 """
@@ -92,7 +91,8 @@ class Actor(torch.nn.Module):
         self.model = model
 
     def get_dist(self, tensordict, **_):
-        logits_BTV = self.model(tensordict["tokens", "full"]).logits.float()
+        ids_BT = tensordict["tokens", "full"].to(self.model.device)
+        logits_BTV = self.model(ids_BT).logits.float().cpu()
         # Each token's distribution comes from the position before it.
         return LLMMaskedCategorical(logits=logits_BTV.roll(1, dims=1), mask=tensordict["mask"])
 
@@ -108,7 +108,9 @@ def accuracy(engine, tokenizer, count):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="hub name or checkpoint directory (default: the demo's tiny model)")
+    parser.add_argument(
+        "--model", help="a checkpoint whose tokenizer writes digits one by one (default: the demo's tiny model)"
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--held-out", type=int, default=400, help="sums that are asked before and after")
     arguments = parser.parse_args()

@@ -58,8 +58,8 @@ def stall(stage: str) -> None:
     time.sleep(600)
 
 
-def receiver(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", dense=False, **_) -> None:
-    """Serves `pushes` pushes and tells the logprobs after each."""
+def receiver(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", dense=False, quiet=False, **_) -> None:
+    """Serves `pushes` pushes and tells the logprobs after each; `quiet`: only which they were, at the end."""
     place = Path(place)
     engine = sides.dense_engine(base) if dense else sides.fake_engine(base)
     scheme = sides.make_scheme(rpc, transfer, place, timeout_s)
@@ -68,7 +68,7 @@ def receiver(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", 
         hold_receiver(side, scheme, stall_at)
     with world(rpc, 1, place):
         tell("listening")
-        is_joined, applied, known = False, 0, 0
+        is_joined, applied, known, idle, seen = False, 0, 0, 0, []
         while applied < pushes:
             started = time.monotonic()
             try:
@@ -76,10 +76,15 @@ def receiver(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", 
                     side.init_all_workers_group()
                     is_joined = True
                     tell("joined", version=side.version)
-                elif side.poll_and_apply(0.2):
+                elif side.poll_and_apply(0.002 if quiet else 0.2):
                     assert side.version > known  # never the same one twice
                     applied, known = applied + 1, side.version
-                    tell("applied", version=side.version, logprobs=engine.score(sides.PROBE))
+                    seen.append(known)
+                    if not quiet:
+                        tell("applied", version=side.version, logprobs=engine.score(sides.PROBE))
+                else:
+                    assert side.version == engine.version == known  # nothing was applied
+                    idle += 1
             except QloraRLError as error:
                 tell(
                     "error",
@@ -92,6 +97,8 @@ def receiver(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", 
                 )
                 if not isinstance(error, PeerLostError):
                     break
+        if quiet:
+            tell("counted", versions=seen, idle=idle)
         if rpc == "torch":
             time.sleep(1.0)  # answers of torch's agent are still on their way
         side.shutdown()
@@ -137,13 +144,15 @@ def hold_receiver(side, scheme, stage: str) -> None:
         side._METHODS = kept | {"admit": admitted}
 
 
-def sender(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", seed=0, dense=False, **_) -> None:
-    """Pushes a policy that moves, and tells its logprobs after each push."""
+def sender(
+    base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", seed=0, dense=False, quiet=False, **_
+) -> None:
+    """Pushes a policy that moves, and tells its logprobs after each push; `quiet`: after the last."""
     place = Path(place)
     model = sides.policy(base, seed, modules_to_save=["norm"] if dense else None)
     with model.disable_adapter():
         bare = sides.trainer_logprobs(model)
-    scheme = sides.make_scheme(rpc, transfer, place, timeout_s)
+    scheme = sides.make_scheme(rpc, transfer, place, timeout_s, canary_every=50 if quiet else 1)
     side = scheme.create_sender()
     side.register_model(model)
     if stall_at:
@@ -154,6 +163,8 @@ def sender(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", se
         for push in range(pushes):
             sides.move(model, seed + push)
             report = side.update_weights()
+            if quiet and push + 1 < pushes:
+                continue
             tell("pushed", version=report.version, logprobs=sides.trainer_logprobs(model), bare=bare)
         side.shutdown()
 

@@ -4,15 +4,22 @@ import json
 import multiprocessing
 import os
 import shutil
+import time
 
 import pytest
 import torch
+from sides import Side, move, policy
 
-from qlora_rl import SyncError
+from qlora_rl import SyncError, export_adapter
 from qlora_rl.torchrl import DirectoryTransfer
 
 TENSORS = 6
 NUMBERS = 3000
+
+
+MANY = pytest.mark.parametrize(
+    "pushes", [200, pytest.param(1000, marks=pytest.mark.full)], ids=["200 pushes", "1,000 pushes"]
+)
 
 
 def parts(version):
@@ -31,9 +38,7 @@ def write(root, pushes):
         transfer.send(version, parts(version), announce)()
 
 
-@pytest.mark.parametrize(
-    "pushes", [200, pytest.param(1000, marks=pytest.mark.full)], ids=["200 pushes", "1,000 pushes"]
-)
+@MANY
 def test_a_reader_beside_a_writer_gets_no_torn_version_and_none_twice(tmp_path, pushes):
     reader = DirectoryTransfer(tmp_path)
     writer = multiprocessing.get_context("fork" if not torch.cuda.is_initialized() else "spawn").Process(
@@ -56,6 +61,33 @@ def test_a_reader_beside_a_writer_gets_no_torn_version_and_none_twice(tmp_path, 
     assert writer.exitcode == 0
     assert len(seen) > 3  # it was read while it was written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["buffer-0", "buffer-1", "ready.json"]
+
+
+@MANY
+def test_a_receiver_takes_each_of_many_pushes_once_beside_another_reader(base32, tmp_path, pushes):
+    settings = {"base": str(base32), "rpc": "multiprocessing", "transfer": "directory", "place": str(tmp_path)}
+    settings |= {"pushes": pushes, "quiet": True}
+    reader, seen = DirectoryTransfer(tmp_path / "weights"), {}
+    with Side("receiver", **settings) as receiver, Side("sender", **settings) as sender:
+        while pushes not in seen:
+            found = reader.read(after=max(seen, default=0))
+            if found is not None:
+                assert found.version not in seen
+                seen[found.version] = found.tensors
+            assert sender.process.is_alive() or reader.read(after=max(seen)) is not None
+            time.sleep(0.001)
+        counted = receiver.wait_for("counted")
+        sender.wait_for("pushed")
+    # True for each version once, in order, and False (nothing changed) all other times.
+    assert counted["versions"] == list(range(1, pushes + 1))
+    assert counted["idle"] > 0
+    assert len(seen) > 3
+    model = policy(base32)
+    for version in list(seen)[:: len(seen) // 8]:
+        move(model, version - 1)  # as the sender did
+        pushed = export_adapter(model, dtype=torch.float32).tensors
+        assert seen[version].keys() == pushed.keys()
+        assert all(torch.equal(tensor, pushed[name]) for name, tensor in seen[version].items())
 
 
 def test_two_buffers_take_turns_and_the_marker_is_the_last_to_change(tmp_path):
