@@ -79,7 +79,9 @@ def pack_error(error: BaseException) -> dict[str, Any]:
 
 def unpack_error(packed: dict[str, Any]) -> QloraRLError:
     """Inverse of `pack_error`, for classes of qlora_rl only."""
-    kind = NotJoinedError if packed["type"] == "NotJoinedError" else getattr(errors, packed["type"], SyncError)
+    kind = NotJoinedError if packed["type"] == "NotJoinedError" else getattr(errors, packed["type"], None)
+    if not (isinstance(kind, type) and issubclass(kind, QloraRLError)):
+        kind = SyncError
     return kind(packed["text"], reasons=packed["reasons"], module=packed["module"])
 
 

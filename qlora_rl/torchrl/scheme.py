@@ -32,7 +32,7 @@ class AdapterSyncScheme(WeightSyncScheme):
         rpc: how the sides talk; by default within one process.
         transfer: how weights travel; by default in the messages.
         sync: "auto", "lora_adapter" or "weights"; see `plan_sync`.
-        timeout_s: after which a silent side is given up.
+        timeout_s: after which a side that has not answered is given up; longer than it takes to read a base.
         canary_every: the engine's logprobs are compared at each n-th push; 0 proves nothing.
         autocast: dtype of the trainer's forward (`None`: as the weights are).
         allow_base_mismatch: go on with different bases.

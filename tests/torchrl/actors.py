@@ -158,14 +158,16 @@ def sender(
     if stall_at:
         hold_sender(side, scheme, stall_at)
     with world(rpc, 0, place):
-        side.init_all_workers_group()
-        tell("joined")
-        for push in range(pushes):
-            sides.move(model, seed + push)
-            report = side.update_weights()
-            if quiet and push + 1 < pushes:
-                continue
-            tell("pushed", version=report.version, logprobs=sides.trainer_logprobs(model), bare=bare)
+        try:
+            side.init_all_workers_group()
+            tell("joined")
+            for push in range(pushes):
+                sides.move(model, seed + push)
+                report = side.update_weights()
+                if not quiet or push + 1 == pushes:
+                    tell("pushed", version=report.version, logprobs=sides.trainer_logprobs(model), bare=bare)
+        except QloraRLError as error:
+            tell("error", type=type(error).__name__, stage=getattr(error, "stage", ""), text=str(error))
         side.shutdown()
 
 

@@ -1,8 +1,12 @@
 """Both sides of a weight sync on one float32 base: logprobs agree to the last bits, or something is wrong."""
 
+import importlib.util
+
 import pytest
 
-pytest.importorskip("torchrl")
+# This very directory would pass for an empty package of that name.
+if importlib.util.find_spec("torchrl.weight_update") is None:
+    collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

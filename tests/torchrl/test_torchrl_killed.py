@@ -1,5 +1,6 @@
 """Each side is killed (kill -9) at each stage: the other one ends in time, says where, and goes on with a new one."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -7,7 +8,7 @@ import time
 
 import pytest
 from sides import Side, fake_engine, make_scheme, move, policy, trainer_logprobs
-from test_torchrl_pairs import apart
+from test_torchrl_pairs import apart, cluster
 
 from qlora_rl import PeerLostError
 
@@ -105,6 +106,30 @@ def lose_a_sender(base, place, stage, said, transfer="directory"):
             pushed, applied = sender.wait_for("pushed"), receiver.wait_for("applied")
             assert pushed["version"] == applied["version"] == 1 + is_served
             assert apart(pushed["logprobs"], applied["logprobs"]) < 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rpc", ["torch", "ray"])
+def test_a_loss_is_seen_through_the_other_layers_within_the_time_limit(base32, tmp_path, rpc):
+    with cluster() if rpc == "ray" else contextlib.nullcontext():
+        for victim, survivor, stage, said in (
+            ("receiver", "sender", "prove", "prove"),
+            ("sender", "receiver", "commit", "prove"),
+        ):
+            place = tmp_path / victim
+            place.mkdir()
+            settings = settings_of(base32, place, rpc=rpc)
+            with Side(victim, **settings, stall_at=stage) as lost, Side(survivor, **settings) as other:
+                lost.wait_for("stalled")
+                lost.kill()
+                killed = time.monotonic()
+                error = other.wait_for("error")
+                assert time.monotonic() - killed < TIMEOUT_S + 10.0
+                assert (error["type"], error["stage"]) == ("PeerLostError", said)
+                if (rpc, victim) == ("ray", "sender"):  # torch lets nobody back into its world
+                    with Side("sender", **settings, seed=3) as another:
+                        pushed, applied = another.wait_for("pushed"), other.wait_for("applied")
+                        assert apart(pushed["logprobs"], applied["logprobs"]) < 1e-4
 
 
 def test_a_silent_receiver_is_given_up_in_time(model, base32, tmp_path):

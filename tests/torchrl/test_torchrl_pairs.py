@@ -1,6 +1,7 @@
 """Sender and receiver in two processes, with every RPC layer and every transfer layer that a CPU allows."""
 
 import pickle
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -37,19 +38,26 @@ def test_what_is_pushed_is_what_the_other_process_serves(base32, tmp_path, rpc, 
         follow(sender, receiver)
 
 
-@pytest.mark.full  # a cluster is a dozen processes
-def test_a_ray_cluster_carries_each_transfer(base32, tmp_path):
+@contextmanager
+def cluster():
+    """A Ray cluster of this host."""
     ray = pytest.importorskip("ray")
     ray.init(num_cpus=1, include_dashboard=False, namespace="qlora-rl-tests", log_to_driver=False)
     try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.full  # a cluster is a dozen processes
+def test_a_ray_cluster_carries_each_transfer(base32, tmp_path):
+    with cluster():
         for transfer in TRANSFERS:
             place = tmp_path / transfer
             place.mkdir()
             settings = {"base": str(base32), "rpc": "ray", "transfer": transfer, "place": str(place), "pushes": PUSHES}
             with Side("receiver", **settings) as receiver, Side("sender", **settings) as sender:
                 follow(sender, receiver)
-    finally:
-        ray.shutdown()
 
 
 @pytest.mark.gpu

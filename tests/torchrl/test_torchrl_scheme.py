@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from peft import LoraConfig
 from sides import PROBE, dense_engine, fake_engine, move, policy, trainer_logprobs
 from test_torchrl_pairs import apart
 from torchrl.weight_update import WeightSyncScheme
@@ -20,6 +21,7 @@ from qlora_rl import (
     export_adapter,
 )
 from qlora_rl.torchrl import AdapterSyncScheme, BroadcastTransfer, DirectoryTransfer, get_model_metadata
+from qlora_rl.torchrl.messages import pack_error, unpack_error
 
 
 @pytest.fixture
@@ -169,6 +171,28 @@ def test_metadata_is_what_both_sides_agree_on(model, engine):
     wrong = metadata | {name: (torch.bfloat16, metadata[name][1])}
     with pytest.raises(ConfigConflictError, match="bfloat16"):
         joined(model, engine, metadata=wrong)
+
+
+def test_an_adapter_that_has_changed_its_shape_is_refused_until_both_sides_agree_again(model, engine):
+    sender, receiver = joined(model, engine)
+    sender.update_weights()
+    model.add_adapter("smaller", LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    model.set_adapter("smaller")
+    with pytest.raises(SyncError, match="is not what both sides agreed on"):
+        sender.update_weights()
+    assert engine.version == 1
+    sender.init_all_workers_group()
+    assert receiver.version == engine.version == 2
+    assert agrees(model, engine)
+
+
+def test_an_error_crosses_with_its_class_and_nothing_else_is_made_of_a_name():
+    crossed = unpack_error(pack_error(AdapterRefusedError("no", reasons=["one", "two"], module="here")))
+    assert (type(crossed), crossed.reasons, crossed.module) == (AdapterRefusedError, ("one", "two"), "here")
+    for name in ("collected", "Sequence", "no such thing", "ValueError"):
+        packed = {"type": name, "text": "text", "reasons": [], "module": None}
+        assert type(unpack_error(packed)) is SyncError
+    assert "ZeroDivisionError: by zero" in str(unpack_error(pack_error(ZeroDivisionError("by zero"))))
 
 
 def test_the_model_is_held_weakly(base32, engine):
