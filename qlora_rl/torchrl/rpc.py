@@ -106,6 +106,7 @@ class MultiprocessingRPC:
     """
 
     def __init__(self, address: str | tuple[str, int] | None = None, authkey: bytes | None = None):
+        self._is_own_place = address is None
         self.address = address or os.path.join(tempfile.mkdtemp(prefix="qlora-rl-rpc-"), "socket")
         self.authkey = authkey or secrets.token_bytes(32)
 
@@ -122,11 +123,18 @@ class MultiprocessingRPC:
 
     def listen(self) -> Channel:
         """The receiver's end."""
+        if self._is_own_place:
+            os.makedirs(os.path.dirname(self.address), mode=0o700, exist_ok=True)
         if isinstance(self.address, str):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address)  # of a receiver that was killed
         listener = Listener(self.address, authkey=self.authkey)
-        return _Listening(listener, lambda: Client(self.address, authkey=self.authkey))
+        return _Listening(listener, lambda: Client(self.address, authkey=self.authkey), self._tidy)
+
+    def _tidy(self) -> None:
+        if self._is_own_place:
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(self.address))
 
 
 class _Connected:
@@ -156,8 +164,8 @@ class _Connected:
 class _Listening:
     """Accepts one sender after another; the newest one counts."""
 
-    def __init__(self, listener: Listener, wake: Callable[[], Connection]):
-        self._listener, self._wake = listener, wake
+    def __init__(self, listener: Listener, wake: Callable[[], Connection], tidy: Callable[[], None]):
+        self._listener, self._wake, self._tidy = listener, wake, tidy
         self._is_closed = False
         self._new: queue.Queue[_Connected] = queue.Queue()
         self._current: _Connected | None = None
@@ -207,3 +215,4 @@ class _Listening:
                 self._wake().close()  # closing a socket does not end the thread that accepts from it
             self._thread.join(1.0)
             self._listener.close()
+            self._tidy()

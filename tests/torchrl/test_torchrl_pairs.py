@@ -1,5 +1,6 @@
 """Sender and receiver in two processes, with every RPC layer and every transfer layer that a CPU allows."""
 
+import os
 import pickle
 from contextlib import contextmanager
 
@@ -8,7 +9,7 @@ import torch
 from sides import PROBE, Side, fake_engine, make_scheme, policy, trainer_logprobs
 
 from qlora_rl import BaseMismatchError
-from qlora_rl.torchrl import RayRPC, TorchDistributedRPC
+from qlora_rl.torchrl import MultiprocessingRPC, RayRPC, TorchDistributedRPC
 
 TRANSFERS = ["directory", "body", "broadcast"]
 PUSHES = 3
@@ -104,6 +105,22 @@ def test_layers_cross_to_another_process_as_settings(tmp_path):
     assert twin.transfer.name == "broadcast"
     for layer in (RayRPC("a name"), TorchDistributedRPC("t", "s")):
         assert vars(pickle.loads(pickle.dumps(layer))) == vars(layer)
+
+
+def test_a_connection_wants_the_key_and_leaves_nothing_behind():
+    layer = MultiprocessingRPC()
+    channel = layer.listen()
+    with pytest.raises(TimeoutError, match="nobody listens"):
+        MultiprocessingRPC(layer.address, b"a wrong key").connect(0.2)
+    assert channel.receive(0.05) is None
+    sender = layer.connect(5.0)
+    sender.send(b"message", 5.0)
+    assert channel.receive(5.0) == b"message"
+    sender.close()
+    with pytest.raises(ConnectionError):
+        channel.receive(5.0)
+    channel.close()
+    assert not os.path.exists(os.path.dirname(layer.address))
 
 
 def test_the_measure_sees_an_adapter(base32):
