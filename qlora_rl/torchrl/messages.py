@@ -114,6 +114,8 @@ class Asking:
         self.session, self._number = secrets.token_hex(8), 0
         try:
             self._channel = self._open_channel(self.timeout_s)
+        except QloraRLError:
+            raise
         except OSError as error:
             raise lost(self.stage, "receiver", f"could not be reached within {self.timeout_s:g} s ({error})") from error
         self.is_lost = False

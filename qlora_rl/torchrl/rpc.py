@@ -19,6 +19,8 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Protocol
 
+from qlora_rl.errors import AccessDeniedError
+
 PARTIAL_S = 60.0  # for the rest of a message that has begun to arrive
 
 
@@ -116,6 +118,10 @@ class MultiprocessingRPC:
         while True:
             try:
                 return _Connected(Client(self.address, authkey=self.authkey))
+            except AuthenticationError as error:
+                raise AccessDeniedError(
+                    f"connecting to {self.address}: the receiver there has another authkey. Give both sides one: authkey=."
+                ) from error
             except (OSError, EOFError) as error:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"nobody listens at {self.address}: {error or type(error).__name__}") from error

@@ -8,8 +8,8 @@ import pytest
 import torch
 from sides import PROBE, Side, fake_engine, make_scheme, policy, trainer_logprobs
 
-from qlora_rl import BaseMismatchError
-from qlora_rl.torchrl import MultiprocessingRPC, RayRPC, TorchDistributedRPC
+from qlora_rl import AccessDeniedError, BaseMismatchError
+from qlora_rl.torchrl import AdapterSyncScheme, MultiprocessingRPC, RayRPC, TorchDistributedRPC
 
 TRANSFERS = ["directory", "body", "broadcast"]
 PUSHES = 3
@@ -107,11 +107,14 @@ def test_layers_cross_to_another_process_as_settings(tmp_path):
         assert vars(pickle.loads(pickle.dumps(layer))) == vars(layer)
 
 
-def test_a_connection_wants_the_key_and_leaves_nothing_behind():
+def test_a_connection_wants_the_key_and_leaves_nothing_behind(base32):
     layer = MultiprocessingRPC()
     channel = layer.listen()
-    with pytest.raises(TimeoutError, match="nobody listens"):
-        MultiprocessingRPC(layer.address, b"a wrong key").connect(0.2)
+    stranger = AdapterSyncScheme(MultiprocessingRPC(layer.address, b"a wrong key"), timeout_s=5.0).create_sender()
+    model = policy(base32)
+    stranger.register_model(model)
+    with pytest.raises(AccessDeniedError, match="another authkey"):
+        stranger.init_all_workers_group()
     assert channel.receive(0.05) is None
     sender = layer.connect(5.0)
     sender.send(b"message", 5.0)
