@@ -97,7 +97,7 @@ class AdapterReceiver:
             return is_new
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Serve an adapter that did not come from a sender, as the next version; nobody proves it.
+        """Serve an adapter that did not come from a sender, as the next version; nobody proves it, and no poll tells of it.
 
         Args:
             weights: an `AdapterBundle`, or its tensors by canonical name, of the metadata that was agreed on.
@@ -117,6 +117,7 @@ class AdapterReceiver:
             self._transport.deliver(Received(AdapterBundle(tensors, config)), version, self._engine)
             self._transport.commit()
             self._note(version, tensors)
+            self._reported += 1  # the caller knows
 
     def shutdown(self) -> None:
         """Stop listening; the engine goes on serving."""

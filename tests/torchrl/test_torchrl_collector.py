@@ -11,11 +11,13 @@ import pytest
 import torch
 from sides import fake_engine, move, policy
 from test_torchrl_scheme import agrees, joined
+from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector
 from torchrl.objectives.llm import GRPOLoss
 from torchrl.trainers.trainers import UpdateWeights
 
 from qlora_rl.demo.tiny_model import make_tokenizer
+from qlora_rl.torchrl import AdapterSyncScheme
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrl_grpo.py"
 
@@ -54,6 +56,37 @@ def test_a_collectors_hook_pushes_a_version_after_each_batch(example, base32):
         move(model, version)
     assert collected == [0, 1, 2]  # the hook that was there before, before each push
     collector.shutdown()
+
+
+def test_a_collector_is_handed_the_scheme_itself_on_either_side(example, base32):
+    model, engine = policy(base32), fake_engine(base32)
+    sending = AdapterSyncScheme(timeout_s=20.0)
+    receiving = AdapterSyncScheme(sending.rpc, sending.transfer, timeout_s=20.0)
+    receiving.init_on_receiver(model_id="policy", model=engine, worker_idx=0)
+    sending.init_on_sender(model_id="policy", model=model)
+    tokenizer = make_tokenizer()
+    size = example.PROMPTS * example.GROUP
+    sampler = example.Sampler(engine, tokenizer.pad_token_id)
+    options = {
+        "policy": sampler,
+        "frames_per_batch": size,
+        "total_frames": size,
+        "trust_policy": True,
+        "use_buffers": False,
+    }
+    sampling = Collector(example.Sums(tokenizer, 2), **options, track_policy_version=True)
+    sampling.register_scheme_receiver({"policy": receiving})
+    training = Collector(example.Sums(tokenizer, 2), **options, weight_sync_schemes={"policy": sending})  # connects
+    assert engine.version == 1
+    move(model, 3)
+    training.update_policy_weights_()
+    assert engine.version == 2
+    assert agrees(model, engine)
+    before = sampling.policy_version
+    sampling.receive_weights()
+    assert sampling.policy_version == before + 1
+    sampling.shutdown()
+    training.shutdown()
 
 
 def test_torchrls_loss_on_what_the_engine_drew_has_ratio_one_and_moves_the_adapter(example, base32):

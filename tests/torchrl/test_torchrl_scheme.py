@@ -228,8 +228,10 @@ def test_tensors_can_be_applied_by_hand(model, engine):
     sender.update_weights()
     move(model, 4)
     bundle = export_adapter(model, dtype=torch.float32)
+    assert receiver.poll_and_apply(0)
     receiver.apply_weights(bundle.tensors)
     assert receiver.version == engine.version == 2
+    assert not receiver.poll_and_apply(0)
     assert agrees(model, engine)
     name = next(iter(bundle.tensors))
     with pytest.raises(SyncError, match="is not what both sides agreed on"):
