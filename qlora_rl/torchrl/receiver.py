@@ -91,7 +91,8 @@ class AdapterReceiver:
         if self._channel is None:
             raise SyncError("polling: there is no channel yet. Call init_all_workers_group() first.")
         with self._serving:
-            self._serve(timeout)
+            # What a sender of this process has had applied in its own thread is told at once.
+            self._serve(timeout if self._applied == self._reported else 0.0)
             self._raise_refusal()
             is_new, self._reported = self._applied != self._reported, self._applied
             return is_new
