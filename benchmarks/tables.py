@@ -175,7 +175,9 @@ def step() -> str:
             row = result["sides"][side]
             parts = [row.get(f"{part}_seconds") for part in ("rollout", "sync", "canary")]
             said = " | ".join("" if value is None else f"{1e3 * value:.0f} ms" for value in parts)
-            lines.append(f"| {size} | {name} | {1e3 * row['step_seconds']:.0f} ms | {said} | {row['peak_gib']:.2f} GiB |")
+            lines.append(
+                f"| {size} | {name} | {1e3 * row['step_seconds']:.0f} ms | {said} | {row['peak_gib']:.2f} GiB |"
+            )
     return "\n".join(lines)
 
 
