@@ -121,3 +121,9 @@ def test_an_error_keeps_all_of_its_reasons():
     assert error.reasons == ("one thing", "another")
     assert "2 reasons" in str(error)
     assert str(collected("reading", ["one thing"], ConfigConflictError)) == "reading: one thing"
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """pytest imports them by their names alone: of two, one is not run."""
+    names = sorted(file.name for file in (PACKAGE.parent / "tests").rglob("test_*.py"))
+    assert names == sorted(set(names))
