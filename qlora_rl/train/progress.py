@@ -115,10 +115,14 @@ class Progress(ProgressCallback):
 
 
 def show_progress(trainer: Any) -> None:
-    """Take the place of transformers' bar where there is one: `disable_tqdm=True` and notebooks stay as they are."""
-    if any(type(callback) is ProgressCallback for callback in trainer.callback_handler.callbacks):
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(Progress())
+    """Take the place of transformers' bar, or in a notebook of its table of losses, where there is one."""
+    for callback in trainer.callback_handler.callbacks:
+        # The notebook's class cannot be imported without IPython. A notebook paints stderr red.
+        in_notebook = type(callback).__name__ == "NotebookProgressCallback"
+        if in_notebook or type(callback) is ProgressCallback:
+            trainer.remove_callback(callback)
+            trainer.add_callback(Progress(stream=sys.stdout if in_notebook else None))
+            return
 
 
 def shown(logs: Mapping[str, Any]) -> str:

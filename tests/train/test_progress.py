@@ -2,11 +2,12 @@
 
 import io
 import math
+import sys
 
 import pytest
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from qlora_rl.train.progress import Progress, shown
+from qlora_rl.train.progress import Progress, show_progress, shown
 
 OURS = (
     "qlora_rl/mismatch_kl",
@@ -99,3 +100,16 @@ def test_tensorboard_shows_our_metrics(make_trainer, config, tmp_path, monkeypat
         assert [point.step for point in points] == [1, 2, 3], name
     first, *later = [point.value for point in events.Scalars("train/qlora_rl/policy_version")]
     assert later == [first + 1, first + 2]
+
+
+def test_in_a_notebook_lines_on_stdout_take_the_place_of_the_table_of_losses(make_trainer, config):
+    class NotebookProgressCallback(TrainerCallback):
+        """That of transformers cannot be imported without IPython; it is known by its name."""
+
+    trainer = make_trainer(args=config(disable_tqdm=True))
+    trainer.add_callback(NotebookProgressCallback())
+    show_progress(trainer)
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert NotebookProgressCallback not in kinds
+    (ours,) = [c for c in trainer.callback_handler.callbacks if type(c) is Progress]
+    assert ours.stream is sys.stdout

@@ -1,0 +1,72 @@
+"""The notebooks as they are committed: executed from top to bottom, small, and of no particular machine."""
+
+import ast
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def cells(path, kind):
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def source(cell):
+    return "".join(cell["source"])
+
+
+def test_it_was_executed_once_from_top_to_bottom(path):
+    code = cells(path, "code")
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+
+
+def test_its_outputs_are_small_without_an_error_and_end_with_a_picture_or_a_table(path):
+    assert path.stat().st_size < 200_000
+    outputs = [output for cell in cells(path, "code") for output in cell["outputs"]]
+    assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
+    shown = [o for o in outputs if "data" in o]
+    assert {"image/png", "text/html"} <= {kind for o in shown for kind in o["data"]}
+    last = next(cell for cell in reversed(cells(path, "code")) if any("data" in o for o in cell["outputs"]))
+    assert source(last) in [source(cell) for cell in cells(path, "code")[-2:]]
+
+
+def test_it_names_no_path_of_a_machine(path):
+    notebook = json.loads(path.read_text())
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop("image/png", None)  # base64, in which anything may stand
+    text = json.dumps(notebook)
+    assert not re.findall(r"[^\s\"']*/(?:work|tmp|home|root|Users|mnt|opt)\b[^\s\"']*", text)
+    assert not re.findall(r"at 0x[0-9a-f]+", text)  # another one at every run
+    assert set(notebook["metadata"]) == {"kernelspec"}
+
+
+def test_it_opens_with_what_will_be_done_and_one_cell_that_may_be_changed(path):
+    number = path.name.partition("-")[0]
+    opening = source(cells(path, "markdown")[0])
+    assert opening.startswith(f"# {number} · ")
+    assert "You will\n\n1. " in opening
+    first = cells(path, "code")[0]
+    assert first["metadata"].get("tags") == ["parameters"]
+    assert all(isinstance(node, ast.Assign) for node in ast.parse(source(first)).body)
+    assert source(first).startswith("MODEL = None")
+
+
+def test_its_links_lead_somewhere_and_its_imports_exist(path):
+    for cell in cells(path, "markdown"):
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", source(cell)):
+            assert target.startswith("http") or (path.parent / target).exists(), target
+        for number in re.findall(r"notebook (\d+)", source(cell)):
+            assert list(FOLDER.glob(f"{number}-*.ipynb")), number
+    for cell in cells(path, "code"):
+        for node in ast.walk(ast.parse(source(cell))):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("qlora_rl"):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
