@@ -1,6 +1,7 @@
 """What mkdocs is told beyond mkdocs.yml: pages for the files of the repository that the docs link to, and the API reference."""
 
 import ast
+import json
 import re
 import sys
 from pathlib import Path
@@ -34,17 +35,44 @@ def _page_of(path: str) -> str:
 def _content(path: str) -> str:
     place, title = ROOT / path, path.rstrip("/")
     if place.is_dir():
-        rows = [f"| `{file.relative_to(place)}` | {_says(file)} |" for file in sorted(place.rglob("*.py"))]
+        files = sorted(file for file in place.rglob("*") if file.suffix in (".py", ".ipynb"))
+        rows = [f"| `{file.relative_to(place)}` | {_says(file)} |" for file in files]
         return "\n".join([f"# {title}", "", "| file | says |", "|---|---|", *rows])
     if place.suffix == ".md":
         text = place.read_text()
         return re.sub(r"\]\((?!http)([^)#\s]+)(#[^)\s]*)?\)", "]", text)  # its links start from the repository's root
+    if place.suffix == ".ipynb":
+        return _notebook(json.loads(place.read_text()))
     kind = {".py": "python", ".toml": "toml", ".json": "json", ".sh": "bash"}.get(place.suffix, "")
     fence = "`" * 6
     return f"# {title}\n\n{fence}{kind}\n{place.read_text()}\n{fence}\n"
 
 
+def _notebook(notebook: dict) -> str:
+    """Its text, code and outputs, with the pictures inside; links to docs/ lead to the site's own pages."""
+    parts = []
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(text.replace("](../../docs/", "](../../../"))
+            continue
+        parts.append(f"```python\n{text}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                parts.append(
+                    f"![what the cell above draws](data:image/png;base64,{''.join(data['image/png']).strip()})"
+                )
+            elif "text/html" in data:
+                parts.append("".join(data["text/html"]))
+            else:
+                parts.append(f"```text\n{''.join(output.get('text', data.get('text/plain', ''))).rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
 def _says(file: Path) -> str:
+    if file.suffix == ".ipynb":
+        return json.loads(file.read_text())["cells"][0]["source"][0].strip("# \n")
     said = ast.get_docstring(ast.parse(file.read_text())) or ""
     return said.split("\n")[0].replace("|", "\\|")
 
