@@ -39,21 +39,21 @@ def answers(notebook):
 
 
 def test_a_first_grpo_run_learns_on_another_model_and_with_fewer_steps(tmp_path):
-    """As somebody would run it who changes the first cell; half of the pretraining of the demo's model saves half a minute."""
+    """As somebody would run it who changes the first cell; less pretraining of the demo's model saves half a minute."""
     notebook = load("102")
     changes = (
-        "from qlora_rl.demo.tiny_model import make_tiny_model\nMODEL, STEPS = str(make_tiny_model(steps=150)), 30\n"
+        "from qlora_rl.demo.tiny_model import make_tiny_model\nMODEL, STEPS = str(make_tiny_model(steps=100)), 25\n"
     )
-    notebook.cells.insert(2, nbformat.v4.new_code_cell(changes))
+    notebook.cells.insert(3, nbformat.v4.new_code_cell(changes))  # behind the cell that keeps the libraries quiet
     notebook.cells.append(ask(ASKED["102"]))
     SCRIPT.execute(notebook, tmp_path)
     (got,) = answers(notebook)
-    assert got["steps"] == 30
+    assert got["steps"] == 25
     assert got["after"] > got["before"] + 0.15
     assert got["kl"] < 1e-3
     printed = [o for cell in notebook.cells for o in cell.get("outputs", []) if o.output_type == "stream"]
-    assert {o.name for o in printed} == {"stdout"}
-    assert "training: step 30/30" in "".join(o.text for o in printed)
+    assert not [o.text for o in printed if o.name != "stdout"]
+    assert "training: step 25/25" in "".join(o.text for o in printed)
     assert (tmp_path / "runs/102/report.html").exists()
 
 
