@@ -98,6 +98,8 @@ def receiver(base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", 
                 if not isinstance(error, PeerLostError):
                     break
         if quiet:
+            assert not side.poll_and_apply(0.0)  # there is nothing more
+            idle += 1
             tell("counted", versions=seen, idle=idle)
         if rpc == "torch":
             time.sleep(1.0)  # answers of torch's agent are still on their way
