@@ -168,10 +168,11 @@ def step() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     found = _load("step.json")
-    for size in [size for size in ("demo", "0.1b", "0.4b") if size in found]:
-        result = found[size]
+    for size, result in found.items():
         ratio = result["modes"]["step"]["ratio"]
-        for side, name in (("ours", f"**qlora_rl, {ratio:.2f}x as fast**"), ("trl", "TRL 1.16: merge, push, unmerge")):
+        compute = result["engine_options"].get("base_compute", "nf4")
+        ours = f"qlora_rl, `{compute}`: **{ratio:.2f}x as fast**"
+        for side, name in (("ours", ours), ("trl", "TRL 1.16: merge, push, unmerge")):
             row = result["sides"][side]
             parts = [row.get(f"{part}_seconds") for part in ("rollout", "sync", "canary")]
             said = " | ".join("" if value is None else f"{1e3 * value:.0f} ms" for value in parts)
