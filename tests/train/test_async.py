@@ -165,7 +165,7 @@ def test_an_error_in_a_thread_is_raised_by_train_as_itself_and_no_thread_is_left
     )
     with pytest.raises(RewardFunctionError, match="the judge is ill"):
         trainer.train()
-    assert 1 <= trainer.state.global_step <= 4  # calls of several threads: which of them is the third may vary
+    assert trainer.state.global_step <= 4  # calls of several threads: which of them is the third may vary
     assert json.loads((trainer.run.path / "summary.json").read_text())["status"] == "failed"
     trainer.train()  # it is whole, and begins anew
     assert trainer.state.global_step == 6

@@ -159,9 +159,9 @@ def test_while_a_restarted_server_is_proven_other_threads_ask_it_nothing(engine,
     with ThreadPoolExecutor(1) as pool:
         engine.wake()
         assert seen[0].result(30).version == 4
-    assert server.asked == [
-        ("GET", "/state"), ("GET", "/state"), ("GET", "/base"), ("PUT", "/adapter"), ("GET", "/state"), ("POST", "/generate"),
-    ]  # fmt: skip
+    proven = [("GET", "/state"), ("GET", "/state"), ("GET", "/base"), ("PUT", "/adapter")]
+    assert server.asked[:4] == proven
+    assert sorted(server.asked[4:]) == [("GET", "/state"), ("POST", "/generate")]  # whichever thread is quicker
     assert engine.incarnation == 2
 
 
