@@ -103,3 +103,22 @@ def score(model, prompts: list[list[int]], rollout, temperature: float = 1.0):
         own_T = logits_TV.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(ids)[:, None])[:, 0]
         differences.append((own_T - torch.tensor(logprobs)).abs())
     return torch.cat(differences)
+
+
+def tiny_training(**fields):
+    """The least that every config of TRL is told for a short training; `fields` replace and add."""
+    import torch
+
+    return {
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": True,
+        **fields,
+    }

@@ -121,10 +121,8 @@ def _rollout(said: _Said) -> Iterator[Finding]:
                 yield Finding(f"[rollout] {name}", "beside URLs: set it where that server is started. Leave it out")
     elif "api_key_file" in changed:
         yield Finding("[rollout] api_key_file", f"where = {show(where)} needs no key: it is a server's. Leave one out")
-    if where == "server":
-        for name in ("base_compute", "vllm"):
-            if name in changed:
-                yield Finding(f"[rollout] {name}", "is known to where = 'colocate' only. Leave one of them out")
+    if where == "server" and "vllm" in changed:
+        yield Finding("[rollout] vllm", "is known to where = 'colocate' only. Leave one of them out")
     if said.method == "async_grpo" and said.table(TRAIN).get("vllm_enable_sleep_mode") is True:
         yield Finding(
             f"[{TRAIN}] vllm_enable_sleep_mode", "with method = 'async_grpo', whose engine never rests. Leave it out"

@@ -217,7 +217,7 @@ class Rollout:
         example=1,
     )
     base_compute: str = option(
-        'what linears multiply with; on a GPU only "auto" changes anything (colocate)',
+        'what linears multiply with; on a GPU only "auto" changes anything',
         "nf4",
         choices=("nf4", "baked", "auto", "vllm"),
         methods=DRAWING,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from recorded import Recorded
+from support import tiny_training
 
 
 def by_place(completions: list[Any], **_: Any) -> list[float]:
@@ -40,22 +40,7 @@ def config(tmp_path) -> Callable[..., Any]:
     def make(**fields: Any) -> Any:
         from trl import GRPOConfig
 
-        tiny = {
-            "output_dir": str(tmp_path / "run"),
-            "max_steps": 1,
-            "per_device_train_batch_size": 4,
-            "num_generations": 2,
-            "max_completion_length": 3,
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "constant",
-            "gradient_checkpointing": False,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            "use_cpu": not torch.cuda.is_available(),
-            "bf16": True,
-        }
+        tiny = tiny_training(output_dir=str(tmp_path / "run"), max_steps=1, num_generations=2, max_completion_length=3)
         return GRPOConfig(**tiny | fields)
 
     return make

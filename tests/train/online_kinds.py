@@ -2,7 +2,7 @@
 
 import os
 
-import torch
+from support import tiny_training
 from trl import RLOOConfig
 
 from qlora_rl import QLoRAOnlineDPOTrainer, QLoRARLOOTrainer
@@ -16,19 +16,7 @@ def by_place(completions, **_):
     return [float(i % 2) for i in range(len(completions))]
 
 
-TINY = {
-    "max_steps": 2,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "disable_tqdm": True,
-    "use_cpu": not torch.cuda.is_available(),
-    "bf16": True,
-}
+TINY = tiny_training(max_steps=2)
 KINDS = {
     "rloo": (QLoRARLOOTrainer, RLOOConfig, {"num_generations": 2, "max_completion_length": 3}),
     "online_dpo": (QLoRAOnlineDPOTrainer, OnlineDPOConfig, {"max_new_tokens": 3, "max_length": 32}),

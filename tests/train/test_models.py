@@ -18,6 +18,17 @@ NF4 = BitsAndBytesConfig(
 )
 
 
+def as_form(form, base, model_dir):
+    """What may be passed as model=: a "checkpoint", a "quantised object", or a "PeftModel" that is trained on."""
+    if form == "quantised object":
+        return {"model": AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=NF4)}
+    if form == "PeftModel":
+        model = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]))
+        randomise(model)
+        return {"model": model, "peft_config": None}
+    return {"model": str(model_dir)}
+
+
 def adapter(model, name="default"):
     """Copies of the LoRA weights called `name`."""
     return {n: p.detach().clone() for n, p in model.named_parameters() if ".lora_" in n and f".{name}." in n}

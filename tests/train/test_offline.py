@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
-from support import randomise
-from test_models import NF4, adapter, assert_same, bytes_of_the_base
-from transformers import AutoModelForCausalLM, TrainerCallback
+from peft import LoraConfig, PeftModel
+from support import tiny_training
+from test_models import adapter, as_form, assert_same, bytes_of_the_base
+from transformers import TrainerCallback
 from trl import DPOConfig, SFTConfig
 
 from qlora_rl import (
@@ -33,20 +33,7 @@ def make(base, tmp_path):
 
     def build(kind, fields=None, **arguments):
         trainer, config, rows = KINDS[kind]
-        tiny = {
-            "output_dir": str(tmp_path / "run"),
-            "max_steps": 2,
-            "per_device_train_batch_size": 8,
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "constant",
-            "gradient_checkpointing": False,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            "use_cpu": not torch.cuda.is_available(),
-            "bf16": True,
-        }
+        tiny = tiny_training(output_dir=str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=8)
         usual = {
             "model": base,
             "train_dataset": rows,
@@ -119,14 +106,8 @@ def test_the_adapters_dtype_is_kept(kind, dtype, make):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["checkpoint", "quantised object", "PeftModel"])
 def test_every_form_of_model_is_taken(kind, form, make, base, model_dir):
-    arguments = {"model": str(model_dir)}
-    if form == "quantised object":
-        arguments = {"model": AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=NF4)}
-    if form == "PeftModel":
-        model = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]))
-        randomise(model)
-        arguments = {"model": model, "peft_config": None}
-        before = adapter(model)
+    arguments = as_form(form, base, model_dir)
+    before = adapter(arguments["model"]) if form == "PeftModel" else None
     trainer = make(kind, **arguments)
     if form == "PeftModel":
         assert_same(before, adapter(trainer.model))  # not rounded to bfloat16 and back

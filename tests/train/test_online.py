@@ -7,8 +7,7 @@ import torch
 from datasets import Dataset
 from online_kinds import KINDS, TINY, by_place
 from peft import LoraConfig, get_peft_model
-from support import randomise
-from test_models import NF4, adapter, assert_same, bytes_of_the_base
+from test_models import NF4, adapter, as_form, assert_same, bytes_of_the_base
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -57,14 +56,8 @@ def test_only_the_adapter_moves_and_every_step_is_pushed_and_measured(kind, make
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["checkpoint", "quantised object", "PeftModel"])
 def test_every_form_of_model_is_taken(kind, form, make_online, base, model_dir):
-    arguments = {"model": str(model_dir)}
-    if form == "quantised object":
-        arguments = {"model": AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=NF4)}
-    if form == "PeftModel":
-        model = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]))
-        randomise(model)
-        arguments = {"model": model, "peft_config": None}
-        before = adapter(model)
+    arguments = as_form(form, base, model_dir)
+    before = adapter(arguments["model"]) if form == "PeftModel" else None
     trainer = make_online(kind, {"max_steps": 1}, **arguments)
     if form == "PeftModel":
         assert_same(before, adapter(trainer.model))

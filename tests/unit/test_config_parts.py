@@ -1,5 +1,6 @@
 """Datasets and rewards of a run's TOML file, and the command itself."""
 
+import inspect
 import json
 import re
 import resource
@@ -16,6 +17,7 @@ from qlora_rl.config.launch import trainer_arguments
 from qlora_rl.config.read import read_config
 from qlora_rl.config.rewards import load_reward
 from qlora_rl.config.schema import METHODS, Reward
+from qlora_rl.engine.serve import serve
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
 
 # --- data and rewards -----------------------------------------------------------------------------------------------
@@ -125,6 +127,14 @@ def test_only_what_differs_from_the_default_is_told_the_engine(tmp_path):
     arguments = trainer_arguments(read_config(written(tmp_path, document), asks_trl=False))
     assert arguments["engine_options"] == {"kv_cache_gib": 1.0, "block_size": 32}
     assert arguments["sync"] == "auto"
+
+
+def test_a_server_that_is_started_is_told_what_to_multiply_with(tmp_path):
+    document = with_field("rollout", "where", "server")
+    document["rollout"] |= {"base_compute": "baked"}
+    arguments = trainer_arguments(read_config(written(tmp_path, document), asks_trl=False))
+    assert (arguments["rollout"], arguments["engine_options"]) == ("server", {"base_compute": "baked"})
+    assert "base_compute" in inspect.signature(serve).parameters
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
