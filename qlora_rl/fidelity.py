@@ -8,6 +8,7 @@ Shapes: B completions, T tokens (padded).
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -99,6 +100,48 @@ def measure(trainer_logprobs_BT: torch.Tensor, engine_logprobs_BT: torch.Tensor,
         by_position=_by_position(delta_BT, known),
         tokens=count,
     )
+
+
+def importance_ratio(
+    trainer_logprobs_BT: torch.Tensor,
+    engine_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    mode: str,
+    clip_min: float | None,
+    clip_max: float | None,
+) -> torch.Tensor:
+    """What the loss of a drawn token is weighed by: trainer's probability over the engine's, kept within bounds, as TRL 1.16 does.
+
+    Args:
+        trainer_logprobs_BT: natural logs.
+        engine_logprobs_BT: the same for the engine; NaN where it reported none: weighed by 1.
+        mask_BT: nonzero where a token was drawn by the policy.
+        mode: "token_truncate", "token_mask": of each token; "sequence_truncate", "sequence_mask": of each sequence, the product of its
+            tokens'. "truncate" clamps what is out of bounds, "mask" leaves it out.
+        clip_min: lower bound, if any.
+        clip_max: upper bound, if any.
+
+    Returns:
+        [B, T], or [B, 1] of sequences.
+
+    Raises:
+        ValueError: unknown mode.
+    """
+    of, _, how = mode.partition("_")
+    if of not in ("token", "sequence") or how not in ("truncate", "mask"):
+        raise ValueError(
+            f"weighing rollouts: {mode!r} is no mode of importance sampling. Use token_truncate, token_mask, sequence_truncate or "
+            "sequence_mask."
+        )
+    log_ratio = torch.nan_to_num((trainer_logprobs_BT - engine_logprobs_BT) * mask_BT, nan=0.0)
+    ratio = (log_ratio if of == "token" else log_ratio.sum(dim=-1, keepdim=True)).exp()
+    if clip_min is None and clip_max is None:
+        return ratio
+    if how == "truncate":
+        return ratio.clamp(min=clip_min, max=clip_max)
+    low, high = (-math.inf if clip_min is None else clip_min), (math.inf if clip_max is None else clip_max)
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
 def scaled_differences(d: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         self._ahead: LookAhead | None = None
         self._waiting: deque[Batch] = deque()  # given to training, and not yet asked for by it
         self._drawn: Drawn | None = None
+        self._drawn_version = 0  # of the batch that is trained on
         self._facts: dict[str, float] = {}
         self._ages: list[int] = []
         self._policy = 0
@@ -133,7 +134,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._before_rollout("train" if self.model.training else "eval")
         drawn = self._next(inputs) if self.model.training and self._is_running else self._evaluated(inputs)
-        self._drawn = drawn
+        self._drawn, self._drawn_version = drawn, drawn.version
         # The environments have been asked already, with threads of their own.
         held = self.environment_factories, self.environments
         self.environment_factories = self.environments = None
@@ -226,7 +227,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         """A batch is looked at as in GRPO where the policy that drew it is the one that trains; otherwise its distance is staleness too."""
         if self.model.training and self.max_staleness:
             self._trained = few_of(output, mask_BT)
-        if self._drawn.version == self.engine.version:
+        if self._drawn_version == self.engine.version:
             super()._watch(fidelity, output, mask_BT)
 
     def _look_again(self) -> None:

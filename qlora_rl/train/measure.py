@@ -47,32 +47,49 @@ class MeasuredSteps:
         mode = "train" if self.model.training else "eval"
         self._before_rollout(mode)
         output = super()._generate_and_score_completions(inputs)
-        measured, fidelity = dict(self._rollout_facts()), None
-        if "sampling_per_token_logps" in output:
-            mask_BT = output["completion_mask"]
-            if output.get("tool_mask") is not None:  # what a tool wrote was not drawn
-                mask_BT = mask_BT * output["tool_mask"]
-            fidelity = self.fidelity.observe(
-                self._trainer_logprobs(output, mode), output["sampling_per_token_logps"], mask_BT
-            )
-            measured |= {k: v for k, v in fidelity.as_dict().items() if k != "tokens"}
-            if self.alarm is not None and self.alarm.threshold is not None:
-                measured["mismatch_threshold"] = self.alarm.threshold
-        for name, value in measured.items():
-            if name != "by_position":  # TRL's log takes numbers
-                self._metrics[mode][f"qlora_rl/{name}"].append(value)
+        measured = dict(self._rollout_facts())
+        if "sampling_per_token_logps" in output and self.alarm is not None and self.alarm.threshold is not None:
+            measured["mismatch_threshold"] = self.alarm.threshold
+        self._note(mode, measured)
         if mode == "train":
             latest = {name: values[-1] for name, values in self._metrics[mode].items() if values}
             self._record.add(
                 reward=latest.get("reward"),
                 reward_std=latest.get("reward_std"),
                 completion_length=latest.get("completions/mean_length"),
-                **measured,
             )
             self._note_rollouts(len(output["completion_ids"]))
-        if self.alarm is not None and fidelity is not None:
-            self._watch(fidelity, output, mask_BT)
+        if "sampling_per_token_logps" in output:
+            self._compare(mode, output)
         return output
+
+    def _note(self, mode: str, measured: dict[str, Any]) -> None:
+        """Into TRL's log, which takes numbers, and into the record of the step."""
+        for name, value in measured.items():
+            if name != "by_position":
+                self._metrics[mode][f"qlora_rl/{name}"].append(value)
+        if mode == "train":
+            self._record.add(**measured)
+
+    def _compare(self, mode: str, output: dict[str, Any]) -> None:
+        """What was drawn, with what the trainer thinks of it."""
+        self._look_at(mode, output, self._trainer_logprobs(output, mode))
+
+    def _look_at(self, mode: str, batch: dict[str, Any], logprobs_BT: torch.Tensor) -> None:
+        """Measure, and let the alarm judge.
+
+        Args:
+            mode: "train" or "eval".
+            batch: of TRL's batch the ids and masks of prompts and completions, and the sampler's logprobs.
+            logprobs_BT: the trainer's, under the policy that is trained.
+        """
+        mask_BT = batch["completion_mask"]
+        if batch.get("tool_mask") is not None:  # what a tool wrote was not drawn
+            mask_BT = mask_BT * batch["tool_mask"]
+        fidelity = self.fidelity.observe(logprobs_BT, batch["sampling_per_token_logps"], mask_BT)
+        self._note(mode, {k: v for k, v in fidelity.as_dict().items() if k != "tokens"})
+        if self.alarm is not None:
+            self._watch(fidelity, batch, mask_BT)
 
     def _watch(self, fidelity: Fidelity, output: Any, mask_BT: torch.Tensor) -> None:
         filters = filters_of(self.bridge.sampling)

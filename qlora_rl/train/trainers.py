@@ -11,10 +11,11 @@ from trl import GRPOConfig, GRPOTrainer
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.train import settings
 from qlora_rl.train.measure import MeasuredSteps
+from qlora_rl.train.one_pass import OnePass
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 
 
-class QLoRAGRPOTrainer(OnlineTrainer, MeasuredSteps, GRPOTrainer):
+class QLoRAGRPOTrainer(OnlineTrainer, OnePass, MeasuredSteps, GRPOTrainer):
     """GRPO on a 4-bit base. TRL's arguments and config, unchanged, and these:
 
     ::

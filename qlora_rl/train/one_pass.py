@@ -1,0 +1,136 @@
+"""`OnePass`: a mixin for GRPO that scores the drawn tokens once, in the pass that is trained with.
+
+TRL 1.16 scores every batch twice where vLLM draws: without gradients when it is drawn, for the importance sampling between
+sampler and trainer, and with gradients in the loss. Where a batch is trained on by the policy of the moment it was drawn for, the
+two passes give the same numbers: TRL itself then leaves the first out when it draws without vLLM. Here it is left out with vLLM,
+too: the ratio of trainer and sampler is taken from the second pass, before the loss reads it.
+
+B completions, T tokens (padded).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qlora_rl.fidelity import importance_ratio
+
+_DIFFERENCE = "sampling/sampling_logp_difference"
+_RATIO = "sampling/importance_sampling_ratio"
+# What of a batch is looked at when it has been trained on; TRL shuffles the rows of all of it alike.
+_ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "sampling_per_token_logps")
+
+
+class OnePass:
+    """Comes before `MeasuredSteps`, whose measurement waits for the last part of the batch, before the optimizer's step."""
+
+    # TRL is about to score a batch that training will score.
+    _may_skip = False
+    # Rows of the batch that have no logprobs yet, and what is known of the others.
+    _unscored = 0
+    _parts: list[tuple[dict[str, Any], torch.Tensor]]
+    # The part whose loss is being computed.
+    _part: dict[str, Any] | None = None
+
+    def _scores_once(self) -> bool:
+        """Is each batch trained on within the optimizer step that it was drawn for, by TRL's own loss?"""
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        return (
+            self.model.training
+            and self.use_vllm
+            and self.vllm_importance_sampling_correction
+            and self.args.gradient_accumulation_steps % generate_every == 0
+            # Another loss may want what TRL's has.
+            and type(self)._compute_loss is OnePass._compute_loss
+        )
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self._unscored, self._parts = 0, []
+        self._may_skip = self._scores_once()
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            self._may_skip = False
+
+    def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._may_skip:  # the first that TRL asks for; a reference model comes after it
+            self._may_skip, self._unscored = False, len(input_ids)
+            length = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[1]
+            return torch.zeros(len(input_ids), length, device=input_ids.device), None, None
+        found = super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+        if self._part is not None:
+            part, self._part = self._part, None
+            self._weigh(part, found[0].detach())
+        return found
+
+    def _compare(self, mode: str, output: dict[str, Any]) -> None:
+        if not self._unscored:
+            super()._compare(mode, output)
+            return
+        # Made of what is not known yet.
+        del output["old_per_token_logps"], output["importance_sampling_ratio"]
+        for name in (
+            f"{_DIFFERENCE}/mean",
+            f"{_DIFFERENCE}/max",
+            *(f"{_RATIO}/{which}" for which in ("min", "mean", "max")),
+        ):
+            self._metrics[mode][name].pop()
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        self._part = inputs if self._unscored and "importance_sampling_ratio" not in inputs else None
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._part = None
+
+    def _weigh(self, inputs: dict[str, Any], logprobs_BT: torch.Tensor) -> None:
+        """The ratio that TRL's loss is about to read. Without `old_per_token_logps` it takes those of this pass."""
+        inputs["importance_sampling_ratio"] = importance_ratio(
+            logprobs_BT,
+            inputs["sampling_per_token_logps"],
+            _mask_of(inputs),
+            mode=self.vllm_importance_sampling_mode,
+            clip_min=self.vllm_importance_sampling_clip_min,
+            clip_max=self.vllm_importance_sampling_clip_max,
+        )
+        self._parts.append((inputs, logprobs_BT))
+        self._unscored -= len(logprobs_BT)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; after the backward pass of a batch's last part, what the trainer thinks of the whole batch is measured."""
+        loss = super().training_step(*args, **kwargs)
+        if self._parts and not self._unscored:
+            parts, self._parts = self._parts, []
+            names = [name for name in _ROWS if parts[0][0].get(name) is not None]
+            batch = {name: torch.cat([inputs[name] for inputs, _ in parts]) for name in names}
+            logprobs_BT = torch.cat([logprobs for _, logprobs in parts])
+            ratios = torch.cat([inputs["importance_sampling_ratio"] for inputs, _ in parts])
+            self._log_ratios(batch, logprobs_BT, ratios)
+            self._look_at("train", batch, logprobs_BT)
+        return loss
+
+    def _log_ratios(self, batch: dict[str, Any], logprobs_BT: torch.Tensor, ratios: torch.Tensor) -> None:
+        """TRL's own metrics, of [B, T] ratios, or [B, 1] of sequences."""
+        mask_BT = _mask_of(batch).bool()
+        differences = (logprobs_BT - batch["sampling_per_token_logps"]).abs()[mask_BT]
+        differences = differences[~differences.isnan()]
+        flat = ratios.flatten() if ratios.shape != mask_BT.shape else ratios[mask_BT]
+        zero = logprobs_BT.new_zeros(1)
+        differences, flat = (values if values.numel() else zero for values in (differences, flat))
+        of_all = self.accelerator.gather
+        logged = {
+            f"{_DIFFERENCE}/mean": of_all(differences.mean()).mean(),
+            f"{_DIFFERENCE}/max": of_all(differences.max()).max(),
+            f"{_RATIO}/min": of_all(flat.min()).min(),
+            f"{_RATIO}/mean": of_all(flat.mean()).nanmean(),
+            f"{_RATIO}/max": of_all(flat.max()).max(),
+        }
+        for name, value in logged.items():
+            self._metrics["train"][name].append(value.item())
+
+
+def _mask_of(batch: dict[str, Any]) -> torch.Tensor:
+    """[B, T], nonzero where the policy drew: what a tool wrote was not drawn."""
+    tool_mask_BT = batch.get("tool_mask")
+    return batch["completion_mask"] if tool_mask_BT is None else batch["completion_mask"] * tool_mask_BT
