@@ -35,6 +35,8 @@ _FEW = 64
 # half that chance would be that many standard deviations off. Rounding falls anew under every other adapter: where a few tokens make
 # the distance, one of forty explanations is nearer in the mean by chance.
 _EXPLAINED, _DEVIATIONS = 1 / 3, 4.0
+# Logits of one forward: 128 MiB in 16 bit.
+_LOGITS = 1 << 26
 # Faults that were shown to be there, and not merely supposed.
 FAULTS = ("scale", "stale", "layer", "bare", "adapter", "base", "sampling")
 
@@ -276,28 +278,23 @@ class Examiner:
     ) -> dict[float, torch.Tensor]:
         """Scaled difference of the trainer's logprob of every drawn token, at each temperature, from the one that was reported."""
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        device = next(base.parameters()).device
-        takes_keep = "logits_to_keep" in inspect.signature(type(base).forward).parameters
         uses = autocast and self.autocast is not None
-        context = torch.autocast(device.type, self.autocast) if uses else contextlib.nullcontext()
+        device = next(base.parameters()).device.type
+        context = torch.autocast(device, self.autocast) if uses else contextlib.nullcontext()
         differences: dict[float, list[torch.Tensor]] = {t: [] for t in temperatures}
         reported: list[torch.Tensor] = []
         was_training = self.model.training
         self.model.eval()  # dropout is not what is looked for
         try:
             with context:
-                for prompt, ids, logprobs in zip(drawn.prompts, drawn.completions, drawn.logprobs, strict=True):
-                    kept = {"logits_to_keep": len(ids) + 1} if takes_keep else {}
-                    # TRL puts a forward of its own on the model, which returns no logits.
-                    row = torch.tensor([prompt + ids], device=device)
-                    logits_TV = type(base).forward(base, input_ids=row, use_cache=False, **kept).logits[0]
-                    logits_TV = logits_TV[-len(ids) - 1 : -1].float()
+                for logits_TV, ids, logprobs in _scored(base, drawn):
                     known = [i for i, value in enumerate(logprobs) if value is not None]
-                    ids_T = torch.tensor(ids, device=device)[known, None]
+                    ids_T = torch.tensor(ids, device=logits_TV.device)[known, None]
                     theirs_T = torch.tensor([logprobs[i] for i in known], dtype=torch.double)
                     reported.append(theirs_T)
+                    logits_TV = logits_TV[known].float()
                     for temperature, rows in differences.items():
-                        ours_T = (logits_TV[known] / temperature).log_softmax(-1).gather(1, ids_T)[:, 0]
+                        ours_T = (logits_TV / temperature).log_softmax(-1).gather(1, ids_T)[:, 0]
                         rows.append(ours_T.double().cpu() - theirs_T)
         finally:
             if was_training:
@@ -338,6 +335,35 @@ class Examiner:
         finally:
             for parameter, data in own:
                 parameter.data = data
+
+
+def _scored(base: Any, drawn: Drawn) -> Iterator[tuple[torch.Tensor, list[int], list[float | None]]]:
+    """Logits [T, V] of each completion, its ids and what was reported; as many rows in a forward as their logits may take."""
+    takes = inspect.signature(type(base).forward).parameters
+    device = next(base.parameters()).device
+    rows = list(zip(drawn.prompts, drawn.completions, drawn.logprobs, strict=True))
+    longest = max((len(ids) for ids in drawn.completions), default=0) + 1
+    vocabulary = base.get_output_embeddings().weight.shape[0]
+    size = max(1, _LOGITS // (longest * vocabulary)) if "position_ids" in takes else 1
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        # Completions end together, so that the last positions are those whose logits are wanted.
+        length = max(len(prompt) + len(ids) for prompt, ids, _ in part)
+        ids_BT = torch.zeros(len(part), length, dtype=torch.long)
+        mask_BT = torch.zeros_like(ids_BT)
+        for i, (prompt, ids, _) in enumerate(part):
+            row = torch.tensor(prompt + ids)
+            ids_BT[i, length - len(row) :], mask_BT[i, length - len(row) :] = row, 1
+        fields: dict[str, Any] = {"input_ids": ids_BT.to(device), "use_cache": False}
+        if len(part) > 1:
+            positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+            fields |= {"attention_mask": mask_BT.to(device), "position_ids": positions_BT.to(device)}
+        if "logits_to_keep" in takes:
+            fields["logits_to_keep"] = max(len(ids) for _, ids, _ in part) + 1
+        # TRL puts a forward of its own on the model, which returns no logits.
+        logits_BTV = type(base).forward(base, **fields).logits
+        for logits_TV, (_, ids, logprobs) in zip(logits_BTV, part, strict=True):
+            yield logits_TV[-len(ids) - 1 : -1], ids, logprobs
 
 
 def _is_nearer(there: torch.Tensor, here: torch.Tensor, counted: torch.Tensor) -> bool:
