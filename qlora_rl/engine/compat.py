@@ -254,6 +254,18 @@ class PolicyNames(dict[str, Any]):
         return [SimpleNamespace(lora_name=name, path="", base_model_name=None) for name in self]
 
 
+def executor_of_server() -> dict[str, Any]:
+    """The argument that keeps vLLM's worker in the process of its engine, on the CPU; nothing where threads are bound by hand.
+
+    0.31 gives a CPU server's worker a process of its own, to bind its threads, and one core less than there are. Between two
+    requests that process waits awake for a second: a trainer beside it loses a core. It takes "uni" back to "mp", and a
+    name of a class as it is. Remove when an idle worker sleeps.
+    """
+    if os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto":
+        return {}
+    return {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+
+
 def server_arguments(arguments: dict[str, Any], host: str, port: int, more: Sequence[str]) -> Any:
     """vLLM's namespace of server arguments: its defaults, what was asked for, and our own.
 

@@ -111,7 +111,8 @@ def serve(
         sock = _bind(host, port)
         stack.callback(sock.close)
         url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-        arguments = compat.server_arguments(start.arguments, host, sock.getsockname()[1], vllm_options)
+        own_arguments = start.arguments | (compat.executor_of_server() if start.is_cpu else {})
+        arguments = compat.server_arguments(own_arguments, host, sock.getsockname()[1], vllm_options)
         server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file, base_compute)
         try:
             asyncio.run(compat.run_openai_server(arguments, server.prepare, sock))
