@@ -117,7 +117,7 @@ def test_a_wrong_key_is_said_and_not_tried_again(server, monkeypatch):
     started = time.monotonic()
     with pytest.raises(AccessDeniedError, match="api_key_file="):
         ServerEngine(server.url, api_key="wrong")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60  # it would wait 120 s for a server that is away
     monkeypatch.setenv("QLORA_RL_API_KEY", server.key)
     ServerEngine(server.url).close()
 

@@ -58,7 +58,7 @@ def lose_a_receiver(model, base, place, stage, transfer="directory", timeout_s=T
         with pytest.raises(PeerLostError) as found:
             join_and_push(sender)
         killer.join()
-        assert time.monotonic() - killed[0] < timeout_s + 5.0
+        assert time.monotonic() - killed[0] < timeout_s + 20.0
         assert f"stage {found.value.stage!r}" in str(found.value)
     with Side("receiver", **settings) as receiver:
         move(model, 7)
@@ -98,7 +98,7 @@ def lose_a_sender(base, place, stage, said, transfer="directory"):
         error = receiver.wait_for("error")
         assert (error["type"], error["stage"]) == ("PeerLostError", said)
         assert f"stage {said!r}" in error["text"]
-        assert error["seconds"] < TIMEOUT_S + 5.0
+        assert error["seconds"] < TIMEOUT_S + 20.0
         assert (error["version"] == 1, bool(error["held"])) == (is_served, is_served)
         if is_served:
             assert receiver.wait_for("applied")["version"] == 1
@@ -144,7 +144,7 @@ def test_a_silent_receiver_is_given_up_in_time(model, base32, tmp_path):
         with pytest.raises(PeerLostError, match="has not answered for 1 s") as found:
             sender.update_weights()
         assert found.value.stage == "begin"
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 30.0
     sender.shutdown()
 
 

@@ -135,22 +135,12 @@ def test_without_staleness_it_is_grpo_to_the_last_bit(make_async, make_trainer, 
         assert [entry[name] for entry in our_log[:4]] == [entry[name] for entry in their_log[:4]]
 
 
-def test_it_pays_where_rewards_wait(make_async, make_trainer, config, tmp_path):
-    seconds = {}
-    for name, make, extra in (("grpo", make_trainer, {}), ("async", make_async, {"max_staleness": 1})):
-        reward = Reward(0.5)
-        trainer = make(
-            args=config(output_dir=str(tmp_path / name), max_steps=6),
-            train_dataset=rows(12),
-            reward_funcs=reward,
-            **extra,
-        )
-        trainer.train()
-        ended = [step["step_seconds"] for step in steps_of(trainer)]
-        seconds[name] = sum(ended[1:])  # the first step fills the pipe
-        assert len(ended) == 6
+def test_rewards_that_wait_are_asked_for_two_batches_at_once(make_async, config):
+    """What that is worth in seconds: tests/engine/test_async_training.py, on a machine that does nothing else."""
+    reward = Reward(0.5)
+    trainer = make_async(args=config(max_steps=6), train_dataset=rows(12), reward_funcs=reward, max_staleness=1)
+    trainer.train()
     assert reward.most_at_once == 2
-    assert seconds["async"] < seconds["grpo"] / 1.5
     steps = steps_of(trainer)
     assert steps[0]["staleness_max"] == 0
     assert {step["staleness_max"] for step in steps[1:]} <= {0, 1}  # younger where a thread was late

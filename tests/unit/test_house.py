@@ -85,7 +85,7 @@ def test_importing_the_package_loads_no_library_and_takes_no_time():
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    assert time.perf_counter() - started < 5  # a fraction of a second on an idle machine
+    assert time.perf_counter() - started < 30  # a fraction of a second on an idle machine
 
 
 def test_the_help_of_the_command_loads_nothing_heavy():
