@@ -10,6 +10,7 @@ B completions, T tokens (padded).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class OnePass:
     _may_skip = False
     # Rows of the batch that have no logprobs yet, and what is known of the others.
     _unscored = 0
-    _parts: list[tuple[dict[str, Any], torch.Tensor]]
+    _parts: Sequence[tuple[dict[str, Any], torch.Tensor]] = ()
     # The part whose loss is being computed.
     _part: dict[str, Any] | None = None
 
@@ -46,7 +47,7 @@ class OnePass:
         )
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        self._unscored, self._parts = 0, []
+        self._unscored, self._parts = 0, ()
         self._may_skip = self._scores_once()
         try:
             return super()._generate_and_score_completions(inputs)
@@ -94,14 +95,14 @@ class OnePass:
             clip_min=self.vllm_importance_sampling_clip_min,
             clip_max=self.vllm_importance_sampling_clip_max,
         )
-        self._parts.append((inputs, logprobs_BT))
+        self._parts = [*self._parts, (inputs, logprobs_BT)]
         self._unscored -= len(logprobs_BT)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; after the backward pass of a batch's last part, what the trainer thinks of the whole batch is measured."""
         loss = super().training_step(*args, **kwargs)
         if self._parts and not self._unscored:
-            parts, self._parts = self._parts, []
+            parts, self._parts = self._parts, ()
             names = [name for name in _ROWS if parts[0][0].get(name) is not None]
             batch = {name: torch.cat([inputs[name] for inputs, _ in parts]) for name in names}
             logprobs_BT = torch.cat([logprobs for _, logprobs in parts])
