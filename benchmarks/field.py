@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ DEFAULT_STEPS, DEFAULT_SEEDS = 50, (0, 1, 2)
 SAMPLER_SEEDS = 2  # of the seeds: an engine alone varies little
 # Steps at the start that no speed is taken from: caches fill, kernels are chosen.
 WARM = 3
+PACKAGES = ("torchrl", "unsloth")  # whose versions count besides
 NOT_RUN = 3  # exit code of a child that lacks something
 CHILD_TIMEOUT_S = 900
 # Of the samplers alone: prompts at once, tokens of a prompt and of a completion, seconds of drawing.
@@ -297,7 +299,9 @@ def unsloth(seed: int, steps: int, home: Path, work: Path) -> dict[str, Any]:
         raise NotRunHere("Unsloth needs an NVIDIA GPU")
     if importlib.util.find_spec("unsloth") is None:
         raise NotRunHere("unsloth is not installed")
-    from unsloth import FastLanguageModel  # isort: split  (it must come first: it changes what is imported after it)
+    FastLanguageModel = importlib.import_module(
+        "unsloth"
+    ).FastLanguageModel  # first: it changes what is imported after it
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -488,6 +492,7 @@ def main() -> None:
         "warm": WARM,
         "sampler": {"batch": BATCH, "prompt_tokens": PROMPT, "completion_tokens": COMPLETION},
         "seconds": time.perf_counter() - started,
+        "contender_versions": {name: metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)},
         "contenders": found,
     }
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

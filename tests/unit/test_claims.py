@@ -20,6 +20,12 @@ def test_every_table_is_what_its_json_says():
     assert done.returncode == 0, done.stdout
 
 
+def test_every_number_in_prose_has_its_source():
+    command = [sys.executable, ROOT / "benchmarks" / "claims.py"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
