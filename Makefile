@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.qlora-rl-setup
 
-.PHONY: setup demo test unit test-full gpu gpu-check bench docs lint format clean
+.PHONY: setup demo test unit test-full gpu gpu-check bench dist docs lint format clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,11 @@ gpu-check:                  ## all that needs a GPU, in pieces that can be stopp
 bench: $(STAMP)             ## against TRL, TorchRL and vLLM as it comes, ten minutes on two idle cores; then the tables of the docs
 	$(PY) benchmarks/field.py $(ARGS)
 	$(PY) benchmarks/tables.py
+
+dist: $(STAMP)              ## sdist and wheel in dist/, tried out in a fresh environment
+	rm -rf dist
+	$(PY) -m build
+	PYTHON=$(PYTHON) bash scripts/smoke_wheel.sh dist/*.whl
 
 docs: $(STAMP)              ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
