@@ -24,7 +24,8 @@ def in_turns(sides: Mapping[str, Callable[[], float]], seconds: float, most: int
     """
     for side in sides.values():
         side()
-    started, found = time.perf_counter(), {name: [] for name in sides}
+    started = time.perf_counter()
+    found: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(most):
         if i >= LEAST_ROUNDS and time.perf_counter() - started > seconds:
             break

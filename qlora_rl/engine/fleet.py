@@ -181,9 +181,13 @@ class Fleet:
         left, end = list(range(len(ids))), time.monotonic() + self.wait_s
         while left:
             shares = shared_out(left, self._present(end))
+
+            def draw(each: ServerEngine, shares: Any = shares) -> Rollout:
+                return each.generate([ids[i] for i in shares[each]], spec, places=shares[each])
+
             done, _ = self._try(
                 list(shares),
-                lambda each, shares=shares: each.generate([ids[i] for i in shares[each]], spec, places=shares[each]),
+                draw,
             )
             versions |= {rollout.version: each.url for each, rollout in done.items()}
             if len(versions) > 1:
@@ -194,7 +198,7 @@ class Fleet:
                     tokens[i], logprobs[i] = drawn, values
             drawn_now = {i for each in done for i in shares[each]}
             left = [i for i in left if i not in drawn_now]
-        return Rollout(tokens, logprobs, *versions, time.perf_counter() - started)
+        return Rollout(tokens, logprobs, next(iter(versions)), time.perf_counter() - started)
 
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
         """Natural logs of the probabilities of every token but the first, by the first replica; with `bare` under the base alone."""
