@@ -32,9 +32,13 @@ def _cell(values: list[float], show: Callable[[float], str], spread: bool) -> st
 
 
 def _table(result: dict[str, Any], columns: list[Column], *, sampler: bool, with_failed: bool = True) -> str:
+    seeds = len(result["seeds"])
+    head = "" if sampler else f"{result['steps']} steps of GRPO, {seeds} {'seed' if seeds == 1 else 'seeds'}"
+    if result["is_short"]:
+        head += " (a short run, to see that it works)"
     rows = {n: c for n, c in result["contenders"].items() if n.startswith("draw-") == sampler}
     ran = {name: c for name, c in rows.items() if c["status"] == "ran" and c["runs"]}
-    lines = [f"| | {' | '.join(column[0] for column in columns)} |", f"|---|{'---|' * len(columns)}"]
+    lines = [f"| {head} | {' | '.join(column[0] for column in columns)} |", f"|---|{'---|' * len(columns)}"]
     values = {
         (name, key): [run[key] for run in c["runs"].values() if key in run]
         for name, c in ran.items()

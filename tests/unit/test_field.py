@@ -28,6 +28,7 @@ def run(accuracy, step, *, kl=1e-5, drift=0.0, push=0.002):
 
 
 RESULT = {
+    "steps": 50, "seeds": [0, 1, 2], "is_short": False,
     "contenders": {
         "qlora_rl": {"title": "**ours**", "status": "ran", "runs": {"0": run(0.9, 0.5), "1": run(1.0, 0.5), "2": run(0.95, 0.7)}},
         "trl-4bit": {"title": "TRL", "status": "ran", "runs": {"0": run(0.1, 0.4, kl=1.0, drift=0.02, push=0.1)}},
@@ -47,6 +48,8 @@ def test_the_best_of_a_column_is_bold_whosever_it_is_and_failures_are_rows():
     assert "**10.0%**" not in trl
     assert "failed: `ImportError: a \\| b`" in own
     assert len({line.replace("\\|", "").count("|") for line in table}) == 1
+    assert "| 50 steps of GRPO, 3 seeds |" in table[0]
+    assert "short run" in module("field_tables").training({**RESULT, "is_short": True})
     assert "own" not in module("field_tables").short(RESULT)
     assert "stock" in module("field_tables").samplers(RESULT)
 
