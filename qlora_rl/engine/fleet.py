@@ -181,13 +181,9 @@ class Fleet:
         left, end = list(range(len(ids))), time.monotonic() + self.wait_s
         while left:
             shares = shared_out(left, self._present(end))
-
-            def draw(each: ServerEngine, shares: Any = shares) -> Rollout:
-                return each.generate([ids[i] for i in shares[each]], spec, places=shares[each])
-
             done, _ = self._try(
                 list(shares),
-                draw,
+                lambda each, shares=shares: each.generate([ids[i] for i in shares[each]], spec, places=shares[each]),  # type: ignore[misc]
             )
             versions |= {rollout.version: each.url for each, rollout in done.items()}
             if len(versions) > 1:
