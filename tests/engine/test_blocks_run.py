@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from support import make_model
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -16,7 +17,7 @@ def test_the_readmes_python_trains_and_draws(tmp_path):
     assert "max_steps=20" in first
     assert '"Qwen/Qwen3-0.6B"' in first
     model = make_model(tmp_path / "model", positions=512)
-    shorter = "max_steps=1, max_completion_length=8"
+    shorter = f"max_steps=1, max_completion_length=8, use_cpu={not torch.cuda.is_available()}"
     script = first.replace('"Qwen/Qwen3-0.6B"', repr(str(model))).replace("max_steps=20", shorter) + second
     (tmp_path / "readme.py").write_text(script + 'print("drawn", rollout.tokens)\n')
     environment = {**os.environ, "QLORA_RL_CACHE": str(tmp_path / "cache")}
