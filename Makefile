@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.qlora-rl-setup
 
-.PHONY: setup demo test unit test-full gpu docs lint format clean
+.PHONY: setup demo test unit test-full gpu gpu-check bench dist docs lint format clean
 
 setup: $(STAMP)
 
@@ -31,12 +31,25 @@ test-full: $(STAMP)         ## long matrices and soak runs
 gpu: $(STAMP)               ## what needs an NVIDIA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
+gpu-check:                  ## all that needs a GPU, in pieces that can be stopped; works without network: docs/gpu.md
+	$(if $(wildcard $(STAMP)),$(PY),$(PYTHON)) scripts/gpu_check.py $(ARGS)
+
+bench: $(STAMP)             ## against TRL, TorchRL and vLLM as it comes, ten minutes on two idle cores; then the tables of the docs
+	$(PY) benchmarks/field.py $(ARGS)
+	$(PY) benchmarks/tables.py
+
+dist: $(STAMP)              ## sdist and wheel in dist/, tried out in a fresh environment
+	rm -rf dist
+	$(PY) -m build
+	PYTHON=$(PYTHON) bash scripts/smoke_wheel.sh dist/*.whl
+
 docs: $(STAMP)              ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .

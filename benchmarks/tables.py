@@ -15,6 +15,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import field_tables
+import gpu_tables
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -417,7 +420,17 @@ def train_decode() -> str:
     return "\n".join(rows)
 
 
+def _gpu() -> dict:
+    return _load("gpu.json") if (RESULTS / "gpu.json").exists() else {}
+
+
 TABLES = {
+    "gpu": lambda: gpu_tables.stacks(_gpu()),
+    "gpu-numbers": lambda: gpu_tables.numbers(_gpu()),
+    "field": lambda: field_tables.training(_load("field.json")),
+    "field-short": lambda: field_tables.short(_load("field.json")),
+    "field-samplers": lambda: field_tables.samplers(_load("field.json")),
+    "field-run": lambda: field_tables.run(_load("field.json")),
     "train-decode": train_decode,
     "rollout": rollout,
     "rollout-runs": rollout_runs,

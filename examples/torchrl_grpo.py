@@ -28,10 +28,10 @@ PROMPTS, GROUP = 8, 8  # B = 64 completions in a batch
 class Sums(EnvBase):
     """B sums, each GROUP times; one step is one answer, rewarded with 1 where it is right."""
 
-    def __init__(self, tokenizer, steps):
+    def __init__(self, tokenizer, steps, seed=0):
         super().__init__(batch_size=[PROMPTS * GROUP])
         self.tokenizer = tokenizer
-        self.rows = iter(grpo_rows(seed=0, count=PROMPTS * (steps + 2)))
+        self.rows = iter(grpo_rows(seed, count=PROMPTS * (steps + 2)))
         batch = self.batch_size
         self.observation_spec = Composite(
             prompt=Unbounded((*batch, PROMPT), dtype=torch.long),

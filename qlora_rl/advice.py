@@ -170,7 +170,7 @@ def recommend(
         "task_type": "CAUSAL_LM",
     }
     base = {"quant": spec.quant_type, **({"double_quant": spec.double_quant} if spec.is_4bit else {})}
-    trainer = {"adapter_dtype": "float32"}
+    trainer: dict[str, Any] = {"adapter_dtype": "float32"}
     if task == "grpo" and gpu_memory is not None:
         trainer["gpu_memory"] = gpu_memory
     return Recommendation(task, base, lora, config, trainer, _reasons(task, device, ledger, max_length), ledger)

@@ -260,8 +260,13 @@ class RolloutEngine(BaseHolder, Protocol):
         """Grows with every start, rebuild and wake: what was proven of an earlier one must be proven again."""
         ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec) -> Rollout:
-        """One completion for each of B prompts (token ids); repeat a prompt to draw several."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec, *, version: int | None = None
+    ) -> Rollout:
+        """One completion for each of B prompts (token ids); repeat a prompt to draw several.
+
+        With `version` only under that one; another that serves is an error. `QLoRAAsyncGRPOTrainer` names one.
+        """
         ...
 
     def load_adapter(self, directory: Path, version: int) -> None:
@@ -405,15 +410,21 @@ class Transport(Protocol):
 
     name: str
 
-    def deliver(self, adapter: AdapterSource, version: int, engine: RolloutEngine) -> Delivery:
-        """Bring the adapter to the engine as `version`: all of it, or raise and leave the old version serving."""
+    def deliver(self, adapter: AdapterSource, version: int, engine: Any) -> Delivery:
+        """Bring the adapter to the engine as `version`: all of it, or raise and leave the old version serving.
+
+        Args:
+            adapter: of the policy.
+            version: its number.
+            engine: a `RolloutEngine` of the kind that this transport writes to.
+        """
         ...
 
     def commit(self) -> None:
         """The newest version was proven: whatever else there is to do for it may be done now."""
         ...
 
-    def revoke(self, engine: RolloutEngine) -> None:
+    def revoke(self, engine: Any) -> None:
         """Take the newest version back and have the engine serve the one before it, or the bare base."""
         ...
 

@@ -258,7 +258,8 @@ def _fill(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Findin
     slots = {
         ".".join(part for part in n.split(".") if part != "default"): n for n in places if "default" in n.split(".")
     }
-    wrong, misfits = [], []
+    wrong: list[Finding] = []
+    misfits: list[Finding] = []
     for name, tensor in tensors.items():
         own = name.removeprefix(_PREFIX)
         if name not in slots:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     def __init__(self, directory: str | os.PathLike[str]):
         from safetensors import safe_open
 
-        self._home = {}
+        self._home: dict[str, Any] = {}
         self.files: dict[str, list[str]] = {}
         for file in sorted(Path(directory).glob("*.safetensors")):
             handle = safe_open(file, "pt")

@@ -117,7 +117,7 @@ def write_weights(
     if len(shards) == 1:
         part(0).rename(directory / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         part(number).rename(directory / file)

@@ -5,6 +5,7 @@ Letters: T tokens, O and I out- and in-features.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +134,7 @@ def _row(weights: list[Joined], tokens: int, stopwatch: Stopwatch, *, with_trito
         )
         errors[way] = float((out.float() - right).norm() / right.norm())
     copies = [plain.clone() for _ in range(max(2, min(len(weights), ROTATED_BYTES // (2 * plain.numel()) + 1)))]
-    seconds[SIXTEEN] = stopwatch([lambda w=copy: torch.nn.functional.linear(x, w) for copy in copies])
+    seconds[SIXTEEN] = stopwatch([functools.partial(torch.nn.functional.linear, x, copy) for copy in copies])
     ratio = {way: seconds[PARTS] / value for way, value in seconds.items()}
     return {"seconds": seconds, "errors": errors, "ratio": ratio}
 

@@ -47,7 +47,7 @@ def bench_rollout(
         say(f"making a random model of size {size}")
         nf4, bf16 = make_bases(Path(work), SIZES[size])
         adapter = make_adapter(nf4, Path(work) / "adapter")
-        options = {"max_model_length": POSITIONS, "max_num_seqs": max(batches)}
+        options: dict[str, Any] = {"max_model_length": POSITIONS, "max_num_seqs": max(batches)}
         engines: dict[str, Any] = {
             "stock": stack.enter_context(StockEngine(nf4.path, max_lora_rank=RANK, adapter=adapter, **options))
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import time
@@ -23,7 +24,8 @@ def in_turns(sides: Mapping[str, Callable[[], float]], seconds: float, most: int
     """
     for side in sides.values():
         side()
-    started, found = time.perf_counter(), {name: [] for name in sides}
+    started = time.perf_counter()
+    found: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(most):
         if i >= LEAST_ROUNDS and time.perf_counter() - started > seconds:
             break
@@ -48,15 +50,24 @@ def described(result: Mapping[str, Any]) -> dict[str, Any]:
 
     from qlora_rl.train.run import describe_machine, describe_versions
 
-    here = Path(__file__).parent
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here).stdout.strip()
-    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, cwd=here).stdout
     return {
-        "commit": commit + ("+changes" if dirty.strip() else ""),
+        "commit": _commit(Path(__file__).parent),
         "versions": describe_versions(),
         "machine": {**describe_machine(), "torch_threads": torch.get_num_threads()},
         **result,
     }
+
+
+def _commit(here: Path) -> str:
+    """With "+changes" where files differ from it; "unknown" without git, or in a copy that is no checkout."""
+    if shutil.which("git") is None:
+        return "unknown"
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=here).stdout.strip()
+
+    head = git("rev-parse", "HEAD")
+    return head + ("+changes" if git("status", "--porcelain", "-uno") else "") if head else "unknown"
 
 
 def add_to(path: Path, results: Mapping[str, Any]) -> None:

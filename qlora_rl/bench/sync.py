@@ -7,6 +7,7 @@ timed (merge each module into its 4-bit weight, copy it out, unmerge): its push 
 
 from __future__ import annotations
 
+import functools
 import statistics
 import tempfile
 import time
@@ -71,7 +72,7 @@ def push_in_turns(
         found["judge"].append(report.canary_seconds)
         time.sleep(0.15)
         for key, (target, source) in copies.items():
-            found[key].append(seconds(lambda target=target, source=source: target.copy_(source)))
+            found[key].append(seconds(functools.partial(target.copy_, source)))
         if i % 4 == 0:
             other = AdapterSync(model, engine, DirectoryTransport())
             found["directory"].append(other.push().seconds)

@@ -87,7 +87,12 @@ def _holder(arguments: argparse.Namespace, base: Any) -> Iterator[Any]:
     quieten()
     from qlora_rl.engine.local import LocalEngine
 
-    options = {"max_model_length": 64, "max_num_seqs": 4, "repair_scales": False, "use_tqdm_on_load": False}
+    options: dict[str, Any] = {
+        "max_model_length": 64,
+        "max_num_seqs": 4,
+        "repair_scales": False,
+        "use_tqdm_on_load": False,
+    }
     with LocalEngine(base, **options) as engine:
         yield engine
 

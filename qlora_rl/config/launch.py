@@ -157,5 +157,8 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     verdict = judge_adapter(adapter.start_from, base=base.path)
     if verdict.kind == "refuse":
         raise collected(f"reading [adapter] start_from = {adapter.start_from!r}", verdict.reasons, AdapterRefusedError)
-    options = {"trust_remote_code": held.trust_remote_code, "attn_implementation": held.attn_implementation}
+    options: dict[str, Any] = {
+        "trust_remote_code": held.trust_remote_code,
+        "attn_implementation": held.attn_implementation,
+    }
     return open_adapter(load_base(base, **options), adapter.start_from), None

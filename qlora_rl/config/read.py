@@ -91,6 +91,7 @@ def _apply(document: dict[str, Any], override: str) -> str:
 
 
 def _merge(document: Any, nested: Any, keys: Sequence[str]) -> str:
+    key: Any
     for place, key in enumerate(keys):
         value = nested[key]
         is_last = place == len(keys) - 1
@@ -164,7 +165,7 @@ def _ask_vllm(document: Mapping[str, Any]) -> list[Finding]:
 
 
 def _settled(document: Mapping[str, Any], path: Path) -> RunConfig:
-    tables = {}
+    tables: dict[str, Any] = {}
     for name, table in TABLES.items():
         if table is Reward:
             tables[name] = tuple(Reward(**_filled(Reward, each)) for each in document.get(name, []))
@@ -176,21 +177,21 @@ def _settled(document: Mapping[str, Any], path: Path) -> RunConfig:
     return RunConfig(method=document["method"], train=copy.deepcopy(document.get(TRAIN, {})), **tables)
 
 
-def _filled(table: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(table: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for each in fields(table):
-        value = given.get(each.name, default(each))
-        hint = options(table)[each.name][0]
+        value: Any = given.get(each.name, default(each))
+        hint: Any = options(table)[each.name][0]
         found[each.name] = float(value) if hint in (float, float | None) and value is not None else value
     return found
 
 
 def _plain(method: str, held: Any) -> dict[str, Any]:
     """The fields of a table that the method knows, without what says nothing."""
+    table: Any = type(held)
+    rules = options(table)
     return {
         name: value
         for name, value in vars(held).items()
-        if value is not None
-        and value != {}
-        and (not options(type(held))[name][1].methods or method in options(type(held))[name][1].methods)
+        if value is not None and value != {} and (not rules[name][1].methods or method in rules[name][1].methods)
     }

@@ -272,7 +272,7 @@ def _make_optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim
 def _has_fast_bf16() -> bool:
     import torch
 
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
 
 

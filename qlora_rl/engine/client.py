@@ -229,7 +229,7 @@ class ServerEngine:
         ids = as_ids(prompts)
         check_lengths(ids, self._about["max_model_length"])
         started = time.perf_counter()
-        asked = {"prompts": ids, "sampling": dataclasses.asdict(sampling or SamplingSpec(**fields))}
+        asked: dict[str, Any] = {"prompts": ids, "sampling": dataclasses.asdict(sampling or SamplingSpec(**fields))}
         if places is not None:
             asked["places"] = list(places)
         found = self._ask("POST", "/generate", lambda: asked | self._expected(version))

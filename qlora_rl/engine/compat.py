@@ -339,7 +339,12 @@ async def run_openai_server(arguments: Any, prepare: Callable[[Any, Any], Awaita
         await init_app_state(engine, app.state, arguments, tasks)
         await prepare(app, engine)
         end, ends = engine.shutdown, []  # is called at a signal; from then on a dead engine is no fault
-        engine.shutdown = lambda *given, **named: (ends.append(True), end(*given, **named))
+
+        def shut_down(*given: Any, **named: Any) -> Any:
+            ends.append(True)
+            return end(*given, **named)
+
+        engine.shutdown = shut_down
         stopping = await serve_http(
             app,
             sock=sock,

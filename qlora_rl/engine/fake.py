@@ -147,8 +147,8 @@ class FakeEngine:
     def lend_slots(self, directory: Path) -> AdapterSlots:
         """Two copies of what lies in the directory."""
         tensors = self._read(directory, self._version)
-        places = tuple({name: tensor.clone() for name, tensor in tensors.items()} for _ in range(2))
-        self._slots = slots = AdapterSlots(places, lambda: self._slots is slots)
+        first, second = ({name: tensor.clone() for name, tensor in tensors.items()} for _ in range(2))
+        self._slots = slots = AdapterSlots((first, second), lambda: self._slots is slots)
         return slots
 
     def serve_slot(self, slots: AdapterSlots, index: int, version: int, recover: Callable[[], Path]) -> None:

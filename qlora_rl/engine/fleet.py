@@ -183,7 +183,7 @@ class Fleet:
             shares = shared_out(left, self._present(end))
             done, _ = self._try(
                 list(shares),
-                lambda each, shares=shares: each.generate([ids[i] for i in shares[each]], spec, places=shares[each]),
+                lambda each, shares=shares: each.generate([ids[i] for i in shares[each]], spec, places=shares[each]),  # type: ignore[misc]
             )
             versions |= {rollout.version: each.url for each, rollout in done.items()}
             if len(versions) > 1:
@@ -194,7 +194,7 @@ class Fleet:
                     tokens[i], logprobs[i] = drawn, values
             drawn_now = {i for each in done for i in shares[each]}
             left = [i for i in left if i not in drawn_now]
-        return Rollout(tokens, logprobs, *versions, time.perf_counter() - started)
+        return Rollout(tokens, logprobs, next(iter(versions)), time.perf_counter() - started)
 
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
         """Natural logs of the probabilities of every token but the first, by the first replica; with `bare` under the base alone."""

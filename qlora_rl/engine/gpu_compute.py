@@ -197,9 +197,9 @@ def install_on_gpu(
                 times[str(tokens)] = measure(few, tokens, stopwatch, with_triton=with_triton)
         rules[key] = table.rules(key, most)
         for name, layer, joined in members:
-            why = read_out(joined, rules[key])
-            if why:
-                left[name] = why
+            wrong = read_out(joined, rules[key])
+            if wrong:
+                left[name] = wrong
             elif rules[key]:
                 linear = RuledLinear(joined, rules[key])
                 layer.quant_method.apply = linear

@@ -76,15 +76,21 @@ def pack_as_vllm(weight_OI: torch.Tensor) -> Callable[[torch.Tensor, torch.Tenso
     try:
         from vllm.model_executor.layers.utils import check_cpu_sgl_kernel, dispatch_cpu_unquantized_gemm
     except ImportError:
-        return lambda x, bias=None: torch.nn.functional.linear(x, weight_OI, bias)
+
+        def as_torch(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return torch.nn.functional.linear(x, weight_OI, bias)
+
+        return as_torch
     holder: Any = torch.nn.Module()
     holder.weight = torch.nn.Parameter(weight_OI, requires_grad=False)
     lifts = check_cpu_sgl_kernel(*weight_OI.shape, weight_OI.dtype)  # that kernel takes a bias in float32
     dispatch_cpu_unquantized_gemm(holder, remove_weight=True)
     product, weight = holder.cpu_linear, holder.weight
-    if lifts:
-        return lambda x, bias=None: product(x, weight, None if bias is None else bias.float())
-    return lambda x, bias=None: product(x, weight, bias)
+
+    def packed(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return product(x, weight, bias.float() if lifts and bias is not None else bias)
+
+    return packed
 
 
 def _numbered(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -195,7 +195,7 @@ class LocalEngine:
         ]
 
     @alone
-    def held_adapter(self, rank: int) -> dict[str, str]:
+    def held_adapter(self, rank: int) -> Mapping[str, str]:
         """Digests of what the adapter slot holds; empty for the bare base."""
         self.wake()
         return self._adapters.held(self._llm, rank)

@@ -47,7 +47,8 @@ class Tile:
         sizes, _, rest = text.partition("/")
         parts, _, rest = rest.partition("w")
         warps, _, stages = rest.partition("s")
-        return cls(*map(int, sizes.split("x")), int(parts), int(warps), int(stages))
+        tokens, outputs, inputs = map(int, sizes.split("x"))
+        return cls(tokens, outputs, inputs, int(parts), int(warps), int(stages))
 
 
 def tiles_for(tokens: int) -> list[Tile]:

@@ -166,7 +166,9 @@ def export_run(
                 "the rounding of a large model may come to that: look at it with --max-kl 1, or export float32."
             )
         load = _lines(trained, staging, target, to)
-        write_card(Card(trained, to, dtype, form, distance, where, load, original), staging)
+        write_card(
+            Card(trained, to, dtype, form, distance, where, load, None if original is None else str(original)), staging
+        )
         staging.chmod(0o755)
         _settle(staging)
         if target.exists():

@@ -263,6 +263,7 @@ def activation_lines(
     """What a forward pass keeps, and what one layer and the output head need on top."""
     wide, tokens, hidden = width(spec), batch * length, shape.hidden
     layer = layer_activations(shape, spec, adapter, device, padded=padded)
+    kept: float
     last = 8 * hidden  # the last norm in float32, its output and that of the embedding
     if checkpointing:
         kept, why = shape.layers * wide * hidden + last, f"{shape.layers} layer inputs"
@@ -270,7 +271,7 @@ def activation_lines(
         kept, why = shape.layers * layer + last, f"all of {shape.layers} layers, {layer:,.0f} bytes a token each"
     # The gradients of one layer, and what is lifted to float32 while they are made; read off a tensor tracker.
     on_gpu = max(18 * hidden, 7 * hidden + 4 * shape.inner)
-    working = 14 * hidden + 6 * shape.inner if device == "cpu" else on_gpu
+    working: float = 14 * hidden + 6 * shape.inner if device == "cpu" else on_gpu
     if checkpointing:
         working += layer
     working = max(working, 30 * hidden - last)

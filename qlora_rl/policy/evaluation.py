@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, cast
 
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
@@ -78,7 +78,8 @@ class Evaluation:
             (name, str(each.base), str(each.policy), ("+" if each.difference.value >= 0 else "") + str(each.difference))
             for name, each in self.rewards.items()
         ]
-        rows.append(("tokens", *(f"{length:.1f}" for length in self.lengths), ""))
+        base, policy = self.lengths
+        rows.append(("tokens", f"{base:.1f}", f"{policy:.1f}", ""))
         widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(4)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -149,7 +150,7 @@ def evaluate(
     compared = {name: compare(scored[0][name], scored[1][name], samples, name) for name in guarded}
     return Evaluation(
         rewards=compared,
-        lengths=tuple(fmean(map(len, completions)) for completions in drawn),
+        lengths=(fmean(map(len, drawn[0])), fmean(map(len, drawn[1]))),
         prompts=len(rows),
         samples=samples,
         sampling=sampling,
@@ -281,8 +282,10 @@ def _score(
         for name in dict.fromkeys(k for row in rows for k in row)
         if name != "prompt"
     }
-    found = reward(prompts=prompts, completions=completions, completion_ids=[list(each) for each in ids], **columns)
-    return asyncio.run(found) if inspect.isawaitable(found) else found
+    found: Any = reward(
+        prompts=prompts, completions=completions, completion_ids=[list(each) for each in ids], **columns
+    )
+    return asyncio.run(cast(Any, found)) if inspect.isawaitable(found) else found
 
 
 def _per_prompt(rewards: Sequence[float | None], samples: int) -> list[float | None]:

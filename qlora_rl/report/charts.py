@@ -160,7 +160,8 @@ def draw_chart(
     heights = [v for column in columns for v in column if v is not None]
     if not heights:
         return None
-    across = linear_axis([v for s in (*lines, *bands) for v in s.x], 6, is_whole=True, is_snug=True)
+    places = [v for line in lines for v in line.x] + [v for band in bands for v in band.x]
+    across = linear_axis(places, 6, is_whole=True, is_snug=True)
     up = (log_axis if is_log else linear_axis)([*heights, *(r.y for r in references)])
 
     shapes = [_draw_grid(across, up)]

@@ -103,7 +103,7 @@ class LiveReport:
             """GET / and nothing else."""
 
             def do_GET(self) -> None:
-                port = self.server.server_port
+                port = self.connection.getsockname()[1]
                 # A page of another name that resolves to this address must not read it (DNS rebinding).
                 if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
                     self.send_error(HTTPStatus.FORBIDDEN, "Not this host")

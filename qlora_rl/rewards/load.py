@@ -74,7 +74,7 @@ def _made(kind: type, name: str, arguments: dict[str, Any]) -> Callable[..., Any
 
 def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C: it says nothing about itself
         parameters = []
     takes_any = not parameters or any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -97,7 +97,7 @@ def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str
         )
     if not arguments:
         return function
-    bound = functools.partial(function, **arguments)
+    bound: Any = functools.partial(function, **arguments)
     bound.__name__ = getattr(function, "__name__", name)  # under which TRL logs it
     return bound
 

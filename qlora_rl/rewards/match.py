@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -89,7 +89,7 @@ def references(columns: dict[str, Any], column: str, count: int) -> Sequence[Any
         ConfigConflictError: the dataset has no such column.
     """
     found = columns.get(column)
-    if found is None or isinstance(found, Callable) or len(found) != count:
+    if found is None or callable(found) or len(found) != count:
         names = sorted(name for name, value in columns.items() if isinstance(value, list) and len(value) == count)
         raise ConfigConflictError(
             f"scoring completions: the dataset has no column {column!r} with the references, but {names}. Name it: "

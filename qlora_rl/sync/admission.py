@@ -67,7 +67,7 @@ def prove_base(
     ours = model if isinstance(model, BaseFingerprint) else fingerprint_base(model)
     theirs = engine.describe_base()
     diff = compare(ours, theirs)
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    bare: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     loan = getattr(bare, "qlora_loan", None)
     if loan is not None and not diff.entries:
         # Both sides read one storage, so that they agree says little: the directory is what they must agree with.

@@ -106,7 +106,7 @@ class Examiner:
     ):
         self.model = model
         self.engine = engine
-        self.strategy = strategy
+        self.strategy: Any = strategy  # of one that sends adapters also `before` is asked
         self.admission = admission
         self.autocast = autocast
         self._sends_adapter = getattr(strategy, "mode", "") == "lora_adapter"

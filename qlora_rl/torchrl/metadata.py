@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def get_model_metadata(
         raise collected("reading the model's metadata", verdict.reasons, AdapterRefusedError)
     wanted = dtype or _dtype(model)
     if verdict.kind == "full_weights" or is_dense:
-        tensors = iter_weights(model, dtype=wanted)
+        tensors: Iterable[tuple[str, torch.Tensor]] = iter_weights(model, dtype=wanted)
     else:
         tensors = export_adapter(model, dtype=wanted, verdict=verdict).tensors.items()
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors}

@@ -35,7 +35,8 @@ class AdapterReceiver:
     """
 
     def __init__(self, scheme: AdapterSyncScheme, engine: RolloutEngine):
-        self._scheme, self._engine = scheme, engine
+        self._scheme = scheme
+        self._engine: Any = engine  # a DenseEngine, where full weights come
         self._channel: Any = None
         self._serving = threading.RLock()
         self._session = ""  # that was admitted

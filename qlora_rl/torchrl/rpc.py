@@ -108,8 +108,8 @@ class MultiprocessingRPC:
     """
 
     def __init__(self, address: str | tuple[str, int] | None = None, authkey: bytes | None = None):
-        self._is_own_place = address is None
-        self.address = address or os.path.join(tempfile.mkdtemp(prefix="qlora-rl-rpc-"), "socket")
+        self._own_place = tempfile.mkdtemp(prefix="qlora-rl-rpc-") if address is None else None
+        self.address = os.path.join(self._own_place, "socket") if address is None else address
         self.authkey = authkey or secrets.token_bytes(32)
 
     def connect(self, timeout_s: float) -> Channel:
@@ -129,8 +129,8 @@ class MultiprocessingRPC:
 
     def listen(self) -> Channel:
         """The receiver's end."""
-        if self._is_own_place:
-            os.makedirs(os.path.dirname(self.address), mode=0o700, exist_ok=True)
+        if self._own_place is not None:
+            os.makedirs(self._own_place, mode=0o700, exist_ok=True)
         if isinstance(self.address, str):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address)  # of a receiver that was killed
@@ -138,9 +138,9 @@ class MultiprocessingRPC:
         return _Listening(listener, lambda: Client(self.address, authkey=self.authkey), self._tidy)
 
     def _tidy(self) -> None:
-        if self._is_own_place:
+        if self._own_place is not None:
             with contextlib.suppress(OSError):
-                os.rmdir(os.path.dirname(self.address))
+                os.rmdir(self._own_place)
 
 
 class _Connected:

@@ -226,20 +226,20 @@ class AdapterSender:
 
     def _strategy_for(self, model: Any) -> SyncStrategy:
         """Made for each push: it holds the model, which between two pushes belongs to the caller alone."""
+        engine: Any = self._engine  # a RemoteEngine is as much of an engine as a strategy asks for
         if self.plan.strategy == "weights":
-            strategy: SyncStrategy = DenseSync(model, self._engine, self._canary)
+            strategy: SyncStrategy = DenseSync(model, engine, self._canary)
         else:
             transport = RemoteTransport(self._asking, self._scheme.transfer)
-            strategy = AdapterSync(model, self._engine, transport, self._canary)
+            strategy = AdapterSync(model, engine, transport, self._canary)
         strategy.after = self.version
         return strategy
 
     def _make_canary(self, model: Any) -> Canary | None:
         if not self._scheme.canary_every or not self.admission.is_proven:
             return None
-        canary = Canary(
-            weakref.proxy(model), self._engine, every=self._scheme.canary_every, autocast=self._scheme.autocast
-        )
+        engine: Any = self._engine
+        canary = Canary(weakref.proxy(model), engine, every=self._scheme.canary_every, autocast=self._scheme.autocast)
         self._asking.stage = "prove"
         canary.calibrate()
         return canary

@@ -22,7 +22,7 @@ class EngineChoice:
         name: for the record.
 
     Args:
-        rollout: "colocate", "server", URLs in one text, or an engine object; checked by `settings.check`.
+        rollout: "colocate", "server", URLs in one text, or a `RolloutEngine`; checked by `settings.check`.
         options: arguments of an engine that is started.
         api_key_file: holds the key of a server.
         sync_dir: the adapter directory of a server, if this machine sees it.
@@ -34,7 +34,7 @@ class EngineChoice:
 
     def __init__(
         self,
-        rollout: str | RolloutEngine,
+        rollout: Any,
         options: dict[str, Any],
         *,
         api_key_file: str | os.PathLike[str] | None = None,

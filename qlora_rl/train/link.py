@@ -6,12 +6,12 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from qlora_rl.base.checkpoint import PreparedBase
-from qlora_rl.contracts import RolloutEngine, SamplingSpec, SyncStrategy
+from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
 from qlora_rl.sync.admission import Admission, prove_base
 from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.dense import DenseSync
@@ -131,7 +131,7 @@ def link_policy(
             canary = Canary(model, engine, every=canary_every, autocast=autocast)
             canary.calibrate()
         strategy = (
-            DenseSync(model, engine, canary)
+            DenseSync(model, cast(DenseEngine, engine), canary)
             if is_dense
             else AdapterSync(model, engine, transport_for(plan.transport, sync_dir), canary)
         )

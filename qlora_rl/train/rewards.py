@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def _failed(name: str, error: Exception) -> RewardFunctionError:
     )
 
 
-def _checked(name: str, result: Any, kwargs: dict[str, Callable | Sequence]) -> list[float | None]:
+def _checked(name: str, result: Any, kwargs: Mapping[str, Any]) -> list[float | None]:
     expected = len(kwargs["completions"]) if "completions" in kwargs else None
     try:
         values = list(result)

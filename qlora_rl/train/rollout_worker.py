@@ -133,8 +133,9 @@ class Drawing(GRPOTrainer):
         self.__dict__.update(own)
         self._mode = "train" if is_training else "eval"
         self.model = _Policy(picture["model"], is_training)
-        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
-        self._pending_extra_logs, self._pending_metrics = defaultdict(list), defaultdict(list)
+        self._metrics: dict[str, defaultdict[str, list[Any]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._pending_extra_logs: defaultdict[str, list[Any]] = defaultdict(list)
+        self._pending_metrics: defaultdict[str, list[Any]] = defaultdict(list)
         self._last_loaded_step = self.state.global_step  # the trainer pushes
         self._drawn: Drawn | None = None
 

@@ -89,7 +89,7 @@ def told_no_vllm(args: GRPOConfig, reward_funcs: list[Any]) -> Iterator[None]:
             setattr(args, name, value)
 
 
-def check(args: GRPOConfig, rollout: str | RolloutEngine) -> None:
+def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
     """Everything that contradicts, found at once.
 
     Raises:

@@ -82,9 +82,8 @@ def test_ctrl_c_leaves_a_readable_run_with_the_last_adapter_and_no_process(finis
     assert job.returncode == 130
     assert "the run so far and the last adapter are in" in stderr
     assert "Traceback" not in stderr
-    _, alive = psutil.wait_procs(
-        children, timeout=60
-    )  # multiprocessing's tracker sees the end of a pipe, a moment later
+    # multiprocessing's tracker sees the end of a pipe, a moment later
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
     summary = json.loads((out / "summary.json").read_text())
     assert summary["status"] == "interrupted"

@@ -11,11 +11,17 @@ import pytest
 import qlora_rl
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_every_table_is_what_its_json_says():
     command = [sys.executable, ROOT / "benchmarks" / "tables.py", "--check"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_number_in_prose_has_its_source():
+    command = [sys.executable, ROOT / "benchmarks" / "claims.py"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

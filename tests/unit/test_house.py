@@ -4,7 +4,6 @@ import ast
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -77,15 +76,20 @@ def test_a_module_holds_one_idea(path):
     assert path.stem not in {"utils", "helpers", "common"}
 
 
-def test_importing_the_package_loads_no_library_and_takes_no_time():
+def test_importing_the_package_loads_no_library():
     code = (
         "import sys; import qlora_rl; "
         "print([m for m in ('torch','vllm','trl','peft','transformers','bitsandbytes') if m in sys.modules])"
     )
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    assert time.perf_counter() - started < 30  # a fraction of a second on an idle machine
+
+
+def test_importing_the_package_takes_at_most_a_second_beyond_torch():
+    """In processor time: a busy machine does not count."""
+    code = "import time, torch; t = time.process_time(); import qlora_rl; print(time.process_time() - t)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1
 
 
 def test_the_help_of_the_command_loads_nothing_heavy():

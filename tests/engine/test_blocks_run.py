@@ -1,0 +1,28 @@
+"""The README's own lines run as they stand: another model, fewer steps, nothing else."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from support import make_model
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def test_the_readmes_python_trains_and_draws(tmp_path):
+    first, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert "max_steps=20" in first
+    assert '"Qwen/Qwen3-0.6B"' in first
+    model = make_model(tmp_path / "model", positions=512)
+    shorter = f"max_steps=1, max_completion_length=8, use_cpu={not torch.cuda.is_available()}"
+    script = first.replace('"Qwen/Qwen3-0.6B"', repr(str(model))).replace("max_steps=20", shorter) + second
+    (tmp_path / "readme.py").write_text(script + 'print("drawn", rollout.tokens)\n')
+    environment = {**os.environ, "QLORA_RL_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "readme.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"drawn [1-9]", done.stdout)
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()

@@ -1,0 +1,260 @@
+"""`make gpu-check` without a GPU: what it plans, and how it runs, stops and goes on, with real processes."""
+
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "gpu_check.py"
+
+
+def _load(name, file):
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+check = _load("gpu_check", SCRIPT)
+tables = _load("gpu_tables", ROOT / "benchmarks" / "gpu_tables.py")
+# Says that it was here, then does as it is told.
+SAY = "import sys, pathlib; pathlib.Path(sys.argv[1]).open('a').write('x')\n"
+
+
+def piece(name, tmp_path, then="", limit_s=120, **options):
+    return check.Piece(name, ("{python}", "-c", SAY + then, str(tmp_path / f"{name}.ran"), "{out}"), limit_s, **options)
+
+
+def ran(tmp_path, name):
+    file = tmp_path / f"{name}.ran"
+    return len(file.read_text()) if file.exists() else 0
+
+
+def statuses(pieces, state):
+    return {name: outcome["status"] for name, outcome in check.outcomes(pieces, state).items()}
+
+
+def test_without_a_gpu_it_says_so_with_a_code_of_its_own_and_writes_nothing(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    options = ["--state", str(tmp_path / "state"), "--json", str(tmp_path / "gpu.json")]
+    done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True)
+    assert done.returncode == check.NO_GPU == 3
+    assert "not run: torch" in done.stderr
+    assert not (tmp_path / "gpu.json").exists()
+    done = subprocess.run([sys.executable, str(SCRIPT), "--only", "nonsense"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no piece is called so" in done.stderr
+
+
+def test_the_plan_has_every_marked_test_once_and_no_piece_is_longer_than_nine_minutes():
+    pieces = check.plan()
+    commands = [" ".join(p.command) for p in pieces]
+    for file in ("tests/gpu/test_gpu.py", "tests/gpu/test_gpu_products.py"):
+        written = [line for line in (ROOT / file).read_text().splitlines() if line.startswith("def test_")]
+        for line in written:
+            name = line.removeprefix("def ").partition("(")[0]
+            assert sum(command.endswith(f"{file}::{name}") for command in commands) == 1, name
+    assert all(0 < p.limit_s <= 540 for p in pieces)
+    for p in pieces:
+        files = [part for part in p.command if part.endswith(".py") or "::" in part]
+        assert all((ROOT / part.partition("::")[0]).exists() for part in files)
+
+
+def test_marks_are_found_on_files_and_on_functions(tmp_path):
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test_all.py").write_text(
+        "import pytest\npytestmark = [pytest.mark.gpu]\ndef test_a(): ...\ndef helper(): ...\n"
+    )
+    (tests / "test_one.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_b(): ...\ndef test_c(): ...\n")
+    assert check.gpu_tests(tests) == ["tests/test_all.py::test_a", "tests/test_one.py::test_b"]
+
+
+def test_every_command_of_the_plan_is_understood_by_what_it_calls(tmp_path):
+    """The parsers themselves say so: of our command, and of each script."""
+    from qlora_rl.cli import _parser
+
+    said = {}
+    for p in check.plan():
+        command = [part.replace("{out}", str(tmp_path)) for part in p.command]
+        if "qlora_rl.cli" in command:
+            _parser().parse_args(command[3:])
+        elif command[1].startswith("benchmarks/"):
+            script = command[1]
+            if script not in said:
+                said[script] = subprocess.check_output([sys.executable, str(ROOT / script), "--help"], text=True)
+            assert all(part in said[script] for part in command if part.startswith("--")), command
+    assert len(said) == 2
+
+
+def test_outcomes_are_kept_and_only_what_failed_is_tried_again(tmp_path):
+    sleeper = (
+        "import subprocess, time; subprocess.Popen(['sleep', '1000']); print('asleep', flush=True); time.sleep(1000)"
+    )
+    pieces = [
+        piece("good", tmp_path, "pathlib.Path(sys.argv[2], 'numbers.json').write_text('{\"a\": 1}')"),
+        piece("bad", tmp_path, "print('because'); sys.exit(7)"),
+        piece("slow", tmp_path, sleeper, limit_s=3),
+        piece("lacking", tmp_path, needs=("no_such_module",)),
+    ]
+    state = tmp_path / "state"
+    code = check.run_all(pieces, state, os.environ, missing=["no_such_module"], cwd=tmp_path)
+    wanted = {"good": "passed", "bad": "failed", "slow": "timed out", "lacking": "not run"}
+    assert (code, statuses(pieces, state)) == (check.SOME_FAILED, wanted)
+    found = check.outcomes(pieces, state)
+    assert found["good"]["numbers"] == {"a": 1}
+    assert (found["bad"]["code"], found["bad"]["tail"]) == (7, "because\n")
+    assert ran(tmp_path, "lacking") == 0
+    check.run_all(pieces, state, os.environ, cwd=tmp_path)
+    assert [ran(tmp_path, p.name) for p in pieces] == [1, 1, 1, 0]
+    check.run_all(pieces, state, os.environ, retry=True, cwd=tmp_path)
+    assert [ran(tmp_path, p.name) for p in pieces] == [1, 2, 2, 1]
+    assert statuses(pieces, state)["lacking"] == "passed"
+
+
+def test_a_skipped_test_is_not_a_passed_one(tmp_path):
+    (tmp_path / "test_x.py").write_text("import pytest\ndef test_x(): pytest.skip('two GPUs')\n")
+    skipped = check.Piece("skipped", ("{python}", "-m", "pytest", "-q", "-rs", "test_x.py"), 300)
+    assert check.run_all([skipped], tmp_path / "state", os.environ, cwd=tmp_path) == check.OK
+    outcome = check.outcomes([skipped], tmp_path / "state")["skipped"]
+    assert outcome["status"] == "not run"
+    assert "two GPUs" in outcome["tail"]
+
+
+def test_no_piece_begins_that_might_outlast_the_budget(tmp_path):
+    pieces = [piece("one", tmp_path), piece("two", tmp_path), piece("long", tmp_path, limit_s=999)]
+    state = tmp_path / "state"
+    # Less than one limit is left when the first has run: the second is left for the next call.
+    assert check.run_all(pieces, state, os.environ, budget_s=120, cwd=tmp_path) == check.LEFT
+    assert [ran(tmp_path, p.name) for p in pieces] == [1, 0, 0]
+    assert check.run_all(pieces, state, os.environ, budget_s=120, cwd=tmp_path) == check.LEFT
+    assert [ran(tmp_path, p.name) for p in pieces] == [1, 1, 0]
+    assert check.run_all(pieces, state, os.environ, cwd=tmp_path) == check.OK
+    assert [ran(tmp_path, p.name) for p in pieces] == [1, 1, 1]
+
+
+# A child that has a child; both are to be gone.
+PARENT = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen(["sleep", "1000"])
+pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {child.pid} ")
+time.sleep(1000)
+"""
+DRIVER = """
+import importlib.util, os, pathlib, sys
+spec = importlib.util.spec_from_file_location("gpu_check", sys.argv[1])
+check = importlib.util.module_from_spec(spec)
+sys.modules["gpu_check"] = check
+spec.loader.exec_module(check)
+home = pathlib.Path(sys.argv[2])
+first = check.Piece("first", ("{python}", "-c", "import sys; open(sys.argv[1], 'a').write('x')", str(home / "first.ran")), 120)
+second = check.Piece("second", ("{python}", "-c", sys.argv[3], str(home / "pids")), 500)
+with check._stopped_by_sigterm():
+    check.run_all([first, second], home / "state", os.environ, cwd=home)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_check_leaves_no_process_and_goes_on_where_it_was(tmp_path, number):
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(SCRIPT), str(tmp_path), PARENT], stderr=subprocess.DEVNULL
+    )
+    pids, deadline = tmp_path / "pids", time.monotonic() + 120
+    while not (pids.exists() and pids.read_text().endswith(" ")):
+        assert time.monotonic() < deadline
+        assert driver.poll() is None
+        time.sleep(0.05)
+    driver.send_signal(number)
+    assert driver.wait(120) != 0
+    for pid in map(int, pids.read_text().split()):
+        status = Path(f"/proc/{pid}/status")
+        assert not status.exists() or "\nState:\tZ" in status.read_text()
+    pieces = [piece("first", tmp_path), piece("second", tmp_path)]
+    assert statuses(pieces, tmp_path / "state") == {"first": "passed"}
+    assert check.run_all(pieces, tmp_path / "state", os.environ, cwd=tmp_path) == check.OK
+    assert [ran(tmp_path, p.name) for p in pieces] == [1, 1]
+
+
+def test_packages_come_out_of_a_directory_once(tmp_path):
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "one_of_ours-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("one_of_ours.py", "VALUE = 1\n")
+        wheel.writestr("one_of_ours-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: one-of-ours\nVersion: 1.0\n")
+        wheel.writestr(
+            "one_of_ours-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("one_of_ours-1.0.dist-info/RECORD", "")
+    with tarfile.open(wheels / "slice.tar.xz", "w:xz") as archive:
+        content = b"VALUE = 2\n"
+        entry = tarfile.TarInfo("another/__init__.py")
+        entry.size = len(content)
+        archive.addfile(entry, io.BytesIO(content))
+    assert check.unpack(wheels, site) == ["one_of_ours-1.0-py3-none-any.whl", "slice.tar.xz"]
+    assert check.unpack(wheels, site) == []
+    command = [sys.executable, "-c", "import one_of_ours, another; print(one_of_ours.VALUE + another.VALUE)"]
+    assert subprocess.check_output(command, env={**os.environ, "PYTHONPATH": str(site)}, text=True) == "3\n"
+    with pytest.raises(SystemExit, match="holds no wheel"):
+        check.unpack(tmp_path / "nothing", site)
+
+
+@pytest.mark.parametrize(
+    ("packages", "said"),
+    [
+        ({"vllm": "0.26.0"}, ""),
+        ({"vllm": "0.27.1", "vllm-bnb-plugin": "0.0.3"}, "collides"),
+        ({"vllm": "0.28.0"}, "needs vllm-bnb-plugin"),
+        ({"vllm": "0.31.0+cu130", "vllm-bnb-plugin": "0.0.3"}, ""),
+        ({}, ""),
+    ],
+)
+def test_bitsandbytes_is_where_this_vllm_looks_for_it(packages, said):
+    assert said in check.wrong_plugin(packages)
+    assert bool(said) == bool(check.wrong_plugin(packages))
+
+
+def test_an_outcome_counts_for_its_stack_alone():
+    stack = {"gpu": "NVIDIA H100 80GB", "python": "3.12.3", "packages": {"torch": "2.11.0+cu130", "vllm": "0.26.0"}}
+    key = check.stack_key(stack, "abc")
+    assert key == "NVIDIA-H100-80GB-python3.12.3-torch2.11.0+cu130-vllm0.26.0-abc"
+    assert key != check.stack_key({**stack, "packages": {**stack["packages"], "vllm": "0.31.0"}}, "abc")
+
+
+def test_the_tables_say_not_run_yet_and_then_what_was_found():
+    """The numbers have the shape that the benches write: they are those of the CPU."""
+    assert "not run yet" in tables.stacks({})
+    assert "not run yet" in tables.numbers({})
+    results = ROOT / "benchmarks" / "results"
+    pieces = {
+        "demo": {"status": "passed", "numbers": json.loads((results / "demo.json").read_text())["seeds"]["0"]},
+        "bench-rollout-0.4b": {"status": "passed", "numbers": json.loads((results / "rollout.json").read_text())},
+        "bench-step-0.1b": {"status": "passed", "numbers": json.loads((results / "step.json").read_text())},
+        "field-qlora_rl": {"status": "passed", "numbers": json.loads((results / "field.json").read_text())},
+        "test-x": {"status": "timed out"},
+        "test-y": {"status": "not run"},
+    }
+    stack = {"gpu": "H100", "python": "3.12.3", "packages": {"torch": "2.11.0", "vllm": "0.26.0"}, "commit": "abc"}
+    result = {"key": {**stack, "planned": [*pieces, "test-z"], "pieces": pieces}}
+    assert "4 of 7 | test-x (timed out) | test-y, test-z |" in tables.stacks(result)
+    shown = tables.numbers(result)
+    for what in (
+        "demo, right before and after | 26.9%, 100.0%",
+        "rollout, 0.4b, batch 16, `nf4`",
+        "a step, 0.1b",
+        "qlora_rl",
+    ):
+        assert what in shown

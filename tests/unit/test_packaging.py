@@ -1,0 +1,105 @@
+"""What people install: the wheel, built out of the sdist as a release is."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import qlora_rl
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Directory of an sdist and of the wheel that was made out of it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("qlora_rl", "tests", "benchmarks", "examples"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.ipynb"))
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=source)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):
+    """A directory with nothing but the wheel's files, and the environment in which they are found before the checkout."""
+    site = tmp_path_factory.mktemp("site")
+    options = ["--no-index", "--no-deps", "--quiet", "--target", str(site)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(next(built.glob("*.whl")))], check=True)
+    return site, {**os.environ, "PYTHONPATH": str(site)}
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_no_other(built):
+    package = ROOT / "qlora_rl"
+    wanted = {str(f.relative_to(ROOT)) for f in package.rglob("*") if f.is_file() and "__pycache__" not in f.parts}
+    assert "qlora_rl/py.typed" in wanted
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        names = set(wheel.namelist())
+        assert {name for name in names if ".dist-info/" not in name} == wanted
+        metadata = Parser().parsestr(wheel.read(next(n for n in names if n.endswith("/METADATA"))).decode())
+    assert metadata["Version"] == qlora_rl.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert set(metadata.get_all("Provides-Extra")) >= {
+        "cpu",
+        "cuda",
+        "dev",
+        "math",
+        "gguf",
+        "torchrl",
+        "ray",
+        "notebooks",
+    }
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "# qlora_rl" in metadata.get_payload()
+
+
+def test_the_sdist_holds_what_the_wheel_is_made_of(built):
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "qlora_rl/py.typed", "qlora_rl/cli.py"} <= names
+
+
+def test_the_installed_command_works_outside_of_the_checkout(installed, tmp_path):
+    site, environment = installed
+
+    def ask(*arguments):
+        return subprocess.check_output([sys.executable, *arguments], env=environment, cwd=tmp_path, text=True)
+
+    assert ask("-c", "import qlora_rl; print(qlora_rl.__file__)").strip() == str(site / "qlora_rl" / "__init__.py")
+    # pip writes the command with the interpreter that installed it.
+    command = site / "bin" / "qlora-rl"
+    assert "commands:" in ask(str(command), "--help")
+    assert "[base]" in ask(str(command), "train", "--example", "grpo")
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 128, "hidden_size": 64,
+                "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+                "max_position_embeddings": 256,
+            }
+        )
+    )  # fmt: skip
+    assert "peak" in ask(str(command), "plan", str(tmp_path), "--gpu-memory", "8", "--max-length", "128")
+
+
+@pytest.mark.full
+def test_the_wheel_works_in_an_environment_of_its_own(built):
+    """Minutes, and needs the package index."""
+    wheel = str(next(built.glob("*.whl")))
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "smoke_wheel.sh"), wheel], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "public names, without vLLM" in done.stdout

@@ -1,0 +1,64 @@
+"""What stands around the package: hooks, types, the files of a release."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+yaml = pytest.importorskip("yaml")
+
+
+def test_ends_are_mended_and_conflicts_and_large_files_refused(tmp_path):
+    files = {
+        "fine.py": b"x = 1\n",
+        "blanks.md": b"a  \nb\t\r\n\n\n",
+        "conflict.txt": b"<<<<<<< ours\na\n=======\nb\n>>>>>>> theirs\n",
+        "large.txt": b"x\n" * 2**20,
+        "empty": b"",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    command = [sys.executable, str(ROOT / "scripts" / "ends.py")]
+    done = subprocess.run([*command, *files], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert said.keys() == {"blanks.md", "conflict.txt", "large.txt"}
+    assert (tmp_path / "blanks.md").read_bytes() == b"a\nb\n"
+    assert (tmp_path / "conflict.txt").read_bytes() == files["conflict.txt"]
+    assert subprocess.run([*command, "fine.py", "blanks.md", "empty"], cwd=tmp_path).returncode == 0
+
+
+def test_every_hook_runs_what_is_in_the_repository_or_in_venv():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert [repo["repo"] for repo in config["repos"]] == ["local"]  # nothing is fetched
+    wanted = (ROOT / "pyproject.toml").read_text()
+    for hook in config["repos"][0]["hooks"]:
+        program, *arguments = hook["entry"].split()
+        name = Path(program).name
+        assert program.startswith(".venv/bin/")
+        assert name == "python" or f'"{name}==' in wanted, f"{name} is not in the dev extra"
+        assert all((ROOT / a).exists() for a in arguments if a.endswith(".py"))
+        assert hook["language"] == "system"
+
+
+def test_one_version_stands_in_every_place():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == version
+    assert citation["license"] == "Apache-2.0"
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+
+
+def test_no_library_that_the_package_imports_is_read_by_mypy():
+    """What is not skipped is followed into, for minutes."""
+    house = (ROOT / "tests" / "unit" / "test_house.py").read_text()
+    owned = set(re.findall(r'^    "(\w+)": \{"', house[house.index("OWNERS") :], re.MULTILINE))
+    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    skipped = {
+        name.removesuffix(".*") for each in overrides if each.get("follow_imports") == "skip" for name in each["module"]
+    }
+    assert owned - {"vllm_bnb_plugin"} <= skipped
