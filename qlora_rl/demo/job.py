@@ -411,7 +411,8 @@ def quieten() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore")
-    for name in ("vllm", "transformers", "bitsandbytes", "trl", "accelerate"):
+    # Ray, where it is installed, asks for ipywidgets in a notebook.
+    for name in ("vllm", "transformers", "bitsandbytes", "trl", "accelerate", "ray.widgets.util"):
         logging.getLogger(name).setLevel(logging.ERROR)
     import transformers
 

@@ -202,14 +202,15 @@ class MemoryLedger:
         within = self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
         return within and self.cache_bytes >= self._least_cache
 
+    def changed(self, **request: Any) -> MemoryLedger:
+        """The ledger of the same model and adapter with other fields of the request, such as `shared=False`."""
+        return _ledger(self.shape, replace(self.request, **request), self.adapter)
+
     def savings(self) -> list[Saving]:
         """What could be lowered, the largest saving first; of the peak with the smallest KV cache."""
-        request, found = self.request, []
+        found = []
         for advice, change in _changes(self):
-            if isinstance(change, MemoryLedger):
-                other = change
-            else:
-                other = _ledger(self.shape, replace(request, **change), self.adapter)
+            other = change if isinstance(change, MemoryLedger) else self.changed(**change)
             saved = self.least_bytes - other.least_bytes
             if saved > 0:
                 found.append(Saving(advice, saved, other.fits))
@@ -340,8 +341,7 @@ def largest_length(ledger: MemoryLedger) -> int:
     """The largest `max_length` with which it still fits: a multiple of 64, 0 where none does, or what the model allows."""
 
     def fits(blocks: int) -> bool:
-        request = replace(ledger.request, max_length=64 * blocks)
-        return _ledger(ledger.shape, request, ledger.adapter).fits
+        return ledger.changed(max_length=64 * blocks).fits
 
     most = max((ledger.shape.positions or 2**20) // 64, 1)
     low, high = 0, most

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncStrategy
 from qlora_rl.errors import QloraRLError
 from qlora_rl.fidelity import scaled_differences
 from qlora_rl.sync.admission import Admission
+
+logger = logging.getLogger(__name__)
 
 # What a wrong factor usually is; the adapter's own scale comes to these.
 _FACTORS = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125, 16.0, 0.0625, 32.0, 0.03125)
@@ -211,8 +214,8 @@ class Examiner:
         if now <= limit:
             return Diagnosis("noise", "scored anew, the tokens are as near as rounding explains", distance=now)
         if self.autocast is not None:
-            plain = self._scaled(drawn, (drawn.temperature,), autocast=False)[drawn.temperature]
-            if float(plain.mean()) <= now * _EXPLAINED:
+            plain = self._without_autocast(drawn)
+            if plain is not None and float(plain.mean()) <= now * _EXPLAINED:
                 return Diagnosis(
                     "dtype",
                     f"without autocast to {str(self.autocast).removeprefix('torch.')} the trainer agrees: the two sides compute in different dtypes",
@@ -271,6 +274,14 @@ class Examiner:
         return "adapter and base are right, byte for byte, and no temperature explains it: the two sides compute differently (dtype, kernel)"
 
     # --- the trainer's side -----------------------------------------------------------------------------------------
+
+    def _without_autocast(self, drawn: Drawn) -> torch.Tensor | None:
+        """Scaled differences without it; `None` where the model does not run so (IA3's float32 vectors in 16-bit attention)."""
+        try:
+            return self._scaled(drawn, (drawn.temperature,), autocast=False)[drawn.temperature]
+        except RuntimeError as error:
+            logger.info("the trainer's model does not run without autocast, which is not asked then: %s", error)
+            return None
 
     @torch.no_grad()
     def _scaled(

@@ -2,18 +2,20 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from online_kinds import by_place
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig, get_peft_model
 from test_models import NF4
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
-from qlora_rl import PolicyMismatchError, QLoRAAsyncGRPOTrainer, attach
+from qlora_rl import PolicyMismatchError, QLoRAAsyncGRPOTrainer, attach, load_base
 from qlora_rl.report.run import read_run, summarise
 from qlora_rl.report.sentences import fidelity_sentence
+from qlora_rl.sync.diagnosis import Drawn, Examiner
 
 
 def test_dropout_is_no_alarm(make_trainer, config):
@@ -46,6 +48,22 @@ def test_an_engine_that_is_given_nothing_new_is_named_and_the_run_directory_says
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "PolicyMismatchError" in summary["error"]
+
+
+def test_an_adapter_that_runs_under_autocast_only_is_examined_all_the_same(base, engine):
+    """IA3's vectors are float32: beside 16-bit activations attention takes them under autocast alone, as in training."""
+    engine.drop_adapter()  # all tests share it
+    ia3 = IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(load_base(base), ia3)
+    with pytest.raises(RuntimeError, match="same dtype"), torch.no_grad():
+        model(input_ids=torch.tensor([[40, 41, 42]]))
+    examiner = Examiner(model, engine, SimpleNamespace(mode="weights"), None, torch.bfloat16)
+    drawn = Drawn([[40, 41]] * 4, [[42, 43]] * 4, [[-0.1, -9.0]] * 4)  # as no policy here would draw
+    found = examiner.examine(drawn, limit=1e-3)
+    assert found.cause == "unknown"
+    assert found.distance > 1e-3
 
 
 def test_a_step_writes_the_profile_and_the_threshold(make_trainer, config, tmp_path):

@@ -18,7 +18,7 @@ FLOORS = {
     "engine": 3, "sync": 3, "advice": 3,
     "train": 4, "torchrl": 4,
     "bench": 5, "config": 5, "demo": 5, "report": 5, "policy": 5, "export": 5,
-    "commands": 6, "cli": 6,
+    "commands": 6, "cli": 6, "__main__": 6,
 }  # fmt: skip
 # Which room may import which outside library (at any depth of a function).
 OWNERS = {
@@ -101,6 +101,12 @@ def test_the_help_of_the_command_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("[]")
+
+
+def test_the_command_runs_as_a_module_too():
+    """In a notebook's kernel `qlora-rl` need not be on the PATH."""
+    done = subprocess.run([sys.executable, "-m", "qlora_rl", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"qlora-rl {qlora_rl.__version__}\n"
 
 
 def test_every_public_name_exists_and_is_documented():

@@ -268,6 +268,13 @@ def test_two_bases_take_more_than_one_and_full_logits_more_than_tiles():
     assert head > 8 * 2048 * 151_936 * 12
 
 
+@pytest.mark.parametrize("change", [{"shared": False}, {"sleeps": True}, {"max_length": 8192, "gpu_memory_gib": 12.0}])
+def test_a_changed_ledger_is_the_one_that_would_have_been_planned(change):
+    config = known("Qwen3-8B")[0]
+    found = plan_memory(config, gpu_memory_gib=24.0).changed(**change)
+    assert found.as_dict() == plan_memory(config, **{"gpu_memory_gib": 24.0} | change).as_dict()
+
+
 # --- the verdict ----------------------------------------------------------------------------------------------------
 
 
