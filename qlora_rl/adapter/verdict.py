@@ -33,7 +33,7 @@ class Verdict:
     Attributes:
         kind: "adapter" (plain LoRA: it can travel alone), "full_weights" (only dequantised full weights can carry it)
             or "refuse".
-        reasons: one sentence per rule that spoke, each with the way out; empty for plain LoRA.
+        reasons: one sentence per rule that spoke, each with the way out, those that decide first; empty for plain LoRA.
         rank: largest R of its modules (0 where there is none).
         method: PEFT's name of it, such as "LORA"; "" without an adapter.
     """
@@ -127,8 +127,8 @@ def _judged(
         found += [finding for rule in RULES for finding in rule(subject)]
         rank = max((ranks_of(layer, subject.adapter) for layer in subject.layers.values()), default=0)
         method = subject.method
-    found = found or list(misfits)
-    kind: Kind = max((k for k, _ in found), key=_GRAVITY.__getitem__, default="adapter")
+    found = sorted(found or misfits, key=lambda finding: -_GRAVITY[finding[0]])
+    kind: Kind = found[0][0] if found else "adapter"
     return Verdict(kind, tuple(dict.fromkeys(reason for _, reason in found)), rank, method)
 
 
@@ -414,7 +414,7 @@ def _keeps_the_base(subject: Subject) -> Iterator[Finding]:
         if init.lower().startswith(methods.BASE_CHANGING_INITS):
             yield (
                 "full_weights",
-                f"init_lora_weights={init!r} (of adapter {name!r}) changes the base when it starts, so the engine's base is another. "
+                f"init_lora_weights={init!r} (of adapter {name!r}) changes the base when it starts, and fits no other. "
                 "Use init_lora_weights=True, or convert the adapter (PEFT: path_initial_model_for_weight_conversion).",
             )
         else:

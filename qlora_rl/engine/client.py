@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "/qlora/v1"
 SESSION, VERSION = "x-qlora-session", "x-qlora-version"
 UNPROVEN = "unproven"  # no server's start
+SAID_EVERY_S = 10.0  # that a server is away
 # Faults of a connection, after which nobody knows whether the server has done what was asked: all requests can be repeated.
 _FAULTS = (httpx.TransportError,)
 
@@ -414,7 +415,7 @@ class ServerEngine:
         """Ask until there is an answer; a refusal is raised at once. `body`: bytes, or a function that gives JSON."""
         if self._is_closed:
             raise EngineClosedError("using the engine: it was closed. Make a new ServerEngine.")
-        end, pause, cuts = time.monotonic() + self.wait_s, 0.1, self._lines.cuts
+        end, pause, cuts, said = time.monotonic() + self.wait_s, 0.1, self._lines.cuts, -SAID_EVERY_S
         while True:
             try:
                 return self._ask_once(method, path, body)
@@ -431,9 +432,9 @@ class ServerEngine:
                         "same base, or raise wait_s; version "
                         f"{self._version} is pushed again by itself."
                     ) from fault.__cause__
-                logger.warning(
-                    "the server at %s is away (%s); trying again for %.0f s", self.url, fault, end - time.monotonic()
-                )
+                if (now := time.monotonic()) >= said + SAID_EVERY_S:
+                    said = now
+                    logger.warning("the server at %s is away (%s); trying again for %.0f s", self.url, fault, end - now)
                 time.sleep(pause)
                 pause = min(5.0, 2 * pause)
 

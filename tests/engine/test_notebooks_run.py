@@ -17,6 +17,21 @@ ASKED = {
     "101": "{'states': [as_loaded.state, repaired.state], 'named': in_memory.module, 'disk': on_disk.reasons, 'weights': len(errors)}",
     "102": "{'before': accuracy_before, 'after': accuracy_after, 'kl': steps['mismatch_kl'].median(), 'steps': len(steps)}",
     "103": "{'accuracy': list(accuracy.values()), 'kl': done.distance.kl_mean}",
+    "201": "{'steps': [len(lines(out, 'metrics')) for out in runs.values()], 'lost': type(lost).__name__,"
+    " 'ends': [process.poll() is not None for process in (beside.process, served.process)],"
+    " 'kl': [lines(out, 'metrics')['mismatch_kl'].median() for out in runs.values()],"
+    " 'waited': lines(runs['killed, and back'], 'metrics')['step_seconds'].idxmax()}",
+    "203": "{'verdicts': [found.kind for found in verdicts.values()], 'code': done.returncode, 'runs': {name: {"
+    "'strategy': run['plan'].strategy, 'before': run['steps']['reward'].head(5).mean(),"
+    " 'after': run['steps']['reward'].tail(5).mean(), 'kl': run['steps']['mismatch_kl'].median()} for name, run in runs.items()}}",
+    "204": "{'fits': ledger.fits, 'longest': longest.to_dict(), 'too big': too_big.fits, 'advice': advice.fits, 'equal': is_equal,"
+    " 'bytes': [counted['base, trainer'], nbytes(copied)]}",
+    "301": "{'found': {bug.__name__: [first_fault(alarms[letter])[0], getattr(first_fault(alarms[letter])[1], 'cause', None)]"
+    " for letter, bug in runs.items()}, 'stopped': stopped.cause, 'refused': type(refused).__name__}",
+    "302": "{name: {'seconds': seconds(way, 'step_seconds'), 'age': int(way['steps'].get('staleness_max', pd.Series([0])).max()),"
+    " 'kl': way['steps']['mismatch_kl'].median(), 'reward': way['steps']['reward'].tail(5).mean()} for name, way in ways.items()}",
+    "303": "{'right': answers['right'].tolist(), 'stage': lost.stage, 'versions': answers['version'].tolist(),"
+    " 'ends': sampler.poll() is not None, 'refused': type(refused).__name__}",
     "202": "[{'before': way['marks'].iloc[0], 'after': way['marks'].iloc[-1], 'changed': way['changed'], 'kl': way['steps']['mismatch_kl'].median()}"
     " for way in (merged, adapter)]",
 }
@@ -78,12 +93,101 @@ def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kerne
         assert trained > 0.7 > 0.5 > base
         assert exported == pytest.approx(trained, abs=0.02)  # 16-bit rounding may tip a sum that is nearly a tie
         assert 0 <= got["kl"] < 1e-3
+    elif number == "201":
+        assert got["steps"] == [16, 16, 16]
+        assert got["lost"] == "EngineBrokenError"
+        assert got["ends"] == [True, True]
+        assert got["waited"] == 8  # the step in which the server was killed
+        assert max(got["kl"]) < 1e-3
+    elif number == "203":
+        adapter, full, refuse = "adapter", "full_weights", "refuse"
+        assert got["verdicts"] == [adapter, adapter, full, full, full, refuse, refuse]
+        assert got["code"] == 3
+        kinds = {name: run["strategy"] for name, run in got["runs"].items()}
+        assert kinds == {"LoRA": "lora_adapter", "DoRA": "weights", "IA3": "weights", "PiSSA": "weights"}
+        assert all(run["after"] > run["before"] + 0.1 and run["kl"] < 1e-3 for run in got["runs"].values())
+    elif number == "204":
+        check_the_plans(got)
+    elif number == "301":
+        causes = {"twice_as_strong": "scale", "an_old_one": "stale", "one_layer_lost": "layer"}
+        assert got["found"] == {name: [9, cause] for name, cause in causes.items()} | {"nothing": [None, None]}
+        assert (got["stopped"], got["refused"]) == ("layer", "CanaryError")
+    elif number == "303":
+        assert got["right"][-1] > 0.8 > 0.5 > got["right"][0]
+        assert got["versions"][-1] > 30  # none was left out
+        assert (got["ends"], got["refused"]) == (True, "BaseMismatchError")
+        assert got["stage"] == "prove"
+    elif number == "302":
+        sequential, one, four = got.values()
+        assert [way["age"] for way in (sequential, one, four)] == [0, 1, 4]
+        assert sequential["kl"] < min(one["kl"], four["kl"])
+        assert max(one["seconds"], four["seconds"]) < sequential["seconds"]
+        assert min(sequential["reward"], one["reward"]) > 0.65
+        assert four["reward"] > 0.4  # old rollouts teach less
     else:
         merged, adapter = got
         assert merged["before"] == adapter["before"]
         assert adapter["after"] > adapter["before"] + 0.3 > merged["after"] + 0.3
         assert merged["kl"] > 1e3 * adapter["kl"]
         assert (merged["changed"], adapter["changed"]) == (21, 0)
+
+
+def check_the_plans(got):
+    assert (got["fits"], got["too big"], got["advice"], got["equal"]) == (True, False, True, True)
+    for lengths in got["longest"].values():
+        two, one, sleeping = lengths.values()
+        assert two < one < sleeping
+    counted, held = got["bytes"]
+    assert 0 <= counted - held < 1024  # the trainer's buffers
+
+
+def test_a_big_model_is_planned_from_its_config_and_two_lines_are_counted_right(tmp_path):
+    notebook = load("204")
+    notebook.cells.append(ask(ASKED["204"]))
+    SCRIPT.execute(notebook, tmp_path)
+    check_the_plans(*answers(notebook))
+
+
+STOP = """
+import os, signal, threading
+from qlora_rl import QLoRAGRPOTrainer
+kept, calls = QLoRAGRPOTrainer._generate_and_score_completions, []
+
+def struck(self, inputs):
+    calls.append(self)
+    if len(calls) == 4:
+        os.kill(os.getpid(), signal.SIGINT)  # as Jupyter's stop button does
+    return kept(self, inputs)
+
+QLoRAGRPOTrainer._generate_and_score_completions = struck
+"""
+STOPPED = """
+status = json.load(open(calls[-1].args.output_dir + "/summary.json"))["status"]
+left = [thread.name for thread in threading.enumerate() if "qlora-rl-rollouts" in thread.name]
+del QLoRAGRPOTrainer._generate_and_score_completions, calls[:]
+"""
+STOPPABLE = {
+    "201": "accident = Accident(STEPS // 2, comes_back=True)",
+    "203": 'runs["DoRA"] = train(',
+    "301": "for letter, bug in runs.items():\n        engine.drop_adapter()",
+    "302": "max_staleness=1)",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", sorted(STOPPABLE))
+def test_a_cell_that_was_stopped_leaves_nothing_behind_and_can_be_run_again(number, tmp_path):
+    notebook = load(number)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    (at,) = (i for i, cell in enumerate(cells) if STOPPABLE[number] in cell.source)
+    stopped = nbformat.v4.new_code_cell(cells[at].source, metadata={"tags": ["raises-exception"]})
+    code = nbformat.v4.new_code_cell
+    before = [cells[0], code("STEPS = 12"), *cells[1:at]]
+    notebook.cells = [*before, code(STOP), stopped, code(STOPPED), cells[at], ask("{'status': status, 'left': left}")]
+    SCRIPT.execute(notebook, tmp_path)
+    (error,) = (o for o in stopped.outputs if o.output_type == "error")
+    assert error.ename == "KeyboardInterrupt"
+    assert answers(notebook) == [{"status": "interrupted", "left": []}]
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ import pytest
 
 from qlora_rl import errors
 from qlora_rl.contracts import BaseFingerprint
+from qlora_rl.engine import client
 from qlora_rl.engine.client import PREFIX, START, VERSION, ServerEngine
 
 KEY = "a-key-of-some-length"
@@ -128,6 +129,14 @@ def test_a_server_that_stays_away_is_an_error_that_says_what_to_do(engine, serve
     server.answers = [None]
     with pytest.raises(errors.EngineBrokenError, match="Start it again"):
         engine.generate([[1, 2]], max_tokens=1)
+
+
+def test_a_server_that_is_away_is_asked_again_and_again_and_said_to_be_away_once(engine, server, caplog, monkeypatch):
+    monkeypatch.setattr(client, "SAID_EVERY_S", 3600.0)
+    server.answers = [None, None, None]
+    assert engine.generate([[1, 2]], max_tokens=1).completion_ids
+    assert not server.answers
+    assert [record.message for record in caplog.records if "is away" in record.message] == [caplog.records[0].message]
 
 
 def test_after_a_restart_the_base_is_proven_and_the_adapter_pushed_before_anything_is_asked(engine, server):

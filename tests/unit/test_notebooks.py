@@ -28,7 +28,7 @@ def test_it_was_executed_once_from_top_to_bottom(path):
 
 
 def test_its_outputs_are_small_without_an_error_and_end_with_a_picture_or_a_table(path):
-    assert path.stat().st_size < 200_000
+    assert path.stat().st_size < 250_000
     outputs = [output for cell in cells(path, "code") for output in cell["outputs"]]
     assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
     shown = [o for o in outputs if "data" in o]

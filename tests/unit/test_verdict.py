@@ -11,6 +11,7 @@ from kinds import ADAPTER, FULL_WEIGHTS, KINDS, lora
 from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from support import make_model
+from transformers import AutoModelForCausalLM
 
 from qlora_rl import AdapterRefusedError, export_adapter, judge_adapter
 from qlora_rl.adapter import methods
@@ -73,6 +74,15 @@ def test_the_verdict_of_every_kind(build, name):
     assert verdict.kind == kind.verdict, verdict.reasons
     assert bool(verdict.reasons) == (kind.verdict != "adapter")
     assert any(kind.word in reason for reason in verdict.reasons) or not kind.word
+
+
+def test_what_decides_is_said_first(model_dir):
+    """A trained head alone goes as full weights; tied to the embedding no weights hold it."""
+    tied = AutoModelForCausalLM.from_pretrained(model_dir)
+    verdict = judge_adapter(get_peft_model(tied, lora(modules_to_save=["lm_head"])))
+    assert verdict.kind == "refuse"
+    assert "ties its output head" in verdict.reasons[0]
+    assert "sync='weights'" in verdict.reasons[1]
 
 
 @pytest.mark.parametrize("name", [n for n, k in BUILT.items() if k.verdict != "adapter"])
