@@ -30,8 +30,6 @@ ASKED = {
     " for letter, bug in runs.items()}, 'stopped': stopped.cause, 'refused': type(refused).__name__}",
     "302": "{name: {'seconds': seconds(way, 'step_seconds'), 'age': int(way['steps'].get('staleness_max', pd.Series([0])).max()),"
     " 'kl': way['steps']['mismatch_kl'].median(), 'reward': way['steps']['reward'].tail(5).mean()} for name, way in ways.items()}",
-    "303": "{'right': answers['right'].tolist(), 'stage': lost.stage, 'versions': answers['version'].tolist(),"
-    " 'ends': sampler.poll() is not None, 'refused': type(refused).__name__}",
     "202": "[{'before': way['marks'].iloc[0], 'after': way['marks'].iloc[-1], 'changed': way['changed'], 'kl': way['steps']['mismatch_kl'].median()}"
     " for way in (merged, adapter)]",
 }
@@ -94,10 +92,10 @@ def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kerne
         assert exported == pytest.approx(trained, abs=0.02)  # 16-bit rounding may tip a sum that is nearly a tie
         assert 0 <= got["kl"] < 1e-3
     elif number == "201":
-        assert got["steps"] == [16, 16, 16]
+        assert got["steps"] == [12, 12, 12]
         assert got["lost"] == "EngineBrokenError"
         assert got["ends"] == [True, True]
-        assert got["waited"] == 8  # the step in which the server was killed
+        assert got["waited"] == 6  # the step in which the server was killed
         assert max(got["kl"]) < 1e-3
     elif number == "203":
         adapter, full, refuse = "adapter", "full_weights", "refuse"
@@ -112,11 +110,6 @@ def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kerne
         causes = {"twice_as_strong": "scale", "an_old_one": "stale", "one_layer_lost": "layer"}
         assert got["found"] == {name: [9, cause] for name, cause in causes.items()} | {"nothing": [None, None]}
         assert (got["stopped"], got["refused"]) == ("layer", "CanaryError")
-    elif number == "303":
-        assert got["right"][-1] > 0.8 > 0.5 > got["right"][0]
-        assert got["versions"][-1] > 30  # none was left out
-        assert (got["ends"], got["refused"]) == (True, "BaseMismatchError")
-        assert got["stage"] == "prove"
     elif number == "302":
         sequential, one, four = got.values()
         assert [way["age"] for way in (sequential, one, four)] == [0, 1, 4]
