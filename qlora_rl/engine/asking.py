@@ -106,13 +106,6 @@ def read_directory(directory: Path) -> tuple[AdapterBundle, str]:
         raise SyncError(f"reading the adapter in {directory}: {error}. Write it again.") from error
 
 
-def shared_out(rows: Sequence[int], replicas: Sequence[Any]) -> dict[Any, list[int]]:
-    """Neighbours stay together (they share prefixes); nobody gets more than one row more than another."""
-    count = min(len(rows), len(replicas))
-    bounds = [round(k * len(rows) / count) for k in range(count + 1)]
-    return {replicas[k]: list(rows[bounds[k] : bounds[k + 1]]) for k in range(count)}
-
-
 def expected(
     version: int | None, serves: tuple[int, str | None], before: tuple[int, str | None] | None
 ) -> dict[str, Any]:

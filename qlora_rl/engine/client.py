@@ -97,10 +97,10 @@ class ServerEngine:
     def __new__(cls, url: str | Sequence[str], *_: Any, **options: Any) -> Any:
         """Several URLs make a `Fleet`, which is no `ServerEngine` and has its methods."""
         if cls is ServerEngine:
-            from qlora_rl.engine.fleet import Fleet
+            from qlora_rl.engine.servers import connect_all
 
             if len(urls := split_urls(url)) != 1 or not isinstance(url, str):
-                return Fleet(urls, **options)
+                return connect_all(urls, **options)
         return super().__new__(cls)
 
     def __init__(

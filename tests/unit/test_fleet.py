@@ -12,8 +12,10 @@ from qlora_rl import errors
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.contracts import AdapterBundle, BaseFingerprint, ReplicatedEngine, RolloutEngine
 from qlora_rl.engine import fleet as module
+from qlora_rl.engine import replicas as team
 from qlora_rl.engine.client import PREFIX, START, VERSION, ServerEngine
 from qlora_rl.engine.fleet import Fleet
+from qlora_rl.engine.shares import Shares
 
 KEY = "a-key-of-some-length"
 BASE = BaseFingerprint({}).digest
@@ -33,6 +35,8 @@ class Replica:
         self.name, self.starts, self.asked, self.base, self.dtype = name, 0, [], BASE, "bfloat16"
         self.refuses, self.breaks_at, self.lies, self.is_away = "", "", False, False
         self.lock, self.has_other_key = threading.Lock(), False
+        self.holds_two, self.before, self.rate, self.may_answer = False, ("", -1), 0.0, threading.Event()
+        self.may_answer.set()
         self.start_again()
 
     def start_again(self):
@@ -46,6 +50,9 @@ class Replica:
         )
 
     def __call__(self, request):
+        if request.url.path.endswith("/generate"):
+            assert self.may_answer.wait(60)
+            time.sleep(len(json.loads(request.content)["prompts"]) * self.rate)
         with self.lock:
             return self.answer(request)
 
@@ -68,16 +75,18 @@ class Replica:
 
     def content(self, request, path):
         if request.method == "PUT":
+            self.before = self.digest, self.version
             self.version, self.digest = int(request.url.params["version"]), request.url.params["digest"]
             return {"digest": self.digest}
         if request.method == "DELETE" and path == "/adapter":
             self.version, self.digest = 0, ""
         asked = json.loads(request.content) if request.content and request.method == "POST" else {}
         if path == "/generate":
-            assert (asked["version"], asked["digest"] or "") == (self.version, self.digest)
-            drawn = [f"{asked['sampling']['seed']}{p}{self.digest}" for p in asked["places"]]
+            wanted = asked["digest"] or "", asked["version"]
+            assert wanted == (self.digest, self.version) or (asked.get("held") and wanted == self.before)
+            drawn = [f"{asked['sampling']['seed']}{p}{wanted[0]}" for p in asked["places"]]
             return {"completion_ids": [list(d.encode()) for d in drawn], "logprobs": [[-1.0] for _ in drawn],
-                    "version": self.version}  # fmt: skip
+                    "version": wanted[1]}  # fmt: skip
         if path == "/score":
             return {"logprobs": [[-1.0 - self.lies] for _ in asked["sequences"]]}
         if path == "/held":
@@ -85,7 +94,7 @@ class Replica:
         if path == "/base":
             return {"leaves": {}, "facts": {} if self.base == BASE else {"dtype": "another"}}
         return {"name": self.name, "base": self.base, "max_lora_rank": 8, "max_model_length": 64, "max_body_bytes": 10**6,
-                "adapter_dtype": self.dtype, "adapter_dir": "/nowhere"}  # fmt: skip
+                "adapter_dtype": self.dtype, "adapter_dir": "/nowhere", "holds_two": self.holds_two}  # fmt: skip
 
     def marks(self):
         return {START: self.start, VERSION: str(self.version)}
@@ -98,8 +107,8 @@ def replicas():
 
 @pytest.fixture
 def connect(replicas, monkeypatch):
-    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.0)
-    monkeypatch.setattr(module, "_LOOK_SELDOM_S", 0.0)
+    monkeypatch.setattr(team, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(team, "_LOOK_SELDOM_S", 0.0)
     monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
     made = []
 
@@ -363,3 +372,129 @@ def test_without_a_seed_replicas_draw_with_one_seed_that_is_new_each_time(connec
     first, second = (fleet.generate(PROMPTS).completion_ids for _ in range(2))
     assert first != second
     assert b"None" not in bytes(first[0])
+
+
+# --- shares, stragglers, threads -------------------------------------------------------------------------------------
+
+
+def test_equal_replicas_get_equal_shares_and_one_twice_as_fast_about_twice_the_prompts():
+    shares, rows = Shares(), list(range(64))
+    assert [len(share) for share in shares.out(rows, "abc").values()] == [21, 22, 21]
+    for _ in range(12):  # each is measured with the share that it was given
+        for each, share in shares.out(rows, "abc").items():
+            shares.note(each, 10 * len(share), 10 * len(share) / (200.0 if each == "b" else 100.0))
+    found = shares.out(rows, "abc")
+    assert [row for share in found.values() for row in share] == rows
+    assert len(found["a"]) == len(found["c"])
+    assert 1.7 < len(found["b"]) / len(found["a"]) < 2.1
+
+
+def test_a_share_that_chance_has_made_evens_out_where_time_does_not_depend_on_it():
+    """As with few sequences, where a step of vLLM takes as long for one as for ten."""
+    shares, rows = Shares(), list(range(40))
+    shares.note("a", 300, 1.0)
+    shares.note("b", 100, 1.0)
+    for _ in range(40):
+        for each, share in shares.out(rows, "ab").items():
+            shares.note(each, 10 * len(share), 1.0)
+    assert abs(len(shares.out(rows, "ab")["a"]) - 20) <= 6  # of 29 at first
+
+
+def test_with_fewer_prompts_than_replicas_the_fastest_draw_and_a_new_one_counts_as_the_mean():
+    shares = Shares()
+    for each, speed in zip("abc", (1, 3, 2), strict=True):
+        shares.note(each, speed, 1.0)
+    assert shares.out([0, 1], "abcd") in ({"b": [0], "c": [1]}, {"b": [0], "d": [1]})
+    shares.forget("b")
+    assert shares.speed("b") is None
+
+
+def test_prompts_go_where_they_are_drawn_faster_and_the_result_is_the_same(connect, replicas):
+    expected = drawn(connect("a"), PROMPTS * 6)
+    replicas["a"].rate, replicas["b"].rate = 0.02, 0.01
+    fleet = connect("ab")
+    assert fleet.speeds == {"http://a": None, "http://b": None}
+    found = [drawn(fleet, PROMPTS * 6) for _ in range(4)]
+    assert found == [expected] * 4
+    assert 1.2 < fleet.speeds["http://b"] / fleet.speeds["http://a"] < 3.0  # a busy machine is slower at both
+
+
+def test_a_straggler_is_done_without_what_it_says_later_is_not_counted_and_it_is_taken_back(
+    connect, replicas, monkeypatch, caplog
+):
+    monkeypatch.setattr(team, "_STRAGGLES_AFTER_S", 0.2)
+    fleet = connect("ab")
+    fleet.load_packed(blob(), 1)
+    expected = drawn(fleet)
+    replicas["b"].may_answer.clear()
+    assert drawn(fleet) == expected
+    assert names(fleet) == ["a"]
+    assert "not done long after the others" in caplog.text
+    fleet.wake()
+    assert names(fleet) == ["a"]  # it has still to answer
+    fleet.load_packed(blob(2.0), 2)
+    replicas["b"].may_answer.set()
+    end = time.monotonic() + 60
+    while names(fleet) != ["a", "b"]:
+        assert time.monotonic() < end
+        fleet.wake()
+    assert (replicas["b"].version, replicas["b"].digest) == (2, replicas["a"].digest)
+    assert drawn(fleet) == drawn(fleet)
+
+
+def test_what_has_begun_with_a_version_ends_with_it_while_the_next_is_pushed(connect, replicas):
+    for each in replicas.values():
+        each.holds_two = True
+    fleet = connect("ab")
+    assert fleet.capabilities().holds_two
+    fleet.load_packed(blob(), 1)
+    expected = drawn(fleet)
+    replicas["b"].may_answer.clear()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(fleet.generate(PROMPTS, seed=5, version=1)))
+    thread.start()
+    fleet.load_packed(blob(2.0), 2)
+    replicas["b"].may_answer.set()
+    thread.join(60)
+    assert (found[0].version, found[0].completion_ids) == (1, expected)
+    assert fleet.generate(PROMPTS, seed=5, version=1).completion_ids == expected
+    assert fleet.generate(PROMPTS, seed=5, version=2).completion_ids == drawn(fleet) != expected
+
+
+def test_one_that_came_back_with_the_newest_version_alone_leaves_the_one_before_it_to_the_others(connect, replicas):
+    for each in replicas.values():
+        each.holds_two = True
+    fleet = connect("ab")
+    fleet.load_packed(blob(), 1)
+    expected = drawn(fleet)
+    fleet.load_packed(blob(2.0), 2)
+    replicas["b"].start_again()
+    fleet.wake()
+    assert names(fleet) == ["a", "b"]
+    replicas["b"].asked.clear()
+    assert fleet.generate(PROMPTS, seed=5, version=1).completion_ids == expected
+    assert ("POST", "/generate") not in replicas["b"].asked
+    for name in "ab":
+        replicas[name].start_again()
+    fleet.wake()
+    with pytest.raises(errors.VersionGoneError):
+        fleet.generate(PROMPTS, seed=5, version=1)
+
+
+def test_several_threads_draw_while_one_replica_dies_and_every_prompt_is_drawn_once(connect, replicas):
+    for each in replicas.values():
+        each.holds_two = True
+    fleet = connect()
+    fleet.load_packed(blob(), 1)
+    expected = [drawn(fleet, seed=seed) for seed in range(8)]
+    found = {}
+    threads = [
+        threading.Thread(target=lambda seed=seed: found.update({seed: drawn(fleet, seed=seed)})) for seed in range(8)
+    ]
+    replicas["b"].breaks_at = "/generate"
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert [found[seed] for seed in range(8)] == expected
+    assert names(fleet) == ["a", "c"]

@@ -1,0 +1,365 @@
+"""`Replicas`: engines that stand for one another. Who is lost or stands still is dropped, looked for, proven, and taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.errors import (
+    AccessDeniedError,
+    BaseMismatchError,
+    EngineBrokenError,
+    EngineClosedError,
+    EngineUnsupportedError,
+    QloraRLError,
+)
+
+logger = logging.getLogger(__name__)
+
+# A replica that was dropped is looked for again after so many seconds, then less and less often.
+_LOOK_AGAIN_S, _LOOK_SELDOM_S = 5.0, 60.0
+_PROBE_S = 10.0
+# One that is not done when the others have been for long: after so many times their time, and so many seconds.
+_STRAGGLES_AFTER, _STRAGGLES_AFTER_S = 3.0, 30.0
+
+# Another key, or somebody else at its URL: in one replica the others do without it.
+_ESTRANGED = (AccessDeniedError, EngineUnsupportedError)
+_GONE = (EngineBrokenError, BaseMismatchError, *_ESTRANGED)
+
+
+class Replica(Protocol):
+    """An engine among several: a server (`ServerEngine`) or an actor (`RayReplica`). It is asked from any thread.
+
+    Attributes:
+        url: where it is, for messages.
+        timeout_s: of one request, in seconds.
+        wait_s: how long it looks for a replica that is away before it says so, in seconds.
+    """
+
+    url: str
+    timeout_s: float
+    wait_s: float
+
+    @property
+    def version(self) -> int:
+        """That serves, as it said last."""
+        ...
+
+    @property
+    def found(self) -> tuple[int, str]:
+        """Version and digest that served when it was connected to."""
+        ...
+
+    @property
+    def incarnation(self) -> int:
+        """Grows with every start."""
+        ...
+
+    @property
+    def base(self) -> str:
+        """Digest of the base that was there at first."""
+        ...
+
+    @property
+    def start(self) -> str:
+        """Name of its start: no two have the same."""
+        ...
+
+    @property
+    def pushed(self) -> tuple[bytes, int] | None:
+        """The bytes that it was given last, and their version."""
+        ...
+
+    def is_there(self, timeout_s: float) -> bool:
+        """It computes something within `timeout_s` seconds; asked once, nothing is proven."""
+        ...
+
+    def wake(self) -> None:
+        """Take note of a start that is new."""
+        ...
+
+    def capabilities(self) -> EngineCapabilities:
+        """What it can be asked for."""
+        ...
+
+    def describe_base(self) -> BaseFingerprint:
+        """Read from its weights."""
+        ...
+
+    def repair_base(self) -> Mapping[str, float]:
+        """Write the exact scales back."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingSpec,
+        *,
+        places: Sequence[int] | None = None,
+        version: int | None = None,
+    ) -> Rollout:
+        """`places`: number of each prompt in the whole; decides its seed."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
+        """Logprobs of every token but the first."""
+        ...
+
+    def held_adapter(self, rank: int) -> Mapping[str, str]:
+        """Digests of what it multiplies with."""
+        ...
+
+    def note_canary(self, difference: float) -> None:
+        """Show it to others."""
+        ...
+
+    def claim(self, *, force: bool = False) -> None:
+        """Become the one trainer that pushes to it."""
+        ...
+
+    def load_packed(self, blob: bytes, version: int) -> None:
+        """Serve the adapter in the bytes of `pack_adapter`."""
+        ...
+
+    def load_adapter(self, directory: Path, version: int) -> None:
+        """Serve a PEFT directory."""
+        ...
+
+    def drop_adapter(self) -> None:
+        """Serve the bare base."""
+        ...
+
+    def cancel(self) -> None:
+        """Have the calls of other threads end."""
+        ...
+
+    def close(self) -> None:
+        """Give it back."""
+        ...
+
+
+@dataclass
+class _Lost:
+    """A replica that does not take part.
+
+    Attributes:
+        reason: why.
+        next_look: when it is looked for again, by the monotonic clock.
+        pause_s: between the looks.
+    """
+
+    reason: str
+    next_look: float
+    pause_s: float
+
+
+class Replicas:
+    """Who takes part, and questions to all of them at once. From any thread.
+
+    Args:
+        each: of them.
+        wait_s: how long to wait for one when none is left, in seconds.
+        prove: raises where one that is there again is not on the base, or does not hold what the others hold.
+
+    Attributes:
+        returns: how many were taken back.
+        changing: held while one is taken back, and by who changes what all of them serve.
+    """
+
+    def __init__(self, each: Sequence[Replica], *, wait_s: float, prove: Callable[[Replica], None]):
+        self.all, self.wait_s, self._prove = list(each), wait_s, prove
+        self.returns = 0
+        self.changing = threading.RLock()
+        self.is_closed = False
+        self._lost: dict[Replica, _Lost] = {}
+        self._left_alone: list[Future[Any]] = []  # of calls that were interrupted
+        self._overdue: dict[Replica, list[Future[Any]]] = {}  # asked of a replica that was dropped before it answered
+
+    @property
+    def live(self) -> list[Replica]:
+        """Those that take part."""
+        return [each for each in self.all if each not in self._lost]
+
+    def takes_part(self, each: Replica) -> bool:
+        """It was not dropped."""
+        return each not in self._lost
+
+    def ask_all(self, ask: Callable[[Replica], Any]) -> dict[Replica, Any]:
+        """The answer of every one that takes part, in their order; there is one at least."""
+        end = time.monotonic() + self.wait_s
+        while True:
+            if answers := self.ask(self.present(end), ask):
+                return answers
+
+    def ask(
+        self,
+        replicas: Sequence[Replica],
+        ask: Callable[[Replica], Any],
+        *,
+        forgives: tuple[type[Exception], ...] = (),
+        watches: bool = False,
+    ) -> dict[Replica, Any]:
+        """Ask at the same time. Who does not answer is dropped; a refusal is raised when all have answered.
+
+        Args:
+            replicas: whom.
+            ask: what; in a thread for each.
+            forgives: refusals that are returned as answers.
+            watches: one that is still not done long after the others is dropped, too.
+        """
+        answers, faults = self._in_parallel(replicas, ask, watches=watches)
+        answers |= {e: f for e, f in faults.items() if isinstance(f, forgives)}
+        faults = {e: f for e, f in faults.items() if e not in answers}
+        refusals = {e: f for e, f in faults.items() if not isinstance(f, _GONE)}
+        if faults and all(isinstance(faults.get(e), _ESTRANGED) for e in replicas):  # then it is not the replica
+            refusals = faults
+        for each, fault in faults.items():
+            if each not in refusals:
+                self.drop(each, fault)
+        for each, fault in refusals.items():
+            if isinstance(fault, QloraRLError) and len(self.all) > 1:
+                reasons = () if fault.reasons == (str(fault),) else fault.reasons
+                raise type(fault)(f"{fault} (Said by {each.url}.)", reasons=reasons, module=fault.module) from fault
+            raise fault
+        return answers
+
+    def _in_parallel(
+        self, replicas: Sequence[Replica], ask: Callable[[Replica], Any], *, watches: bool
+    ) -> tuple[dict[Replica, Any], dict[Replica, BaseException]]:
+        """One thread for each; daemons, so that Ctrl-C need not wait for a long rollout."""
+        self.wait_for_left_alone()
+        if len(replicas) == 1:
+            try:
+                return {replicas[0]: ask(replicas[0])}, {}
+            except Exception as error:
+                return {}, {replicas[0]: error}
+        asked = {each: _begun(ask, each) for each in replicas}
+        try:
+            late = self._watch(list(asked.values())) if watches else set()
+            wait([future for future in asked.values() if future not in late])
+        except BaseException:
+            self._left_alone += [future for future in asked.values() if not future.done()]
+            raise
+        answers, faults = {}, {}
+        for each, future in asked.items():
+            if future in late:
+                self._overdue.setdefault(each, []).append(future)
+                faults[each] = EngineBrokenError(
+                    f"asking {each.url}: it was not done long after the others, which go on without it."
+                )
+            elif fault := future.exception():
+                faults[each] = fault
+            else:
+                answers[each] = future.result()
+        return answers, faults
+
+    def _watch(self, futures: list[Future[Any]]) -> set[Future[Any]]:
+        """Wait for all, but for those that take much longer than the slowest of the others; these."""
+        started, pending, limit = time.monotonic(), set(futures), None
+        while pending:
+            left = None if limit is None else started + limit - time.monotonic()
+            if left is not None and left <= 0:
+                return pending
+            done, pending = wait(pending, timeout=left, return_when=FIRST_COMPLETED)
+            # A fault comes quickly, and says nothing of how long a rollout takes.
+            if any(future.exception() is None for future in done):
+                limit = max(_STRAGGLES_AFTER_S, _STRAGGLES_AFTER * (time.monotonic() - started))
+        return set()
+
+    def wait_for_left_alone(self) -> None:
+        """What was asked in a call that was interrupted may still arrive."""
+        limit = max(each.timeout_s + each.wait_s for each in self.all)
+        if self._left_alone and wait(list(self._left_alone), timeout=limit).not_done:
+            raise EngineBrokenError(
+                f"asking {len(self.all)} replicas: a request that was interrupted has not ended within {limit:.0f} s. Make a new engine."
+            )
+        for future in list(self._left_alone):
+            with contextlib.suppress(ValueError):  # another thread has
+                self._left_alone.remove(future)
+
+    def present(self, end: float) -> list[Replica]:
+        """Those that take part, those that are back among them; waits until `end` when there is none.
+
+        Raises:
+            EngineBrokenError: nobody is back by then; gives the reason of each.
+        """
+        while True:
+            if self.is_closed:
+                raise EngineClosedError("using the engine: it was closed. Make a new one.")
+            is_over = not self.live and time.monotonic() > end  # also where replicas come back, and fail again
+            if not is_over:
+                self._look_for_lost()
+            if live := self.live:
+                return live
+            if is_over:
+                reasons = [f"{each.url}: {lost.reason}" for each, lost in list(self._lost.items())]
+                raise EngineBrokenError(
+                    f"asking {len(self.all)} replicas: all stayed away for wait_s={self.wait_s:.0f} s; {'; '.join(reasons)} Start "
+                    "one of them again on the same base, or raise wait_s; the newest version is pushed again by itself.",
+                    reasons=reasons,
+                )
+            time.sleep(min(0.5, max(0.0, end - time.monotonic()) + 0.01))
+
+    def drop(self, each: Replica, fault: BaseException) -> None:
+        """It takes no part from now on."""
+        self._lost[each] = _Lost(str(fault), time.monotonic() + _LOOK_AGAIN_S, _LOOK_AGAIN_S)
+        logger.warning("%s is dropped, %d replicas are left: %s", each.url, len(self.live), fault)
+
+    def _look_for_lost(self) -> None:
+        due = [e for e, lost in list(self._lost.items()) if time.monotonic() >= lost.next_look or not self.live]
+        # While others can work nobody waits for a thread that takes one back, or pushes.
+        if not due or not self.changing.acquire(blocking=not self.live):
+            return
+        try:
+            for each in due:
+                if each in self._lost:
+                    self._take_back(each, self._lost[each])
+        finally:
+            self.changing.release()
+
+    def _take_back(self, each: Replica, lost: _Lost) -> None:
+        """If it is there, on the same base, and holds what the others hold."""
+        started, reason = time.monotonic(), ""
+        # A push to it that nobody waits for any more must not arrive behind the one that takes it back.
+        is_busy = any(not future.done() for future in self._overdue.get(each, ()))
+        try:
+            if not is_busy and each.is_there(_PROBE_S):
+                self._prove(each)
+            else:
+                reason = lost.reason
+        except QloraRLError as error:
+            reason = str(error)
+            if reason != lost.reason:
+                logger.warning("%s is not taken back: %s", each.url, error)
+        if reason:
+            pause = min(_LOOK_SELDOM_S, 2 * max(lost.pause_s, time.monotonic() - started))
+            self._lost[each] = _Lost(reason, time.monotonic() + pause, pause)
+            return
+        self._overdue.pop(each, None)
+        self.returns += 1
+        del self._lost[each]
+        logger.warning("%s is back: its base is proven and it holds version %d", each.url, each.version)
+
+
+def _begun(ask: Callable[[Replica], Any], each: Replica) -> Future[Any]:
+    """The answer, from a thread of its own."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            found = ask(each)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(found)
+
+    threading.Thread(target=run, daemon=True, name="qlora-rl-replica").start()
+    return future
