@@ -420,17 +420,66 @@ def train_decode() -> str:
     return "\n".join(rows)
 
 
-def _gpu() -> dict:
-    return _load("gpu.json") if (RESULTS / "gpu.json").exists() else {}
+def scale_checked() -> str:
+    """The model of benchmarks/scale.py against runs."""
+    checked = _load("scale.json")["checked"]
+    lines = ["| engines, `max_staleness` | step, measured | predicted | off by |", "|---|---|---|---|"]
+    for name, run in checked["runs"].items():
+        engines, staleness = name.replace(" engines", "").split(", staleness ")
+        error = "(calibrated)" if (engines, staleness) == ("1", "0") else f"{run['error']:+.0%}"
+        lines.append(f"| {engines}, {staleness} | {run['step_s']:.2f} s | {run['predicted_step_s']:.2f} s | {error} |")
+    return "\n".join(lines)
+
+
+def scale_predicted() -> str:
+    """Steps per hour on a fast line, with an overlap of one policy."""
+    rows = [r for r in _load("scale.json")["predicted"] if (r["net"], r["way"]) == ("lan", "ray")]
+    sizes, counts = (list(dict.fromkeys(r[key] for r in rows)) for key in ("base", "engines"))
+    found = {(r["base"], r["engines"], r["max_staleness"]): r for r in rows}
+    lines = [
+        "| engines | "
+        + " | ".join(f"{size}: steps/h without, with overlap; trainer, engines idle" for size in sizes)
+        + " |"
+    ]
+    lines.append("|---" * (1 + len(sizes)) + "|")
+    for count in counts:
+        cells = []
+        for size in sizes:
+            apart, overlaps = found[size, count, 0], found[size, count, 1]
+            cells.append(
+                f"{apart['steps_per_hour']:.2g}, **{overlaps['steps_per_hour']:.2g}**; {overlaps['trainer_idle']:.0%}, {overlaps['engines_idle']:.0%}"
+            )
+        lines.append(f"| {count} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def scale_push() -> str:
+    """Seconds of a push, by line and way."""
+    rows = {
+        (r["base"], r["engines"], r["net"], r["way"]): r
+        for r in _load("scale.json")["predicted"]
+        if r["max_staleness"] == 1
+    }
+    kinds = [("lan", "http"), ("lan", "ray"), ("wan", "http"), ("wan", "ray")]
+    lines = ["| base, engines | LAN, servers | LAN, Ray | WAN, servers | WAN, Ray |", "|---|---|---|---|---|"]
+    for size, count in (("8B", 1), ("8B", 16), ("8B", 1000), ("70B", 16), ("400B", 16), ("400B", 1000)):
+        cells = " | ".join(f"{rows[size, count, net, way]['push_s']:.3g} s" for net, way in kinds)
+        lines.append(f"| {size}, {count} | {cells} |")
+    return "\n".join(lines)
+
+
+def scale_assumed() -> str:
+    """What the prediction is made of."""
+    assumed = _load("scale.json")["assumed"]
+    lines = ["| | value | from |", "|---|---|---|"]
+    return "\n".join(lines + [f"| `{name}` | {each['value']:g} | {each['source']} |" for name, each in assumed.items()])
 
 
 TABLES = {
-    "gpu": lambda: gpu_tables.stacks(_gpu()),
-    "gpu-numbers": lambda: gpu_tables.numbers(_gpu()),
-    "field": lambda: field_tables.training(_load("field.json")),
-    "field-short": lambda: field_tables.short(_load("field.json")),
-    "field-samplers": lambda: field_tables.samplers(_load("field.json")),
-    "field-run": lambda: field_tables.run(_load("field.json")),
+    "scale-checked": scale_checked,
+    "scale-predicted": scale_predicted,
+    "scale-push": scale_push,
+    "scale-assumed": scale_assumed,
     "train-decode": train_decode,
     "rollout": rollout,
     "rollout-runs": rollout_runs,
