@@ -41,11 +41,14 @@ def test_what_is_pushed_is_what_the_other_process_serves(base32, tmp_path, rpc, 
 
 @contextmanager
 def cluster():
-    """A Ray cluster of this host."""
+    """A Ray cluster of this host; the actors' "auto" is this one, whatever other tests have started."""
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=1, include_dashboard=False, namespace="qlora-rl-tests", log_to_driver=False)
+    options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 * 2**20, "log_to_driver": False}
+    context = ray.init(address="local", namespace="qlora-rl-tests", **options)
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ADDRESS", context.address_info["gcs_address"])
+            yield
     finally:
         ray.shutdown()
 
