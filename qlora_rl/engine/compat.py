@@ -266,6 +266,23 @@ def executor_of_server() -> dict[str, Any]:
     return {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 
 
+def refuse_data_parallel(size: Any) -> None:
+    """Refuse replicas inside one vLLM.
+
+    Its client sends `collective_rpc` and `add_lora` to all of them and returns the answer of the first (`call_utility_async` of
+    v1/engine/core_client.py, 0.31): what the others hold cannot be read. Remove when it returns all.
+
+    Raises:
+        EngineUnsupportedError: `size` is above 1; names what to do instead.
+    """
+    if size is not None and int(size) > 1:
+        raise EngineUnsupportedError(
+            f"starting vLLM: data_parallel_size={size}: vLLM answers for the first of its replicas alone, so neither the base nor a push "
+            f"can be proven in the others. Start {size} servers and pass their URLs in a list, or use rollout='ray' with "
+            f"replicas={size}."
+        )
+
+
 def server_arguments(arguments: dict[str, Any], host: str, port: int, more: Sequence[str]) -> Any:
     """vLLM's namespace of server arguments: its defaults, what was asked for, and our own.
 
@@ -289,6 +306,7 @@ def server_arguments(arguments: dict[str, Any], host: str, port: int, more: Sequ
 
     parser.error = refuse
     plain, asked = parser.parse_args([]), parser.parse_args(list(more))
+    refuse_data_parallel(asked.data_parallel_size)
     name = "base" if arguments["enable_lora"] else "policy"  # full weights are written over it
     own = {**arguments, "host": host, "port": port, "api_server_count": 1, "served_model_name": [name]}
     fixed = {

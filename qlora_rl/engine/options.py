@@ -74,6 +74,7 @@ def start_options(
         EngineUnsupportedError: this base or setting cannot be served.
         BaseIncompleteError: `base` is not a prepared base.
     """
+    compat.refuse_data_parallel(vllm_options.get("data_parallel_size"))
     rank = rank_class(max_lora_rank) if max_lora_rank else 0
     version = compat.vllm_version()
     from transformers import AutoConfig

@@ -10,7 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qlora_rl import AccessDeniedError, ConfigConflictError, SamplingSpec, ServerTakenError, serve, start_server
+from qlora_rl import (
+    AccessDeniedError,
+    ConfigConflictError,
+    EngineUnsupportedError,
+    LocalEngine,
+    SamplingSpec,
+    ServerTakenError,
+    serve,
+    start_server,
+)
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.engine import policy
@@ -142,7 +151,7 @@ def test_options_that_contradict_each_other_are_refused_before_anything_starts(t
 def test_what_the_engine_sets_itself_cannot_be_set(name):
     pytest.importorskip("vllm")
     with pytest.raises(ConfigConflictError, match=name):
-        sampling_params(SamplingSpec(extra={name: 2}), 0)
+        sampling_params(SamplingSpec(extra={name: 2}), [0])
 
 
 def test_after_nan_the_servers_cache_is_cleared_before_anything_else_is_drawn(tmp_path):
@@ -191,3 +200,17 @@ def test_a_process_that_was_stopped_and_goes_on_was_not_interrupted():
         time.sleep(0.3)
     assert job.communicate(timeout=60)[0] == "untouched\n"
     assert job.returncode == 0
+
+
+def test_replicas_inside_one_vllm_are_refused_with_the_way_out(base):
+    """Of its answers vLLM returns the first replica's alone: the others could not be proven."""
+    pytest.importorskip("vllm")
+    for refused in (
+        lambda: serve(base, vllm_options=["--data-parallel-size", "2"]),
+        lambda: serve(base, data_parallel_size=2),
+        lambda: LocalEngine(base, data_parallel_size=2),
+    ):
+        with pytest.raises(
+            EngineUnsupportedError, match=r"data_parallel_size=2.*2 servers.*rollout='ray' with replicas=2"
+        ):
+            refused()
