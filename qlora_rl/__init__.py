@@ -34,6 +34,7 @@ _HOMES = {
     "iter_weights": "qlora_rl.adapter.delta",
     "LocalEngine": "qlora_rl.engine.local",
     "ServerEngine": "qlora_rl.engine.client",
+    "RayFleet": "qlora_rl.engine.ray_fleet",
     "serve": "qlora_rl.engine.serve",
     "start_server": "qlora_rl.engine.serve",
     "borrow_base": "qlora_rl.engine.shared",

@@ -164,6 +164,7 @@ class EngineCapabilities:
         can_sleep: it can give back memory between rollouts.
         takes_in_place: it lends the buffers that its layers multiply with (`InPlaceEngine`).
         takes_bytes: it takes an adapter as bytes (`ByteEngine`).
+        byte_way: how these reach it: "http" or "object_store" (Ray's).
         dense_way: how full weights reach it: "stream" (in this process), "directory" or "http".
         holds_two: it draws with two versions at once (`VersionedEngine`); where not, nothing may be drawn during a push.
     """
@@ -177,6 +178,7 @@ class EngineCapabilities:
     can_sleep: bool
     takes_in_place: bool = False
     takes_bytes: bool = False
+    byte_way: str = "http"
     dense_way: str = "stream"
     holds_two: bool = False
 

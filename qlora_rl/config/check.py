@@ -139,13 +139,13 @@ def _look_at_where(value: str | list[str]) -> list[str]:
     urls = [value] if isinstance(value, str) else value
     if not urls:
         return ["names no server"]
-    if isinstance(value, str) and value in ("colocate", "server"):
+    if isinstance(value, str) and value in ("colocate", "server", "ray"):
         return []
     wrong = [each for each in urls if not each.startswith(("http://", "https://"))]
     if not wrong:
         return []
-    hint = nearest(wrong[0], ["colocate", "server"])
-    return [f"{show(wrong[0])} is neither 'colocate', 'server' nor a URL such as 'http://host:8000'{hint}"]
+    hint = nearest(wrong[0], ["colocate", "server", "ray"])
+    return [f"{show(wrong[0])} is neither 'colocate', 'server', 'ray' nor a URL such as 'http://host:8000'{hint}"]
 
 
 def _look_at_template(value: str) -> list[str]:

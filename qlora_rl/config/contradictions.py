@@ -122,7 +122,11 @@ def _rollout(said: _Said) -> Iterator[Finding]:
     elif "api_key_file" in changed:
         yield Finding("[rollout] api_key_file", f"where = {show(where)} needs no key: it is a server's. Leave one out")
     if where == "server" and "vllm" in changed:
-        yield Finding("[rollout] vllm", "is known to where = 'colocate' only. Leave one of them out")
+        yield Finding("[rollout] vllm", "is known to where = 'colocate' and 'ray' only. Leave one of them out")
+    if where != "ray":
+        for name in ("replicas", "ray_address", "ray_options"):
+            if name in changed:
+                yield Finding(f"[rollout] {name}", f"with where = {show(where)}: it is of where = 'ray'. Leave one out")
     if said.method == "async_grpo" and said.table(TRAIN).get("vllm_enable_sleep_mode") is True:
         yield Finding(
             f"[{TRAIN}] vllm_enable_sleep_mode", "with method = 'async_grpo', whose engine never rests. Leave it out"

@@ -145,7 +145,7 @@ def _ask_vllm(document: Mapping[str, Any]) -> list[Finding]:
     method, rollout = document.get("method"), document.get("rollout", {})
     if not isinstance(rollout, Mapping) or method not in DRAWING:
         return []
-    if rollout.get("where", "colocate") not in ("colocate", "server"):
+    if rollout.get("where", "colocate") not in ("colocate", "server", "ray"):
         return []
     from qlora_rl.engine.compat import vllm_version
     from qlora_rl.engine.options import vllm_arguments

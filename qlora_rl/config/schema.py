@@ -200,7 +200,7 @@ class Rollout:
     """Where completions are drawn."""
 
     where: str | list[str] = option(
-        "`colocate`: vLLM in this process; `server`: one is started beside it; or URLs of `qlora-rl serve`",
+        "`colocate`: vLLM in this process; `server`: one is started beside it; `ray`: in actors of a Ray cluster; or URLs of `qlora-rl serve`",
         "colocate",
         methods=DRAWING,
     )
@@ -229,7 +229,17 @@ class Rollout:
     enforce_eager: bool | None = option("no CUDA graphs", None, methods=DRAWING, example=True)
     enable_prefix_caching: bool = option("share the cache of common beginnings of prompts", True, methods=DRAWING)
     vllm: dict[str, Any] = option(
-        "further arguments of `vllm.LLM`, by their names (colocate)", {}, methods=DRAWING, example={"block_size": 32}
+        "further arguments of `vllm.LLM`, by their names (colocate, ray)",
+        {},
+        methods=DRAWING,
+        example={"block_size": 32},
+    )
+    replicas: int = option("engines (ray)", 1, at_least=1, methods=DRAWING, example=4)
+    ray_address: str | None = option(
+        "of a Ray cluster; by default RAY_ADDRESS, or one of this machine (ray)", None, methods=DRAWING, example="auto"
+    )
+    ray_options: dict[str, Any] = option(
+        "of each actor, as Ray's `.options()` takes them (ray)", {}, methods=DRAWING, example={"num_gpus": 1}
     )
 
 

@@ -41,7 +41,7 @@ class DemoSettings:
         rank: of the LoRA adapters on every linear; alpha is twice that.
         completions_per_step: B = prompts x 8 rollouts.
         adapter_dtype: see QLoRAGRPOTrainer.
-        rollout: "colocate", "server" (one is started), or the URL of a server on the demo's base (key: QLORA_RL_API_KEY).
+        rollout: "colocate", "server" (one is started), "ray" (two actors), or the URL of a server on the demo's base (key: QLORA_RL_API_KEY).
     """
 
     steps: int = 100
@@ -253,6 +253,10 @@ def _make_base(run: RunDirectory, say: Callable[[str], None], show_progress: boo
     return base
 
 
+def _on_ray(settings: DemoSettings) -> dict[str, Any]:
+    return {"replicas": 2} if settings.rollout == "ray" else {}
+
+
 def make_trainer(
     settings: DemoSettings,
     base: Any,
@@ -315,7 +319,7 @@ def make_trainer(
             sync=settings.sync,
             existing_run="continue",
             rollout=settings.rollout,
-            engine_options={"use_tqdm_on_load": False, **(engine_options or {})},
+            engine_options={"use_tqdm_on_load": False, **_on_ray(settings), **(engine_options or {})},
             **arguments,
         )
     else:

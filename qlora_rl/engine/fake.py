@@ -96,9 +96,17 @@ class FakeEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec | None = None, **fields: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingSpec | None = None,
+        *,
+        places: Sequence[int] | None = None,
+        **fields: Any,
     ) -> Rollout:
-        """One completion for each of B prompts (token ids); temperature, greedy, seeds and the length limit are honoured."""
+        """One completion for each of B prompts (token ids); temperature, greedy, seeds and the length limit are honoured.
+
+        `places`: number of each prompt in the whole of which these are a part; decides its seed.
+        """
         if self._is_closed:
             raise EngineClosedError("using the engine: it was closed. Make a new FakeEngine.")
         if self._lost:
@@ -115,7 +123,8 @@ class FakeEngine:
                 f"generating: prompts {too_long} do not fit max_model_length={self.max_model_length}. Shorten them."
             )
         started = time.perf_counter()
-        drawn = [self._complete(list(p), spec, i) for i, p in enumerate(prompts)]
+        numbers = range(len(prompts)) if places is None else places
+        drawn = [self._complete(list(p), spec, i) for i, p in zip(numbers, prompts, strict=True)]
         return Rollout(
             [ids for ids, _ in drawn], [logprobs for _, logprobs in drawn], self._version, time.perf_counter() - started
         )

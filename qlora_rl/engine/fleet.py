@@ -173,11 +173,15 @@ class Fleet:
             if not able:
                 raise next(iter(without.values()))
             shares = self._shares.out(left, able)
+
+            def draw(each: Replica, shares: dict[Replica, list[int]] = shares) -> Rollout:
+                begun = time.perf_counter()  # by the clock here: the way there and back counts
+                rollout = each.generate([ids[i] for i in shares[each]], spec, places=shares[each], **named)
+                return replace(rollout, seconds=time.perf_counter() - begun)
+
             answers = self._team.ask(
                 list(shares),
-                lambda each, shares=shares: each.generate(
-                    [ids[i] for i in shares[each]], spec, places=shares[each], **named
-                ),
+                draw,
                 forgives=(VersionGoneError,) if named else (),
                 watches=True,
             )

@@ -20,11 +20,10 @@ from qlora_rl.engine.dense import DenseWeights
 from qlora_rl.engine.drive import Driver, alone
 from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
 from qlora_rl.engine.options import start_options
-from qlora_rl.engine.sampling import check_lengths, holds_nan, sampled_logprobs, sampling_params
+from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled_logprobs, sampling_params
 from qlora_rl.engine.shared import Borrowers
 from qlora_rl.engine.worker import Lending
 from qlora_rl.errors import (
-    ConfigConflictError,
     EngineBrokenError,
     EngineClosedError,
     EngineUnsupportedError,
@@ -186,9 +185,7 @@ class LocalEngine:
         self.wake()
         ids = [list(s) for s in sequences]
         check_lengths(ids, self._max_model_length)
-        _, outputs = self._run(
-            ids, SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0}), bare=bare
-        )
+        _, outputs = self._run(ids, sampling_params(SCORING, range(len(ids))), bare=bare)
         return [
             [entry[token].logprob for token, entry in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
             for row, output in zip(ids, outputs, strict=True)
@@ -234,6 +231,7 @@ class LocalEngine:
         sampling: SamplingSpec | None = None,
         *,
         version: int | None = None,
+        places: Sequence[int] | None = None,
         **fields: Any,
     ) -> Rollout:
         """One completion for each of B prompts; repeat a prompt to draw several.
@@ -249,6 +247,7 @@ class LocalEngine:
             prompts: B token-id lists or strings.
             sampling: how to draw; or give its fields by name.
             version: of the adapter; that which serves, or the one before it while its slot has not been written anew.
+            places: number of each prompt in the whole of which these are a part; decides its seed. By default 0 to B - 1.
 
         Raises:
             PromptTooLongError: names every prompt that leaves no room for a completion; nothing was generated.
@@ -263,7 +262,8 @@ class LocalEngine:
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         check_lengths(ids, self._max_model_length)
         started = time.perf_counter()
-        version, outputs = self._run(ids, sampling, version=version)
+        params = sampling_params(sampling, range(len(ids)) if places is None else places)
+        version, outputs = self._run(ids, params, version=version)
         return Rollout(
             completion_ids=[list(o.outputs[0].token_ids) for o in outputs],
             logprobs=[sampled_logprobs(o.outputs[0]) for o in outputs],
@@ -448,17 +448,13 @@ class LocalEngine:
             self._adapters.load_again(self._llm)
 
     def _run(
-        self, ids: list[list[int]], sampling: SamplingSpec, *, bare: bool = False, version: int | None = None
+        self, ids: list[list[int]], params: list[Any], *, bare: bool = False, version: int | None = None
     ) -> tuple[int, list[Any]]:
         """Drive the engine until all B requests are done; whatever happens, none of them stays behind.
 
         Returns:
             The version that has made them, and their outputs.
         """
-        try:
-            params = [sampling_params(sampling, i) for i in range(len(ids))]
-        except Exception as error:  # vLLM has an error type of its own for them
-            raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
         try:
             with interrupts_between_steps() as raise_if_interrupted:
                 with self._driver.door, self._driver.lock:

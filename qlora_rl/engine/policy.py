@@ -24,7 +24,14 @@ from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, unpack_adapter
 from qlora_rl.contracts import AdapterBundle, SamplingSpec
 from qlora_rl.engine import compat
 from qlora_rl.engine.gate import Visits
-from qlora_rl.engine.sampling import check_lengths, holds_nan, sampled_logprobs, sampling_params, scored_logprobs
+from qlora_rl.engine.sampling import (
+    SCORING,
+    check_lengths,
+    holds_nan,
+    sampled_logprobs,
+    sampling_params,
+    scored_logprobs,
+)
 from qlora_rl.engine.weights import ServedWeights
 from qlora_rl.errors import (
     AccessDeniedError,
@@ -243,8 +250,7 @@ class ServedPolicy:
         self, sequences: list[list[int]], bare: bool, wanted: Wanted = (None, None, False)
     ) -> dict[str, Any]:
         """Logprobs of every token but the first; `wanted` as in `generate`."""
-        spec = SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0})
-        version, outputs = await self._run(sequences, spec, bare=bare, wanted=wanted)
+        version, outputs = await self._run(sequences, SCORING, bare=bare, wanted=wanted)
         scored = [scored_logprobs(ids, o.prompt_logprobs) for ids, o in zip(sequences, outputs, strict=True)]
         return {"logprobs": scored, "version": version}
 
@@ -297,10 +303,7 @@ class ServedPolicy:
     async def _draw(
         self, ids: list[list[int]], spec: SamplingSpec, held: Held | None, places: list[int] | None
     ) -> tuple[int, list[Any]]:
-        try:
-            params = [sampling_params(spec, place) for place in (range(len(ids)) if places is None else places)]
-        except Exception as error:  # vLLM has an error type of its own for them
-            raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
+        params = sampling_params(spec, range(len(ids)) if places is None else places)
         lora, salt = (None, self.weights.salt) if held is None else (held.request, held.salt)
         call = uuid.uuid4().hex
 

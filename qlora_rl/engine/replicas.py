@@ -331,7 +331,7 @@ class Replicas:
         # A push to it that nobody waits for any more must not arrive behind the one that takes it back.
         is_busy = any(not future.done() for future in self._overdue.get(each, ()))
         try:
-            if not is_busy and each.is_there(_PROBE_S):
+            if each.is_there(_PROBE_S) and not is_busy:
                 self._prove(each)
             else:
                 reason = lost.reason

@@ -12,10 +12,25 @@ from qlora_rl.errors import ConfigConflictError, PromptTooLongError
 
 # Of vLLM's SamplingParams, but the engine's own.
 _OURS = {"logprobs", "n", "output_kind"}
+# Asks for nothing but the logprobs of the prompt.
+SCORING = SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0})
 
 
-def sampling_params(spec: SamplingSpec, index: int) -> Any:
-    """vLLM's parameters for request `index` of a call."""
+def sampling_params(spec: SamplingSpec, places: Sequence[int]) -> list[Any]:
+    """vLLM's parameters for the requests at `places` of a call.
+
+    Raises:
+        ConfigConflictError: vLLM refuses them, or a field of `extra` is ours.
+    """
+    try:
+        return [_params(spec, index) for index in places]
+    except ConfigConflictError:
+        raise
+    except Exception as error:  # vLLM has an error type of its own for them
+        raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
+
+
+def _params(spec: SamplingSpec, index: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 

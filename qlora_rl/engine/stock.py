@@ -46,7 +46,7 @@ class StockEngine:
         started = time.perf_counter()
         outputs = self._llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-            [sampling_params(sampling, i) for i in range(len(prompts))],
+            sampling_params(sampling, range(len(prompts))),
             lora_request=self._request,
             use_tqdm=False,
         )

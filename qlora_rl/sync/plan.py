@@ -17,6 +17,11 @@ from qlora_rl.errors import (
 
 Wish = Literal["auto", "lora_adapter", "weights"]
 WISHES: tuple[str, ...] = ("auto", "lora_adapter", "weights")
+# How an adapter travels as bytes.
+BYTE_WAYS = {
+    "http": "The engine is a server: the adapter travels in the body of a request.",
+    "object_store": "The engines are actors: the adapter is put into Ray's object store, once for all of them.",
+}
 # How full weights travel, as a sentence goes on.
 DENSE_WAYS = {
     "stream": "streamed into an engine on the baked base, in this process",
@@ -96,8 +101,8 @@ def plan_sync(
         transport = "in_place"
         reasons.append("The engine is in this process: the adapter is copied into its buffers.")
     elif capabilities is not None and capabilities.takes_bytes:
-        transport = "http"
-        reasons.append("The engine is a server: the adapter travels in the body of a request.")
+        transport = capabilities.byte_way
+        reasons.append(BYTE_WAYS[transport])
     elif capabilities is not None:
         reasons.append("It travels through a directory that both sides see.")
     if diff is not None:

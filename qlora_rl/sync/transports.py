@@ -82,6 +82,6 @@ def transport_for(
     name: str, root: str | os.PathLike[str] | None = None
 ) -> DirectoryTransport | InPlaceTransport | HttpTransport:
     """The transport that a plan names."""
-    if name == HttpTransport.name:
-        return HttpTransport()
+    if name in ("http", "object_store"):
+        return HttpTransport(name)
     return {"directory": DirectoryTransport, "in_place": InPlaceTransport}[name](root)

@@ -1,4 +1,4 @@
-"""`HttpTransport`: the adapter as one safetensors blob in the body of a request; no directory that both sides see."""
+"""`HttpTransport`: the adapter as one safetensors blob, which the engine carries further; no directory that both sides see."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
 
 class HttpTransport:
-    """Packs the adapter and hands the bytes to the engine, which sends them; keeps the two newest versions to take one back."""
+    """Packs the adapter and hands the bytes to the engine, which sends them; keeps the two newest versions to take one back.
 
-    name = "http"
+    Args:
+        name: "http", or "object_store" where the engine puts them into Ray's.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "http") -> None:
+        self.name = name
         self._live: list[tuple[bytes, int]] = []  # the version that serves, and the one before it
 
     def deliver(self, adapter: AdapterSource, version: int, engine: ByteEngine) -> Delivery:

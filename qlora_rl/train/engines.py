@@ -9,6 +9,7 @@ from typing import Any
 from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.errors import NotYetSupportedError
 from qlora_rl.train.pairing import closer
 from qlora_rl.train.settings import is_url
 
@@ -22,7 +23,7 @@ class EngineChoice:
         name: for the record.
 
     Args:
-        rollout: "colocate", "server", URLs in one text, or a `RolloutEngine`; checked by `settings.check`.
+        rollout: "colocate", "server", "ray", URLs in one text, or an engine object; checked by `settings.check`.
         options: arguments of an engine that is started.
         api_key_file: holds the key of a server.
         sync_dir: the adapter directory of a server, if this machine sees it.
@@ -51,14 +52,21 @@ class EngineChoice:
 
     def start(self, base: PreparedBase, rank: int) -> RolloutEngine:
         """An engine on `base` for adapters of `rank`."""
-        start = start_server if self.rollout == "server" else start_local
-        return start(base, rank, self.options)
+        return _STARTS[self.rollout](base, rank, self.options)
 
     def start_dense(self, base: PreparedBase) -> RolloutEngine:
-        """An engine that can be given all weights: on the baked base, or on one that is not 4-bit."""
-        start = start_server if self.rollout == "server" else start_local
+        """An engine that can be given all weights: on the baked base, or on one that is not 4-bit.
+
+        Raises:
+            NotYetSupportedError: several engines cannot.
+        """
+        if self.rollout == "ray":
+            raise NotYetSupportedError(
+                "choosing the engine: rollout='ray' takes adapters, and this policy needs full weights (see the reasons of its verdict: "
+                "judge_adapter). Use rollout='server' or 'colocate'."
+            )
         baked = bake_base(base) if base.spec.is_4bit else base
-        return start(baked, 0, {**self.options, "max_lora_rank": 0})
+        return _STARTS[self.rollout](baked, 0, {**self.options, "max_lora_rank": 0})
 
     def closer(self, engine: RolloutEngine | None) -> Callable[[], None] | None:
         """What closes `engine`; `None` where that is its owner's business."""
@@ -76,8 +84,26 @@ def start_server(base: PreparedBase, rank: int, options: dict[str, Any]) -> Roll
     """vLLM in a process of its own, which ends with the engine."""
     from qlora_rl.engine.beside import ServerBeside
 
-    known = {name: value for name, value in options.items() if name not in ("repair_scales", "enable_sleep")}
-    return ServerBeside(base, **{"max_lora_rank": rank, **known})
+    return ServerBeside(base, **{"max_lora_rank": rank, **_elsewhere(options)})
+
+
+def start_ray(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
+    """vLLM in `replicas` actors of a Ray cluster, which end with the engine."""
+    from qlora_rl.engine.ray_fleet import RayFleet
+
+    return RayFleet(base, **{"max_lora_rank": rank, **_elsewhere(options)})
+
+
+def _elsewhere(options: dict[str, Any]) -> dict[str, Any]:
+    """Without what is of this process alone: an engine elsewhere repairs its scales when it starts, and never sleeps."""
+    return {name: value for name, value in options.items() if name not in ("repair_scales", "enable_sleep")}
+
+
+_STARTS: dict[str, Callable[..., RolloutEngine]] = {
+    "colocate": start_local,
+    "server": start_server,
+    "ray": start_ray,
+}
 
 
 def connect(

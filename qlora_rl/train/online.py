@@ -120,6 +120,10 @@ class OnlineTrainer(TrainedRun):
             from qlora_rl.engine.compat import vllm_version
 
             vllm_version()  # before minutes of loading
+        if rollout == "ray":
+            from qlora_rl.engine.ray_fleet import require_ray
+
+            require_ray()
         self.run = RunDirectory(args.output_dir, options.existing_run) if args.process_index == 0 else None
         is_whole = trains_whole(model, peft_config, options.sync)
         self.memory = None

@@ -61,7 +61,7 @@ def why_not_shared(source: Source, rollout: str | RolloutEngine, share_base: boo
                 "a path or a name, or leave share_base out."
             )
         return "the model was passed as an object, which is loaded already"
-    if rollout == "server" or hasattr(rollout, "url"):
+    if rollout in ("server", "ray") or hasattr(rollout, "url"):
         if share_base is True:
             raise CannotShareError("sharing the base: the engine is a process of its own. Leave share_base out.")
         return "the engine is a process of its own"
@@ -89,7 +89,7 @@ def make_pair(
 
     Args:
         source: where the model comes from.
-        rollout: "colocate", "server", or the engine that was passed or connected to.
+        rollout: "colocate", "server", "ray", or the engine that was passed or connected to.
         share_base: "auto", True or False.
         peft_config: the adapter that will be made.
         check: refuses an adapter by raising, and gives the reason why it needs an engine of its own, or ""; called before

@@ -44,7 +44,7 @@ _CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_m
 # Completions of a prompt that online DPO compares.
 PAIR = 2
 # What the trainer starts, and stops at the end.
-STARTED = ("colocate", "server")
+STARTED = ("colocate", "server", "ray")
 
 
 def is_url(rollout: Any) -> bool:
@@ -104,7 +104,7 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
     if isinstance(rollout, str) and rollout not in STARTED and not is_url(rollout):
         raise ConfigConflictError(
             f"choosing the engine: rollout={rollout!r} is none of 'colocate' (vLLM in this process), 'server' (one is started beside "
-            "it), a URL such as 'http://127.0.0.1:8000' (or several, in a list), or an engine object."
+            "it), 'ray' (in actors of a Ray cluster), a URL such as 'http://127.0.0.1:8000' (or several, in a list), or an engine object."
         )
     if not isinstance(rollout, str) and not isinstance(rollout, RolloutEngine):
         raise ConfigConflictError(

@@ -33,14 +33,15 @@ class QLoRAGRPOTrainer(OnlineTrainer, OnePass, MeasuredSteps, GRPOTrainer):
         model: prepared base, hub name, checkpoint directory, model object (4-bit ones are written down with their own
             bytes), or PeftModel (its adapter is trained on).
         rollout: "colocate" (vLLM in this process), the URL of a server (`qlora-rl serve`), several URLs in a list (replicas),
-            "server" (one is started beside the trainer and stopped with it), or an engine object, which is not closed with it.
+            "server" (one is started beside the trainer and stopped with it), "ray" (engine_options={"replicas": N} engines in
+            actors of a Ray cluster), or an engine object, which is not closed with it.
         api_key_file: holds the key of that server; or set QLORA_RL_API_KEY.
         sync: "lora_adapter"; "weights" (dense weights, to an engine on the baked base, for any adapter that is a change of weights);
             "auto": the first where the adapter can travel alone, otherwise the second. "weights" without any adapter trains all
             weights of a base that is not 4-bit; the model is left in model/ of the run directory.
         adapter_dtype: of the trained LoRA weights. "float32" (default): small updates are not rounded away; under bf16
             autocast they are multiplied in bf16 as the engine does. "bfloat16" is what TRL does to 4-bit models.
-        engine_options: further arguments of LocalEngine; they win over the `vllm_*` fields of `args`.
+        engine_options: further arguments of LocalEngine (of RayFleet, start_server); they win over the `vllm_*` fields of `args`.
         sync_dir: where adapter versions lie on their way; by default tmpfs. With a server: its adapter directory, if this machine
             sees it; otherwise adapters travel in requests.
         existing_run: what to do when `args.output_dir` holds a run: "refuse", "overwrite", "continue" (append), or "resume": `train()`

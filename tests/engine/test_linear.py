@@ -42,7 +42,7 @@ def scored(engine, requests):
     spec = SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0})
     for i, request in enumerate(requests):
         prompt = {"prompt_token_ids": SEQUENCES[0], "cache_salt": f"mixed-{i}-{id(requests)}"}
-        llm.add_request(f"mixed-{i}", prompt, sampling_params(spec, i), lora_request=request)
+        llm.add_request(f"mixed-{i}", prompt, sampling_params(spec, [i])[0], lora_request=request)
     found = {}
     while llm.has_unfinished_requests():
         for output in llm.step():

@@ -97,6 +97,9 @@ WRONG = {
         "enforce_eager": [("yes", TRUTH)],
         "enable_prefix_caching": [(1, TRUTH)],
         "vllm": [("block_size", "a table of values")],
+        "replicas": [(0, "at least 1"), (2, "it is of where = 'ray'")],
+        "ray_address": [(1, TEXT)],
+        "ray_options": [("num_gpus", "a table of values")],
     },
     "sync": {
         "how": [("merge", "none of 'auto', 'lora_adapter', 'weights'")],
@@ -155,7 +158,7 @@ def test_everything_is_said_at_once(tmp_path):
         "[adapter] rank: unknown; did you mean [adapter] r?",
         "[adapter] r: '8' is not a whole number",
         "[run] lora_alpha: unknown; did you mean [adapter] lora_alpha?",
-        "[rollout] where: 'colocat' is neither 'colocate', 'server' nor a URL such as 'http://host:8000'; did you mean 'colocate'?",
+        "[rollout] where: 'colocat' is neither 'colocate', 'server', 'ray' nor a URL such as 'http://host:8000'; did you mean 'colocate'?",
         "[[rewards]] number 0 arguments: at_most is missing: 'length_match' needs it",
         "[[rewards]] number 1 weight: '1' is not a number",
     ):
@@ -179,7 +182,8 @@ def test_everything_is_said_at_once(tmp_path):
         ({"adapter": {"kind": "none", "r": 4}}, "[adapter] r", "trains no adapter"),
         ({"adapter": {"use_dora": True}, "sync": {"how": "lora_adapter"}}, "[sync] how", "use_dora, which cannot travel alone"),
         ({"rollout": {"where": "http://a", "base_compute": "baked"}}, "[rollout] base_compute", "where that server is started"),
-        ({"rollout": {"where": "server", "vllm": {"a": 1}}}, "[rollout] vllm", "colocate' only"),
+        ({"rollout": {"where": "server", "vllm": {"a": 1}}}, "[rollout] vllm", "'colocate' and 'ray' only"),
+        ({"rollout": {"where": "server", "replicas": 2}}, "[rollout] replicas", "it is of where = 'ray'"),
         ({"rollout": {"api_key_file": str(ROOT / "Makefile")}}, "[rollout] api_key_file", "needs no key"),
         ({"rollout": {"where": "server", "share_base": True}}, "[rollout] share_base", "its own base"),
         ({"train": {"eval_strategy": "steps"}}, "[train] eval_strategy", "without [data] eval"),

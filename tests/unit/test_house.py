@@ -31,7 +31,7 @@ OWNERS = {
     "triton": {"engine"},
     "torchrl": {"torchrl"},
     "tensordict": {"torchrl"},
-    "ray": {"torchrl"},
+    "ray": {"torchrl", "engine"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

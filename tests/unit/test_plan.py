@@ -19,6 +19,7 @@ ENGINE = EngineCapabilities("test", True, False, 16, 64, "bfloat16", False)
     [
         ({}, "directory", "both sides see"),
         ({"takes_bytes": True}, "http", "body of a request"),
+        ({"takes_bytes": True, "byte_way": "object_store"}, "object_store", "once for all of them"),
         ({"takes_in_place": True}, "in_place", "its buffers"),
         ({"takes_in_place": True, "takes_bytes": True}, "in_place", "its buffers"),
     ],

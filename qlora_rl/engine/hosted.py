@@ -1,0 +1,136 @@
+"""`HostedEngine`: what runs in an actor: an engine that takes adapters as bytes, and answers with its errors. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qlora_rl.adapter.store import AdapterStore, default_root, unpack_adapter
+from qlora_rl.contracts import BaseFingerprint, EngineCapabilities
+from qlora_rl.engine.leftovers import hold, sweep
+from qlora_rl.errors import QloraRLError
+
+# Versions on disk: vLLM may read the two that it holds again, and the next one comes beside them.
+_KEPT = 3
+
+
+@dataclass(frozen=True)
+class State:
+    """What a started engine says of itself.
+
+    Attributes:
+        base: digest of its base, read from its weights.
+        capabilities: of the engine.
+        version: that serves.
+        pid: of its process.
+        host: that it runs on.
+    """
+
+    base: str
+    capabilities: EngineCapabilities
+    version: int
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was asked for, or the error of ours that came instead.
+
+    Attributes:
+        value: of the method.
+        version: that serves now.
+        error: that it has raised; errors of others end the call.
+    """
+
+    value: Any
+    version: int
+    error: QloraRLError | None = None
+
+
+class HostedEngine:
+    """An engine behind one method, `ask`; methods of its own come first, then those of the engine.
+
+    Args:
+        base: directory of a prepared base, as this machine sees it.
+        options: of `make`.
+        make: makes the engine; `LocalEngine` by default.
+    """
+
+    def __init__(self, base: str, options: dict[str, Any], make: Callable[..., Any] | None = None):
+        # Several engines on one host: each has the threads that Ray gives it, on whatever cores are free.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        sweep(default_root(), "qlora-rl-hosted-*")  # of actors that were killed
+        self._own = Path(tempfile.mkdtemp(prefix="qlora-rl-hosted-", dir=default_root()))
+        self._handle = hold(self._own)
+        self._store = AdapterStore(self._own, keep=_KEPT)
+        self._changing = threading.Lock()
+        self._engine: Any = None
+        self._failure: QloraRLError | None = None
+        try:
+            self._engine = (make or _local)(base, **options)
+        except QloraRLError as error:
+            self._failure = error
+
+    def ask(self, method: str, *args: Any, **named: Any) -> Answer:
+        """The answer of a method; what an engine that did not start answers is why."""
+        if self._engine is None:
+            return Answer(None, 0, self._failure)
+        own = {"state": self._state, "load_packed": self._load_packed, "describe_base": self._describe_base}
+        ask = own.get(method) or getattr(self._engine, method)
+        try:
+            return Answer(ask(*args, **named), self._engine.version)
+        except QloraRLError as error:
+            return Answer(None, self._engine.version, error)
+
+    def close(self) -> None:
+        """Stop the engine, and remove what lies on tmpfs."""
+        if self._engine is not None:
+            self._engine.close()
+        os.close(self._handle)
+        shutil.rmtree(self._own, ignore_errors=True)
+
+    def _state(self) -> State:
+        found = self._engine.capabilities()
+        host = socket.gethostname()
+        capabilities = replace(
+            found,
+            name=f"{found.name} in process {os.getpid()} on {host}",
+            takes_dense=False,
+            takes_in_place=False,
+            takes_bytes=True,
+            byte_way="object_store",
+            can_sleep=False,
+        )
+        digest = self._engine.describe_base().digest
+        return State(digest, capabilities, self._engine.version, os.getpid(), host)
+
+    def _describe_base(self) -> dict[str, Any]:
+        """As plain values."""
+        found: BaseFingerprint = self._engine.describe_base()
+        return found.as_dict()
+
+    def _load_packed(self, blob: bytes, version: int) -> None:
+        bundle = unpack_adapter(blob)
+        with self._changing:
+            directory = self._store.publish(bundle, version)
+            try:
+                self._engine.load_adapter(directory, version)
+            except BaseException:
+                self._store.withdraw(directory)
+                raise
+            self._store.retire()
+
+
+def _local(base: str, **options: Any) -> Any:
+    from qlora_rl.engine.local import LocalEngine
+
+    return LocalEngine(base, **options)

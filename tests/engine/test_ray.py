@@ -1,0 +1,242 @@
+"""`RayFleet`: real vLLM in two actors of a Ray cluster of this host; kill -9, replacements, trainings."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_async_training import make as make_async
+from test_config_on_vllm import SMALL, train
+from test_server import scaled
+from test_training import lines, make, reward_digits
+
+from qlora_rl import (
+    AdapterSync,
+    Canary,
+    ConfigConflictError,
+    MissingDependencyError,
+    RayFleet,
+    SyncError,
+    export_adapter,
+)
+from qlora_rl.adapter.store import pack_adapter
+from qlora_rl.base.fingerprint import digest_bytes
+from qlora_rl.contracts import CancellableEngine, ReplicatedEngine, RolloutEngine, SamplingSpec
+from qlora_rl.sync.transports import transport_for
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 64}
+SAMPLING = SamplingSpec(max_tokens=12, seed=1, temperature=0.9)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """As a user has one: nothing here may end it."""
+    ray = pytest.importorskip("ray")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+    yield ray
+    assert ray.is_initialized()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def fleet(base, cluster):
+    with RayFleet(base, replicas=2, **OPTIONS) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def both(fleet):
+    """The two, whole, on the bare base."""
+    wait_for_all(fleet)
+    fleet.drop_adapter()
+    return fleet
+
+
+@pytest.fixture
+def bundle(adapted):
+    return export_adapter(adapted, dtype=torch.bfloat16)
+
+
+def wait_for_all(fleet):
+    end = time.monotonic() + 300
+    while len(fleet.live) < len(fleet.replicas):
+        assert time.monotonic() < end
+        time.sleep(0.5)
+        fleet.wake()
+
+
+def drawn(engine, prompts):
+    rollout = engine.generate(prompts * 4, SAMPLING)
+    return rollout.completion_ids, rollout.logprobs, rollout.version
+
+
+def digests(bundle):
+    return {name: digest_bytes(tensor) for name, tensor in bundle.tensors.items()}
+
+
+class StruckInARollout:
+    """The process of a replica stands still, so that its share cannot come to an end, and is killed -9 in the middle of it."""
+
+    def __init__(self, replica):
+        self.pid = replica.pid
+
+    def __enter__(self):
+        os.kill(self.pid, signal.SIGSTOP)
+        self.timer = threading.Timer(1.0, os.kill, (self.pid, signal.SIGKILL))
+        self.timer.start()
+
+    def __exit__(self, *_):
+        self.timer.join()
+
+
+# First, while no other fleet takes the cluster's two CPUs.
+
+
+def test_the_ray_example_runs(cluster, model_dir, tmp_path):
+    out = tmp_path / "run"
+    found = train(ROOT / "examples" / "ray.toml", out, *SMALL, f"base.model={model_dir}")
+    assert all(line["canary_seconds"] > 0 for line in found)
+    held = json.loads((out / "config.json").read_text())
+    assert (held["rollout"], held["plan"]["transport"]) == ("ray", "object_store")
+    assert held["engine"].startswith("2 replicas: vllm")
+
+
+@pytest.mark.full
+def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(base, cluster, tmp_path):
+    from qlora_rl import BaseIncompleteError
+
+    with pytest.raises(BaseIncompleteError):
+        RayFleet(tmp_path, replicas=1, **OPTIONS)
+    free = cluster.available_resources()["CPU"]
+    assert free <= 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_training_goes_on_when_an_actor_is_killed_in_a_rollout(cluster, base, tmp_path, overlaps):
+    """The reward rises as without the fault; every step is there once, and every token drawn by the version that it names."""
+    limits = {"max_steps": 40, "engine_options": {"replicas": 2}, "rollout": "ray"}
+    made = (
+        make_async(base, tmp_path, reward_digits, max_staleness=2, **limits)
+        if overlaps
+        else make(base, tmp_path, **limits)
+    )
+    with made as trainer:
+        engine, real, calls = trainer.engine, trainer.engine.generate, []
+        victim = engine.live[1]
+        killed = victim.pid
+
+        def generate(prompts, *args, **named):
+            calls.append(len(prompts))
+            if len(calls) == 6:
+                with StruckInARollout(victim):
+                    return real(prompts, *args, **named)
+            return real(prompts, *args, **named)
+
+        engine.generate = generate
+        trainer.train()
+        found = lines(tmp_path)
+        assert [line["step"] for line in found] == list(range(1, 41))
+        assert [line["policy_version"] for line in found] == list(range(1, 41))
+        assert sum(calls) == 40 * 8
+        assert max(line["mismatch_kl"] for line in found if line.get("staleness_max", 0) == 0) < 5e-3
+        rewards = [line["reward"] for line in found]
+        assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1
+        wait_for_all(engine)
+        assert victim.pid != killed
+        assert victim.version == engine.version == 40
+        assert victim.held_adapter(8) == engine.live[0].held_adapter(8) != {}
+        trainer.bridge.strategy.verify()
+
+
+@pytest.mark.full
+def test_the_demo_learns_on_two_actors(cluster, tmp_path):
+    """Sums: right answers, on ones that were never trained on, from a quarter to four fifths."""
+    from qlora_rl.demo.job import DemoSettings, run_demo
+
+    summary = run_demo(DemoSettings(steps=60, rollout="ray"), tmp_path / "run", say=print, show_progress=False)
+    assert summary["accuracy_before"] <= 0.5
+    assert summary["accuracy_after"] > 0.8
+    assert summary["reward_last"] > summary["reward_first"] + 0.2
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["engine"].startswith("2 replicas: vllm")
+
+
+def test_two_actors_draw_to_the_last_bit_what_one_draws_and_a_push_is_put_once(both, bundle, prompts):
+    for protocol in (RolloutEngine, ReplicatedEngine, CancellableEngine):
+        assert isinstance(both, protocol)
+    assert len({each.pid for each in both.live}) == 2
+    assert len({each.describe_base().digest for each in both.live}) == 1
+    puts = both.parcels.puts
+    both.load_packed(pack_adapter(bundle), 1)
+    assert both.parcels.puts == puts + 1
+    assert both.held_adapter(8) == digests(bundle)
+    one = both.live[0].generate(prompts * 4, SAMPLING)
+    assert drawn(both, prompts) == (one.completion_ids, one.logprobs, 1)
+    both.load_packed(pack_adapter(scaled(bundle, 2.0)), 2)
+    assert both.generate(prompts * 4, SAMPLING, version=1).completion_ids == one.completion_ids
+    assert both.generate(prompts * 4, SAMPLING).completion_ids != one.completion_ids
+    assert all(speed > 0 for speed in both.speeds.values())
+
+
+def test_an_error_in_an_actor_comes_as_itself_and_the_old_version_serves(both, bundle, prompts):
+    both.load_packed(pack_adapter(bundle), 1)
+    served = drawn(both, prompts)
+    broken = pack_adapter(
+        type(bundle)({k.replace("q_proj", "z_proj"): v for k, v in bundle.tensors.items()}, bundle.config)
+    )
+    with pytest.raises(SyncError, match="Said by ray:"):
+        both.load_packed(broken, 2)
+    assert len(both.live) == 2
+    assert drawn(both, prompts) == served
+
+
+def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_is_proven(
+    both, adapted, prompts, caplog
+):
+    canary = Canary(adapted, both, every=1)
+    canary.calibrate()
+    strategy = AdapterSync(adapted, both, transport_for("object_store"), canary)
+    report = strategy.push()
+    assert (report.transport, both.version) == ("object_store", 1)
+    served, victim = drawn(both, prompts), both.live[1]
+    killed, starts, incarnation = victim.pid, victim.incarnation, both.incarnation
+    with StruckInARollout(victim):
+        rollout = both.generate(prompts * 4, SAMPLING)
+    assert (rollout.completion_ids, rollout.logprobs, rollout.version) == served  # each of 32 once
+    assert [each.url for each in both.live] == [both.replicas[0].url]
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(1.5)
+    strategy.push()  # to the one that is left
+    served = drawn(both, prompts)
+    wait_for_all(both)
+    assert both.replicas[1] is victim
+    assert (victim.pid != killed, victim.incarnation, victim.version) == (True, starts + 1, 2)
+    assert both.incarnation > incarnation
+    assert victim.describe_base().digest == both.replicas[0].base
+    held = victim.held_adapter(8)
+    assert held
+    assert held == both.replicas[0].held_adapter(8)
+    assert "its base is proven and it holds version 2" in caplog.text
+    strategy.verify()  # both sides' logprobs, of each of the two
+    assert victim.generate(prompts * 4, SAMPLING).completion_ids == served[0]
+
+
+def test_what_contradicts_is_said_before_an_actor_is_placed(base, monkeypatch):
+    with pytest.raises(ConfigConflictError, match="replicas=0"):
+        RayFleet(base, replicas=0)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'qlora-rl\[ray\]'"):
+        RayFleet(base)
+
+
+def test_options_that_are_ours_are_refused(base, cluster):
+    with pytest.raises(ConfigConflictError, match="max_restarts"):
+        RayFleet(base, ray_options={"max_restarts": 3})
