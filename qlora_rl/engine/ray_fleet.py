@@ -111,7 +111,9 @@ class RayReplica:
         is_soon = bool(ray.wait([self._starting], timeout=min(timeout_s, _SOON_S))[0])
         held = f"The cluster has {_brief(ray.cluster_resources())}, of which {_brief(ray.available_resources())} free"
         if not is_soon:
-            logger.warning("%s is not there after %.0f s. %s; waiting on", self.url, _SOON_S, held)
+            logger.warning(
+                "%s has not started after %.0f s: it is slow, or there is no room. %s", self.url, _SOON_S, held
+            )
         if not is_soon and not ray.wait([self._starting], timeout=max(0.0, timeout_s - _SOON_S))[0]:
             raise EngineBrokenError(
                 f"starting {self.url}: no engine within {timeout_s:.0f} s. {held}: ask for fewer replicas, or for less with ray_options."
