@@ -443,8 +443,10 @@ def main() -> None:
         before = json.loads(RESULT.read_text())
         about, checked = {name: before[name] for name in ("commit", "versions", "machine")}, before["checked"]
     assumed = {name: {"value": value, "source": source} for name, (value, source) in ASSUMED.items()}
-    result = about | {"checked": checked, "assumed": assumed, "predicted": predict()}
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    head = json.dumps(about | {"checked": checked, "assumed": assumed}, indent=1).removesuffix("\n}")
+    rows = [{n: float(f"{v:.4g}") if isinstance(v, float) else v for n, v in row.items()} for row in predict()]
+    lines = ",\n  ".join(json.dumps(row) for row in rows)  # a line each
+    arguments.json.write_text(f'{head},\n "predicted": [\n  {lines}\n ]\n}}\n')
 
 
 if __name__ == "__main__":
