@@ -475,7 +475,17 @@ def scale_assumed() -> str:
     return "\n".join(lines + [f"| `{name}` | {each['value']:g} | {each['source']} |" for name, each in assumed.items()])
 
 
+def _gpu() -> dict:
+    return _load("gpu.json") if (RESULTS / "gpu.json").exists() else {}
+
+
 TABLES = {
+    "gpu": lambda: gpu_tables.stacks(_gpu()),
+    "gpu-numbers": lambda: gpu_tables.numbers(_gpu()),
+    "field": lambda: field_tables.training(_load("field.json")),
+    "field-short": lambda: field_tables.short(_load("field.json")),
+    "field-samplers": lambda: field_tables.samplers(_load("field.json")),
+    "field-run": lambda: field_tables.run(_load("field.json")),
     "scale-checked": scale_checked,
     "scale-predicted": scale_predicted,
     "scale-push": scale_push,
