@@ -84,7 +84,11 @@ class HostedEngine:
         """The answer of a method; what an engine that did not start answers is why."""
         if self._engine is None:
             return Answer(None, 0, self._failure)
-        own = {"state": self._state, "load_packed": self._load_packed, "describe_base": self._describe_base}
+        own: dict[str, Callable[..., Any]] = {
+            "state": self._state,
+            "load_packed": self._load_packed,
+            "describe_base": self._describe_base,
+        }
         ask = own.get(method) or getattr(self._engine, method)
         try:
             return Answer(ask(*args, **named), self._engine.version)

@@ -248,7 +248,8 @@ class Replicas:
         except BaseException:
             self._left_alone += [future for future in asked.values() if not future.done()]
             raise
-        answers, faults = {}, {}
+        answers: dict[Replica, Any] = {}
+        faults: dict[Replica, BaseException] = {}
         for each, future in asked.items():
             if future in late:
                 self._overdue.setdefault(each, []).append(future)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
-Each = TypeVar("Each", bound=Hashable)
+Each = TypeVar("Each")  # hashable
 
 # Of a new measurement in the speed that is kept.
 _NEWNESS = 0.3
@@ -17,19 +17,19 @@ class Shares:
     """Tokens per second of each replica, and what follows from them."""
 
     def __init__(self) -> None:
-        self._speeds: dict[Hashable, float] = {}
+        self._speeds: dict[Any, float] = {}
 
-    def note(self, each: Hashable, tokens: int, seconds: float) -> None:
+    def note(self, each: Any, tokens: int, seconds: float) -> None:
         """A replica has drawn `tokens` within `seconds`."""
         if tokens and seconds > 0:
             speed, before = tokens / seconds, self._speeds.get(each)
             self._speeds[each] = speed if before is None else _NEWNESS * speed + (1 - _NEWNESS) * before
 
-    def forget(self, each: Hashable) -> None:
+    def forget(self, each: Any) -> None:
         """It was started anew, elsewhere perhaps."""
         self._speeds.pop(each, None)
 
-    def speed(self, each: Hashable) -> float | None:
+    def speed(self, each: Any) -> float | None:
         """Tokens per second; `None` before the first measurement."""
         return self._speeds.get(each)
 
