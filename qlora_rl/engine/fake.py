@@ -104,7 +104,7 @@ class FakeEngine:
         if self._lost:
             raise EngineBrokenError(f"generating: {self._lost}. Push the adapter again, or call drop_adapter().")
         spec = sampling or SamplingSpec(**fields)
-        plain = SamplingSpec(spec.max_tokens, spec.temperature, seed=spec.seed)
+        plain = SamplingSpec(spec.max_tokens, spec.temperature, seed=spec.seed, first_place=spec.first_place)
         if spec != plain:
             raise NotYetSupportedError(
                 f"generating: {spec}: the fake engine knows max_tokens, temperature and seed only. Use LocalEngine."
@@ -115,7 +115,7 @@ class FakeEngine:
                 f"generating: prompts {too_long} do not fit max_model_length={self.max_model_length}. Shorten them."
             )
         started = time.perf_counter()
-        drawn = [self._complete(list(p), spec, i) for i, p in enumerate(prompts)]
+        drawn = [self._complete(list(p), spec, i) for i, p in enumerate(prompts, spec.first_place)]
         return Rollout(
             [ids for ids, _ in drawn], [logprobs for _, logprobs in drawn], self._version, time.perf_counter() - started
         )

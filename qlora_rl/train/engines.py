@@ -9,6 +9,8 @@ from typing import Any
 from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.distributed import ranks
+from qlora_rl.train.for_all import EngineForAll
 from qlora_rl.train.pairing import closer
 from qlora_rl.train.settings import is_url
 
@@ -47,7 +49,9 @@ class EngineChoice:
         self.name = rollout if isinstance(rollout, str) else type(rollout).__name__
         self.engine: RolloutEngine | None = None if isinstance(rollout, str) else rollout
         if is_url(rollout):
-            self.engine = connect(rollout, api_key_file, sync_dir, session() if session is not None else None)
+            self.engine = _for_all(
+                lambda: connect(rollout, api_key_file, sync_dir, session() if session is not None else None)
+            )
 
     def start(self, base: PreparedBase, rank: int) -> RolloutEngine:
         """An engine on `base` for adapters of `rank`."""
@@ -69,7 +73,9 @@ def start_local(base: PreparedBase, rank: int, options: dict[str, Any]) -> Rollo
     """vLLM in this process."""
     from qlora_rl.engine.local import LocalEngine
 
-    return LocalEngine(base, **{"max_lora_rank": rank, **options})
+    # Each rank has an engine of its own, on its own device; vLLM finds torch.distributed with all of them in it.
+    launched = {"distributed_executor_backend": "external_launcher"} if ranks().size > 1 else {}
+    return LocalEngine(base, **{"max_lora_rank": rank, **launched, **options})
 
 
 def start_server(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
@@ -77,7 +83,12 @@ def start_server(base: PreparedBase, rank: int, options: dict[str, Any]) -> Roll
     from qlora_rl.engine.beside import ServerBeside
 
     known = {name: value for name, value in options.items() if name not in ("repair_scales", "enable_sleep")}
-    return ServerBeside(base, **{"max_lora_rank": rank, **known})
+    return _for_all(lambda: ServerBeside(base, **{"max_lora_rank": rank, **known}))
+
+
+def _for_all(make: Callable[[], RolloutEngine]) -> RolloutEngine:
+    """A server is rank 0's."""
+    return make() if ranks().size == 1 else EngineForAll(make, ranks())
 
 
 def connect(
