@@ -33,6 +33,7 @@ T = TypeVar("T")
 BEAT_S, SILENT_S, TORN_S = 0.5, 60.0, 5.0
 # Of one value of the store; it takes no more than 8 MiB.
 _PIECE = 4 * 2**20
+_KNOWN = "is_known_to_all_ranks"
 _TORN = ("gloo", "nccl", "connection closed", "connection reset", "timed out", "socket", "broken pipe")
 
 
@@ -368,13 +369,13 @@ def portable(error: BaseException, rank: int) -> BaseException:
 
 def mark(error: BaseException) -> BaseException:
     """All ranks raise it, or know of it."""
-    error.is_known_to_all_ranks = True
+    setattr(error, _KNOWN, True)
     return error
 
 
 def is_marked(error: BaseException) -> bool:
     """See `mark`."""
-    return getattr(error, "is_known_to_all_ranks", False)
+    return getattr(error, _KNOWN, False)
 
 
 def _whole(store: Any, key: str) -> bytes:

@@ -238,8 +238,8 @@ def merged(parts: Sequence[Drawn]) -> Drawn:
         return parts[0]
     rows = [row for part in parts for row in zip(part.prompts, part.completions, part.logprobs, strict=True)]
     rows = rows[:: max(1, math.ceil(len(rows) / SEQUENCES))]
-    prompts, completions, logprobs = ([row[i] for row in rows] for i in range(3))
-    return Drawn(prompts, completions, logprobs, parts[0].temperature, parts[0].filters)
+    prompts, completions = [row[0] for row in rows], [row[1] for row in rows]
+    return Drawn(prompts, completions, [row[2] for row in rows], parts[0].temperature, parts[0].filters)
 
 
 def worst(found: Sequence[Diagnosis]) -> Diagnosis:

@@ -86,7 +86,7 @@ def start_server(base: PreparedBase, rank: int, options: dict[str, Any]) -> Roll
     return _for_all(lambda: ServerBeside(base, **{"max_lora_rank": rank, **known}))
 
 
-def _for_all(make: Callable[[], RolloutEngine]) -> RolloutEngine:
+def _for_all(make: Callable[[], RolloutEngine]) -> Any:
     """A server is rank 0's."""
     return make() if ranks().size == 1 else EngineForAll(make, ranks())
 
