@@ -31,6 +31,7 @@ class SamplingSpec:
         seed: base of the seeds per request; request i of a call gets its own, derived from it. `None` lets the engine
             draw freely.
         regex: completions must match it (structured output).
+        first_place: number of the first request in a whole of which a call draws a part; decides the seeds.
         extra: further fields of vLLM's SamplingParams.
     """
 
@@ -43,6 +44,7 @@ class SamplingSpec:
     seed: int | None = None
     regex: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    first_place: int = 0
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@
     ├── CannotShareError         (ValueError)           trainer and engine cannot hold one copy of the base
     ├── SyncError                (RuntimeError)         a push failed; the version before it still serves
     ├── PeerLostError            (ConnectionError)      the other process of a weight sync is gone or silent; names the stage
+    ├── RankLostError            (ConnectionError)      a process of a training by several is gone or silent; names the rank
     ├── CanaryError              (RuntimeError)         the engine does not multiply with what was pushed
     ├── PolicyMismatchError      (RuntimeError)         rollouts were drawn by something else than the trainer's policy; says by what
     ├── ExportError              (RuntimeError)         an export that, loaded again, is not the policy
@@ -139,6 +140,16 @@ class PeerLostError(QloraRLError, ConnectionError):
     """
 
     stage: str = ""
+
+
+class RankLostError(QloraRLError, ConnectionError):
+    """A process of a training by several was killed, or has been silent for longer than its time limit.
+
+    Attributes:
+        ranks: which.
+    """
+
+    ranks: tuple[int, ...] = ()
 
 
 class CanaryError(QloraRLError, RuntimeError):

@@ -63,6 +63,13 @@ def load_adapters(model: Any, directory: Path) -> None:
                 break
 
 
+def read_saved(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the one adapter in a directory that `save_pretrained` has written, by PEFT's names."""
+    from safetensors.torch import load_file
+
+    return load_file(directory / WEIGHTS)
+
+
 def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> OpenedAdapter:
     """Open a PEFT directory; see `judge_adapter`.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,19 @@ def export_adapter(model: Any, *, dtype: torch.dtype | None = None, verdict: Ver
 
 
 @torch.no_grad()
-def export_subject(subject: Subject, dtype: torch.dtype | None = None) -> AdapterBundle:
-    """The same of a model that was walked and judged already."""
+def export_subject(
+    subject: Subject,
+    dtype: torch.dtype | None = None,
+    weights: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> AdapterBundle:
+    """The same of a model that was walked and judged already; `weights`: A and B of each layer, where they were gathered."""
     adapter = subject.adapter
     layers = list(subject.layers.items())
     rank = max(ranks_of(layer, adapter) for _, layer in layers)
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in layers:
-        a_RI, b_OR = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        own = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        a_RI, b_OR = own if weights is None else weights[name]
         scale = float(layer.scaling[adapter])
         wanted = dtype or b_OR.dtype
         scaled_OR = b_OR.to(wanted) * scale if is_folded_after(scale, wanted) else (b_OR.float() * scale).to(wanted)

@@ -16,6 +16,7 @@ from qlora_rl.adapter.export import export_subject, is_folded_after
 from qlora_rl.adapter.subject import Subject, active_adapter, not_finite
 from qlora_rl.adapter.verdict import Verdict, judge_adapter
 from qlora_rl.contracts import AdapterBundle
+from qlora_rl.distributed import whole
 from qlora_rl.errors import AdapterRefusedError, collected
 
 
@@ -36,6 +37,7 @@ class LiveAdapter:
         self._bundle: AdapterBundle | None = None
         self._shape: tuple[tuple[str, int], ...] = ()
         self._places: tuple[Any, ...] = ()
+        self._gathered: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def rank(self) -> int:
@@ -53,7 +55,7 @@ class LiveAdapter:
         Raises:
             AdapterRefusedError: it is not plain LoRA (any more); names every reason.
         """
-        self._bundle = None
+        self._bundle = self._gathered = None
         try:
             seen = [] if self._subject is None else self._signature()
         except (KeyError, AttributeError):  # the adapter was taken off, or a part of it replaced
@@ -69,7 +71,7 @@ class LiveAdapter:
         Raises:
             AdapterRefusedError: it holds NaN or infinity.
         """
-        if self._subject is None or not_finite(self._subject) is not None:
+        if self._subject is None or self._first_not_finite() is not None:
             self._bind()
         if self.dtype == torch.float16:
             self.bundle()  # what is finite here may be too large there
@@ -77,8 +79,26 @@ class LiveAdapter:
     def bundle(self) -> AdapterBundle:
         """In canonical form, as it is now; made once per `look`."""
         if self._bundle is None:
-            self._bundle = export_subject(self._subject, self.dtype)
+            names = self._subject.layers
+            self._bundle = export_subject(self._subject, self.dtype, dict(zip(names, self._weights(), strict=True)))
         return self._bundle
+
+    def forget(self) -> None:
+        """Let go of what was gathered for a push."""
+        self._gathered = None
+
+    def _weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A and B of every layer, in full; gathered once per `look`, layer after layer, by all ranks."""
+        if self._gathered is None:
+            flat = whole([weight for entry in self._seen for weight in entry[:2]])
+            self._gathered = list(zip(flat[::2], flat[1::2], strict=True))
+        return self._gathered
+
+    def _first_not_finite(self) -> str | None:
+        if not any(one is not entry[0] for (one, _), entry in zip(self._weights(), self._seen, strict=True)):
+            return not_finite(self._subject)
+        bad = [not bool(torch.isfinite(torch.stack([*a.aminmax(), *b.aminmax()])).all()) for a, b in self._weights()]
+        return next((name for (name, _), is_bad in zip(self._shape, bad, strict=True) if is_bad), None)
 
     @torch.no_grad()
     def write_into(self, places: Mapping[str, torch.Tensor]) -> int:
@@ -91,7 +111,7 @@ class LiveAdapter:
             Bytes that were written.
         """
         a_places, b_places = self._cut(places)
-        a_sources, b_sources = [entry[0] for entry in self._seen], [entry[1] for entry in self._seen]
+        a_sources, b_sources = ([pair[i] for pair in self._weights()] for i in (0, 1))
         scales = [entry[2] for entry in self._seen]
         torch._foreach_copy_(a_places, a_sources)
         if b_sources[0].is_cpu:

@@ -240,6 +240,18 @@ def keep_packing(model: torch.nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def store_as(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Let 4-bit codes be seen as `dtype`, for FSDP2, which shards nothing but floats; the same bytes, and no copy of them."""
+    bnb = require_bitsandbytes()
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            state = module.weight.quant_state
+            module.weight.data = module.weight.data.flatten().view(dtype)[:, None]
+            module.weight.quant_storage = module.quant_storage = dtype
+            # Of the layer, too: a sharded parameter has no room for it.
+            module.weight.quant_state = module.quant_state = state
+
+
 def spec_of(model: torch.nn.Module) -> QuantSpec:
     """The spec of a model object, read from its live 4-bit layers (not from its config).
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,5 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"\nqlora-rl: interrupted; what there is lies in {config.run.dir}", file=sys.stderr)
         return INTERRUPTED
-    print(f"\n  run directory: {out}\n  to look at it: qlora-rl report {out}")
+    if int(os.environ.get("RANK", "0")) == 0:  # the others of `accelerate launch` say nothing
+        print(f"\n  run directory: {out}\n  to look at it: qlora-rl report {out}")
     return 0

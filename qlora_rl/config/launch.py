@@ -12,6 +12,7 @@ from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward
 from qlora_rl.config.schema import METHODS, PLANNED, Adapter, Rollout, RunConfig, default
 from qlora_rl.config.trl_fields import make_args
+from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRefusedError, NotYetSupportedError, collected
 
 RESOLVED = "run.toml"
@@ -39,7 +40,8 @@ def launch(config: RunConfig) -> Path:
     import torch
 
     torch.manual_seed(config.run.seed)  # the start of the adapter
-    model, peft_config = _model(config, args)
+    # Under a launcher: what one process has prepared, the others of its machine find.
+    model, peft_config = join(args.ddp_timeout).in_turn(lambda: _model(config, args), "preparing the base")
     arguments = {
         "model": model,
         "args": args,
@@ -51,7 +53,8 @@ def launch(config: RunConfig) -> Path:
     }
     with trainer_class(**arguments) as trainer:
         out = Path(config.run.dir)
-        (out / RESOLVED).write_text(record(config), encoding="utf-8")
+        if ranks().is_first:
+            (out / RESOLVED).write_text(record(config), encoding="utf-8")
         resume = args.resume_from_checkpoint
         trainer.train(**({"resume_from_checkpoint": resume} if resume else {}))
     return out

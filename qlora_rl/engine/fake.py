@@ -112,7 +112,7 @@ class FakeEngine:
         if self._lost:
             raise EngineBrokenError(f"generating: {self._lost}. Push the adapter again, or call drop_adapter().")
         spec = sampling or SamplingSpec(**fields)
-        plain = SamplingSpec(spec.max_tokens, spec.temperature, seed=spec.seed)
+        plain = SamplingSpec(spec.max_tokens, spec.temperature, seed=spec.seed, first_place=spec.first_place)
         if spec != plain:
             raise NotYetSupportedError(
                 f"generating: {spec}: the fake engine knows max_tokens, temperature and seed only. Use LocalEngine."
@@ -124,7 +124,7 @@ class FakeEngine:
             )
         started = time.perf_counter()
         numbers = range(len(prompts)) if places is None else places
-        drawn = [self._complete(list(p), spec, i) for i, p in zip(numbers, prompts, strict=True)]
+        drawn = [self._complete(list(p), spec, spec.first_place + i) for i, p in zip(numbers, prompts, strict=True)]
         return Rollout(
             [ids for ids, _ in drawn], [logprobs for _, logprobs in drawn], self._version, time.perf_counter() - started
         )

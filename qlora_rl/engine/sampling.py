@@ -43,7 +43,7 @@ def _params(spec: SamplingSpec, index: int) -> Any:
         "min_p": spec.min_p,
         "repetition_penalty": spec.repetition_penalty,
         "logprobs": 0,  # the drawn token's, no others
-        "seed": None if spec.seed is None else request_seed(spec.seed, index),
+        "seed": None if spec.seed is None else request_seed(spec.seed, spec.first_place + index),
         "output_kind": RequestOutputKind.FINAL_ONLY,
         "detokenize": False,
     }

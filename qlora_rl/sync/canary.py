@@ -21,6 +21,7 @@ import torch
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngine, RolloutEngine
 from qlora_rl.errors import CanaryError, ConfigConflictError
+from qlora_rl.sync.forward import plain_forward
 
 logger = logging.getLogger(__name__)
 
@@ -249,8 +250,8 @@ class Canary:
                 found: list[torch.Tensor] = []
                 for rows in [sequences] if same_length else [[s] for s in sequences]:
                     ids_BT = torch.tensor([list(row) for row in rows], device=device)
-                    # TRL puts a forward of its own on the model, which returns no logits; the class's is the model's.
-                    logits_BTV = type(base).forward(base, input_ids=ids_BT, use_cache=False).logits
+                    # TRL puts a forward of its own on the model, which returns no logits.
+                    logits_BTV = plain_forward(self.model, input_ids=ids_BT, use_cache=False).logits
                     found += list(logits_BTV[:, :-1].float())
         finally:
             if must_switch:

@@ -23,9 +23,11 @@ from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.adapter.subject import Subject, active_adapter
 from qlora_rl.base.fingerprint import compare, digest_bytes, fingerprint_base
 from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncStrategy
+from qlora_rl.distributed import is_sharded, put, whole
 from qlora_rl.errors import QloraRLError
 from qlora_rl.fidelity import scaled_differences
 from qlora_rl.sync.admission import Admission
+from qlora_rl.sync.forward import plain_forward
 
 logger = logging.getLogger(__name__)
 
@@ -182,9 +184,12 @@ class Examiner:
         """Compare both bases with what they were at the start; full weights lie over them."""
         if not self._sends_adapter:
             return None
-        before, ours = self.admission.ours.leaves, fingerprint_base(self.model)
         sides = [("engine", self.admission.theirs, self.engine.describe_base())]
-        if all(name in before and before[name].kind == leaf.kind for name, leaf in ours.leaves.items()):
+        # A sharded base is never gathered, not even to be looked at.
+        before, ours = self.admission.ours.leaves, None if is_sharded(self.model) else fingerprint_base(self.model)
+        if ours is not None and all(
+            name in before and before[name].kind == leaf.kind for name, leaf in ours.leaves.items()
+        ):
             sides.append(("trainer", self.admission.ours, ours))  # otherwise its baked form was compared
         for side, then, now in sides:
             diff = compare(then, now)
@@ -298,7 +303,7 @@ class Examiner:
         self.model.eval()  # dropout is not what is looked for
         try:
             with context:
-                for logits_TV, ids, logprobs in _scored(base, drawn):
+                for logits_TV, ids, logprobs in _scored(self.model, drawn):
                     known = [i for i, value in enumerate(logprobs) if value is not None]
                     ids_T = torch.tensor(ids, device=logits_TV.device)[known, None]
                     theirs_T = torch.tensor([logprobs[i] for i in known], dtype=torch.double)
@@ -331,6 +336,7 @@ class Examiner:
         adapter = active_adapter(self.model)
         layers = Subject(self.model, adapter).layers
         own: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        was_sharded = is_sharded(self.model)
         try:
             for name, tensor in tensors.items():
                 layer = layers[_module_of(name)]
@@ -340,16 +346,25 @@ class Examiner:
                 if scale == 0.0:
                     continue
                 cut = tensor[:, : parameter.shape[1]] if is_b else tensor[: parameter.shape[0]]
-                own.append((parameter, parameter.data))
-                parameter.data = (cut.to(parameter.device, torch.float32) / scale).to(parameter.dtype)
+                values = (cut.to(parameter.device, torch.float32) / scale).to(parameter.dtype)
+                if was_sharded:
+                    own.append((parameter, whole([parameter])[0].clone()))
+                    put(values, parameter)
+                else:
+                    own.append((parameter, parameter.data))
+                    parameter.data = values
             yield
         finally:
             for parameter, data in own:
-                parameter.data = data
+                if was_sharded:
+                    put(data, parameter)
+                else:
+                    parameter.data = data
 
 
-def _scored(base: Any, drawn: Drawn) -> Iterator[tuple[torch.Tensor, list[int], list[float | None]]]:
+def _scored(model: Any, drawn: Drawn) -> Iterator[tuple[torch.Tensor, list[int], list[float | None]]]:
     """Logits [T, V] of each completion, its ids and what was reported; as many rows in a forward as their logits may take."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     takes = inspect.signature(type(base).forward).parameters
     device = next(base.parameters()).device
     rows = list(zip(drawn.prompts, drawn.completions, drawn.logprobs, strict=True))
@@ -372,7 +387,7 @@ def _scored(base: Any, drawn: Drawn) -> Iterator[tuple[torch.Tensor, list[int], 
         if "logits_to_keep" in takes:
             fields["logits_to_keep"] = max(len(ids) for _, ids, _ in part) + 1
         # TRL puts a forward of its own on the model, which returns no logits.
-        logits_BTV = type(base).forward(base, **fields).logits
+        logits_BTV = plain_forward(model, **fields).logits
         for logits_TV, (_, ids, logprobs) in zip(logits_BTV, part, strict=True):
             yield logits_TV[-len(ids) - 1 : -1], ids, logprobs
 

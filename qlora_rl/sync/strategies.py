@@ -66,6 +66,7 @@ class AdapterSync:
             raise
         proven = time.perf_counter()
         self.transport.commit()
+        self._adapter.forget()
         return SyncReport(
             version=version,
             mode=self.mode,

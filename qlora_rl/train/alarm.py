@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from qlora_rl.contracts import SamplingSpec
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, PolicyMismatchError
 from qlora_rl.fidelity import Fidelity
 from qlora_rl.sync.diagnosis import Diagnosis, Drawn, Examiner
@@ -231,6 +232,21 @@ def few_of(output: Mapping[str, Any], mask_BT: torch.Tensor) -> Drawn:
     return drawn_from({name: output[name][::apart] for name in names}, mask_BT[::apart], 1.0, sequences=count)
 
 
+def merged(parts: Sequence[Drawn]) -> Drawn:
+    """What several ranks have drawn, as one; no more of it than one would examine."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = [row for part in parts for row in zip(part.prompts, part.completions, part.logprobs, strict=True)]
+    rows = rows[:: max(1, math.ceil(len(rows) / SEQUENCES))]
+    prompts, completions = [row[0] for row in rows], [row[1] for row in rows]
+    return Drawn(prompts, completions, [row[2] for row in rows], parts[0].temperature, parts[0].filters)
+
+
+def worst(found: Sequence[Diagnosis]) -> Diagnosis:
+    """Of what several ranks have found the one that tells most."""
+    return min(found, key=lambda d: (not d.is_proven, not d.is_fault, d.cause in ("noise", "dropout")))
+
+
 def _rows(output: Mapping[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
     yield from zip(output["prompt_ids"].tolist(), output["completion_ids"].tolist(), strict=True)
 
@@ -252,8 +268,11 @@ def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_fu
     examiner = Examiner(model, link.engine, link.strategy, link.admission, autocast)
 
     def examine(drawn: Drawn, limit: float) -> Diagnosis:
+        # All ranks look at the same tokens, each with its own engine, and believe the same.
+        drawn = merged(ranks().gather(drawn, "examining the rollouts"))
         with link.bridge.alone():  # threads may be drawing
-            return examiner.examine(drawn, limit)
+            found = examiner.examine(drawn, limit)
+        return worst(ranks().gather(found, "examining the rollouts"))
 
     return MismatchAlarm(
         examine,

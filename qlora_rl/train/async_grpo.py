@@ -49,6 +49,8 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
 
     _tag_names = ["trl", "grpo", "async", "qlora-rl"]
 
+    _one_process = "rollouts are drawn ahead by one"
+
     def __init__(self, *args: Any, max_staleness: int = 1, rollout_threads: int | None = None, **kwargs: Any):
         if max_staleness < 0:
             raise ConfigConflictError(

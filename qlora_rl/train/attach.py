@@ -19,6 +19,7 @@ from qlora_rl.train.engines import EngineChoice
 from qlora_rl.train.entry import base_of
 from qlora_rl.train.link import Link, link_policy
 from qlora_rl.train.measure import MeasuredSteps
+from qlora_rl.train.processes import check_processes
 from qlora_rl.train.rloo import SampledLogprobs
 from qlora_rl.train.whole import is_bare
 
@@ -133,6 +134,7 @@ def attach(
     check_word(on_mismatch)
     rollout = settings.as_one(rollout)
     settings.check(trainer.args, rollout)
+    check_processes(trainer.args, "attaching to a trainer", refused="attach is for one")
     settings.check_datasets(trainer.train_dataset, trainer.eval_dataset)
     model = trainer.accelerator.unwrap_model(trainer.model)
     base = _written_down(model, trainer)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from qlora_rl.contracts import Rollout, RolloutEngine, SamplingSpec, SyncReport, SyncStrategy
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import EngineBrokenError, NotYetSupportedError
 
 _APART = 2_654_435_761  # a prime: odd, because generators of torch look at the low 32 bits of a seed
@@ -52,6 +53,7 @@ class EngineBridge:
         self._alone, self._counting = threading.Lock(), threading.Lock()
         self._step, self._is_evaluation = 0, False
         self._calls = {False: 0, True: 0}
+        self._width = 0  # prompts of the first call of what has begun
         self._pushed = (0, -1)  # the version that was pushed last, and in which step
         self._proven = engine.incarnation
         self._reports: list[SyncReport] = []
@@ -70,7 +72,7 @@ class EngineBridge:
         """What is drawn from now on belongs to this optimizer step."""
         if step != self._step:
             self._calls = {False: 0, True: 0}
-        self._step, self._is_evaluation = step, is_evaluation
+        self._step, self._is_evaluation, self._width = step, is_evaluation, 0
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -99,7 +101,8 @@ class EngineBridge:
         """Push the current policy; TRL calls it once per optimizer step, before the first generation."""
         if self.sleeps:
             self.engine.wake()
-        self._reports.append(self.strategy.push())
+        with ranks().together("pushing the policy"):
+            self._reports.append(self.strategy.push())
         self._pushed = (self._reports[-1].version, self._step)
         self._prove()  # the push itself may not have been scored
 
@@ -138,7 +141,9 @@ class EngineBridge:
             raise NotYetSupportedError(
                 "generating: the prompts hold images, which this version does not hand to the engine. Use text prompts."
             )
-        spec = dataclasses.replace(self.sampling, seed=seed)
+        self._width = self._width or len(prompts)
+        # What is drawn does not depend on how many processes share the batch: each has its part of the places.
+        spec = dataclasses.replace(self.sampling, seed=seed, first_place=ranks().rank * self._width)
         with self.alone():
             rollout = (
                 self.engine.generate(prompts, spec)

@@ -9,7 +9,9 @@ from typing import Any
 from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import NotYetSupportedError
+from qlora_rl.train.for_all import EngineForAll
 from qlora_rl.train.pairing import closer
 from qlora_rl.train.settings import is_url
 
@@ -48,7 +50,9 @@ class EngineChoice:
         self.name = rollout if isinstance(rollout, str) else type(rollout).__name__
         self.engine: RolloutEngine | None = None if isinstance(rollout, str) else rollout
         if is_url(rollout):
-            self.engine = connect(rollout, api_key_file, sync_dir, session() if session is not None else None)
+            self.engine = _for_all(
+                lambda: connect(rollout, api_key_file, sync_dir, session() if session is not None else None)
+            )
 
     def start(self, base: PreparedBase, rank: int) -> RolloutEngine:
         """An engine on `base` for adapters of `rank`."""
@@ -77,14 +81,16 @@ def start_local(base: PreparedBase, rank: int, options: dict[str, Any]) -> Rollo
     """vLLM in this process."""
     from qlora_rl.engine.local import LocalEngine
 
-    return LocalEngine(base, **{"max_lora_rank": rank, **options})
+    # Each rank has an engine of its own, on its own device; vLLM finds torch.distributed with all of them in it.
+    launched = {"distributed_executor_backend": "external_launcher"} if ranks().size > 1 else {}
+    return LocalEngine(base, **{"max_lora_rank": rank, **launched, **options})
 
 
 def start_server(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
     """vLLM in a process of its own, which ends with the engine."""
     from qlora_rl.engine.beside import ServerBeside
 
-    return ServerBeside(base, **{"max_lora_rank": rank, **_elsewhere(options)})
+    return _for_all(lambda: ServerBeside(base, **{"max_lora_rank": rank, **_elsewhere(options)}))
 
 
 def start_ray(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
@@ -97,6 +103,11 @@ def start_ray(base: PreparedBase, rank: int, options: dict[str, Any]) -> Rollout
 def _elsewhere(options: dict[str, Any]) -> dict[str, Any]:
     """Without what is of this process alone: an engine elsewhere repairs its scales when it starts, and never sleeps."""
     return {name: value for name, value in options.items() if name not in ("repair_scales", "enable_sleep")}
+
+
+def _for_all(make: Callable[[], RolloutEngine]) -> Any:
+    """A server is rank 0's."""
+    return make() if ranks().size == 1 else EngineForAll(make, ranks())
 
 
 _STARTS: dict[str, Callable[..., RolloutEngine]] = {

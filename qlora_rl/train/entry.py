@@ -14,7 +14,7 @@ from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
 from qlora_rl.base.fingerprint import base_parameters
-from qlora_rl.base.quant import QuantSpec
+from qlora_rl.base.quant import QuantSpec, store_as
 from qlora_rl.errors import AdapterRefusedError, ConfigConflictError, UnsupportedQuantError, collected
 
 if TYPE_CHECKING:
@@ -31,15 +31,20 @@ class Source:
         base: the prepared base.
         model: the object that was passed; `None` where there is only the base directory yet.
         options: for `load_base`.
+        float_storage: dtype as which 4-bit codes are seen, the same bytes: FSDP2 shards floats only.
     """
 
     base: PreparedBase
     model: Any = None
     options: dict[str, Any] = field(default_factory=dict)
+    float_storage: torch.dtype | None = None
 
     def load(self) -> Any:
         """The model to train: bare, or the PeftModel that was passed."""
-        return load_base(self.base, **self.options) if self.model is None else self.model
+        model = load_base(self.base, **self.options) if self.model is None else self.model
+        if self.float_storage is not None:
+            store_as(model, self.float_storage)
+        return model
 
 
 def resolve_model(

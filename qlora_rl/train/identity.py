@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.adapter.subject import active_adapter
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, collected
 from qlora_rl.train.whole import is_bare
 
@@ -46,6 +47,7 @@ def identity_of(trainer: Any) -> dict[str, Any]:
         "reward_funcs": list(getattr(trainer, "reward_func_names", [])),
         "adapter_dtype": sorted({str(p.dtype).removeprefix("torch.") for p in trained.parameters() if p.requires_grad}),
         "args": args,
+        "processes": ranks().size,
     }
     if not is_bare(trained):
         config = trained.peft_config[active_adapter(trained)].to_dict()
@@ -65,6 +67,8 @@ def refuse_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, A
         ConfigConflictError: names every field that differs.
     """
     before, after = dict(_leaves(saved)), dict(_leaves(now))
+    if before.get("processes", 1) != after["processes"]:
+        before, after = _by_step(before), _by_step(after)
     # A field that only one of them has is one of another version of TRL or PEFT.
     differ = [name for name in before if name in after and before[name] != after[name]]
     reasons = [f"{name} was {_short(before[name])} and is {_short(after[name])}" for name in differ]
@@ -73,6 +77,26 @@ def refuse_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, A
             ". Pass what the run began with; or another output_dir, or existing_run='overwrite', for a new one."
         )
         raise collected(f"resuming from {checkpoint}", reasons, ConfigConflictError)
+
+
+# How the batch of a step is shared out; in another number of processes it may be shared out otherwise.
+_SHARES = ("args.per_device_train_batch_size", "args.gradient_accumulation_steps", "args.steps_per_generation")
+# How the processes are started, and what they are told of each other.
+_LAUNCH = (
+    "args.use_cpu",
+    "args.ddp_",
+    "args.fsdp",
+    "args.deepspeed",
+    "args.accelerator_config",
+    "args.parallelism_config",
+)
+
+
+def _by_step(fields: dict[str, Any]) -> dict[str, Any]:
+    """With what an optimizer step is made of, and without how that is shared out."""
+    size = fields[_SHARES[0]] * fields[_SHARES[1]] * fields.get("processes", 1)
+    kept = {k: v for k, v in fields.items() if k not in (*_SHARES, "processes") and not k.startswith(_LAUNCH)}
+    return kept | {"completions of a step": size}
 
 
 def digest_dataset(dataset: Any) -> str | None:

@@ -12,6 +12,7 @@ import torch
 
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
+from qlora_rl.distributed import ranks
 from qlora_rl.sync.admission import Admission, prove_base
 from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.dense import DenseSync
@@ -20,6 +21,8 @@ from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import transport_for
 from qlora_rl.train.bridge import EngineBridge
 from qlora_rl.train.engines import EngineChoice
+from qlora_rl.train.for_all import EngineForAll, TransportForAll
+from qlora_rl.train.processes import check_common_base
 from qlora_rl.train.run import SYNCS, RunDirectory
 from qlora_rl.train.whole import judge_policy
 
@@ -124,6 +127,7 @@ def link_policy(
             engine = choice.start_dense(base) if is_dense else choice.start(base, verdict.rank)
         plan_sync(verdict, engine.capabilities(), wish=sync)  # before the bases are read
         admission = prove_base(model, engine, allow_base_mismatch=allow_base_mismatch)
+        check_common_base(admission.ours.digest)
         plan = plan_sync(verdict, engine.capabilities(), admission.diff, sync, allow_base_mismatch=allow_base_mismatch)
         canary = None
         if canary_every and admission.is_proven:
@@ -133,7 +137,7 @@ def link_policy(
         strategy = (
             DenseSync(model, cast(DenseEngine, engine), canary)
             if is_dense
-            else AdapterSync(model, engine, transport_for(plan.transport, sync_dir), canary)
+            else AdapterSync(model, engine, _transport(plan.transport, sync_dir, engine), canary)
         )
         can_sleep = engine.capabilities().can_sleep
         bridge = EngineBridge(
@@ -150,6 +154,11 @@ def link_policy(
         release(strategy, choice.closer(engine))
         raise
     return Link(engine, admission, plan, strategy, bridge, choice.closer(engine))
+
+
+def _transport(name: str, sync_dir: str | os.PathLike[str] | None, engine: RolloutEngine) -> Any:
+    transport = transport_for(name, sync_dir)
+    return TransportForAll(transport, ranks()) if isinstance(engine, EngineForAll) else transport
 
 
 def why_dense(plan: SyncPlan) -> str:

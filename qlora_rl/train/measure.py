@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import RunDirectoryError
 from qlora_rl.fidelity import Fidelity, FidelityMonitor
 from qlora_rl.train.alarm import MismatchAlarm, drawn_from, filters_of
@@ -47,7 +48,7 @@ class MeasuredSteps:
         mode = "train" if self.model.training else "eval"
         self._before_rollout(mode)
         output = super()._generate_and_score_completions(inputs)
-        measured = dict(self._rollout_facts())
+        measured = of_all_ranks(dict(self._rollout_facts()))
         if "sampling_per_token_logps" in output and self.alarm is not None and self.alarm.threshold is not None:
             measured["mismatch_threshold"] = self.alarm.threshold
         self._note(mode, measured)
@@ -58,7 +59,7 @@ class MeasuredSteps:
                 reward_std=latest.get("reward_std"),
                 completion_length=latest.get("completions/mean_length"),
             )
-            self._note_rollouts(len(output["completion_ids"]))
+            self._note_rollouts(len(output["completion_ids"]) * ranks().size)  # TRL has gathered their texts
         if "sampling_per_token_logps" in output:
             self._compare(mode, output)
         return output
@@ -86,7 +87,7 @@ class MeasuredSteps:
         mask_BT = batch["completion_mask"]
         if batch.get("tool_mask") is not None:  # what a tool wrote was not drawn
             mask_BT = mask_BT * batch["tool_mask"]
-        fidelity = self.fidelity.observe(logprobs_BT, batch["sampling_per_token_logps"], mask_BT)
+        fidelity = self.fidelity.observe(*batch_of_all_ranks(logprobs_BT, batch["sampling_per_token_logps"], mask_BT))
         self._note(mode, {k: v for k, v in fidelity.as_dict().items() if k != "tokens"})
         if self.alarm is not None:
             self._watch(fidelity, batch, mask_BT)
@@ -147,6 +148,30 @@ class MeasuredSteps:
         if "loss" in logs:
             self._record.flush()
         super().log(logs, start_time)
+
+
+def of_all_ranks(facts: dict[str, float]) -> dict[str, float]:
+    """Tokens of all, seconds of the slowest; the rest is rank 0's."""
+    if ranks().size == 1 or "rollout_tokens" not in facts:
+        return facts
+    parts = ranks().gather(facts, "measuring a rollout")
+    tokens = sum(part["rollout_tokens"] for part in parts)
+    slowest = {name: max(part[name] for part in parts) for name in parts[0] if name.endswith("seconds")}
+    seconds = slowest["rollout_seconds"]
+    per_s = tokens / seconds if seconds else float("nan")
+    return parts[0] | slowest | {"rollout_tokens": tokens, "rollout_tokens_per_s": per_s}
+
+
+def batch_of_all_ranks(*parts_BT: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The batch of which each rank holds a part, on all of them, padded with zeros to one T; so all decide alike."""
+    if ranks().size == 1:
+        return parts_BT
+    heard = ranks().gather([part.detach().cpu() for part in parts_BT], "measuring a rollout")
+    longest = max(part.shape[1] for parts in heard for part in parts)
+    return tuple(
+        torch.cat([torch.nn.functional.pad(parts[i], (0, longest - parts[i].shape[1])) for parts in heard])
+        for i in range(len(parts_BT))
+    )
 
 
 class _StepClock(TrainerCallback):

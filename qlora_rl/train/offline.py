@@ -10,16 +10,19 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_fingerprint
-from qlora_rl.errors import BaseMismatchError, NotYetSupportedError
+from qlora_rl.distributed import join, ranks
+from qlora_rl.errors import BaseMismatchError
 from qlora_rl.train import settings
 from qlora_rl.train.entry import resolve_model
+from qlora_rl.train.processes import begin_alike, check_common_base, check_processes, fit_for_sharding
 from qlora_rl.train.progress import show_progress
-from qlora_rl.train.run import CONFIG, RunDirectory, StepRecord
+from qlora_rl.train.run import CONFIG, StepRecord
 from qlora_rl.train.trained_run import (
     TrainedRun,
     check_adapter_dtype,
     check_optimizer,
     load_tokenizer,
+    open_run,
     set_adapter_dtype,
     trained_values,
 )
@@ -55,24 +58,54 @@ class OfflineTrainer(TrainedRun):
         """
         check_adapter_dtype(adapter_dtype)
         args = settings.own_copy(args)
-        if args.world_size > 1:
-            raise NotYetSupportedError(
-                f"starting the training: {args.world_size} processes; this version trains in one. Start it with plain python, on "
-                "one GPU (CUDA_VISIBLE_DEVICES=0)."
-            )
+        check_processes(args, "starting the training")
         settings.check_datasets(train_dataset, eval_dataset)
-        self.run = RunDirectory(args.output_dir, existing_run) if args.process_index == 0 else None
-        source = resolve_model(
-            model,
-            args,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            processing_class=processing_class,
-            refers=self._refers,
+        with join(args.ddp_timeout).one_outcome("preparing the training"):
+            self._set_up(
+                model,
+                args,
+                peft_config,
+                quantization_config,
+                processing_class,
+                train_dataset,
+                eval_dataset,
+                optimizers,
+                adapter_dtype,
+                existing_run,
+                of_trl,
+            )
+
+    def _set_up(
+        self,
+        model: Any,
+        args: Any,
+        peft_config: Any,
+        quantization_config: Any,
+        processing_class: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        optimizers: tuple[Any, Any],
+        adapter_dtype: str,
+        existing_run: str,
+        of_trl: dict[str, Any],
+    ) -> None:
+        self.run = open_run(args.output_dir, existing_run)
+        source = ranks().in_turn(
+            lambda: resolve_model(
+                model,
+                args,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                processing_class=processing_class,
+                refers=self._refers,
+            ),
+            "preparing the base",
         )
+        source = fit_for_sharding(source, args)
         self.base = source.base
         loaded = source.load()
         check_base(loaded, self.base.path)
+        check_common_base(self.base.digest)
         if processing_class is None:
             processing_class = load_tokenizer(self.base, args)
         before = trained_values(loaded)
@@ -89,6 +122,7 @@ class OfflineTrainer(TrainedRun):
         )
         args.model_init_kwargs = init
         set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
+        begin_alike(self.model)
         check_optimizer(optimizers[0], self.model)
         self.make_resumable()
         show_progress(self)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from qlora_rl.contracts import RolloutEngine
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.distributed import join, ranks
+from qlora_rl.errors import ConfigConflictError, RewardFunctionError
 from qlora_rl.sync.plan import plan_sync
 from qlora_rl.train import settings
 from qlora_rl.train.alarm import alarm_for, check_word
@@ -24,14 +25,16 @@ from qlora_rl.train.entry import resolve_model
 from qlora_rl.train.link import Link, link_policy, release, why_dense
 from qlora_rl.train.logprobs import use_small_tiles
 from qlora_rl.train.pairing import SHARE, Pair, expects_one_copy, make_pair
+from qlora_rl.train.processes import begin_alike, check_processes, fit_for_sharding, shards_base
 from qlora_rl.train.progress import show_progress
 from qlora_rl.train.rewards import as_list, guard
-from qlora_rl.train.run import CONFIG, FINGERPRINTS, RunDirectory
+from qlora_rl.train.run import CONFIG, FINGERPRINTS
 from qlora_rl.train.trained_run import (
     TrainedRun,
     check_adapter_dtype,
     check_optimizer,
     load_tokenizer,
+    open_run,
     set_adapter_dtype,
     trained_values,
 )
@@ -77,10 +80,14 @@ class OnlineTrainer(TrainedRun):
     """
 
     memory: MemoryBudget | None
+    # Of reward functions, where several ranks must agree before one may raise.
+    _failures: list[RewardFunctionError] | None = None
     # The ledger knows the trainer's step.
     _is_planned = True
     # TRL makes a frozen copy of a PeftModel's adapter; `None`: where beta is not 0.
     _refers: bool | None = None
+    # Why it trains in one process; empty where several can share it.
+    _one_process = ""
 
     def set_up(
         self,
@@ -110,6 +117,45 @@ class OnlineTrainer(TrainedRun):
         args = settings.own_copy(args)
         rollout = settings.as_one(options.rollout)
         settings.check(args, rollout)
+        is_whole = trains_whole(model, peft_config, options.sync)
+        refused = self._one_process or ("full weights are pushed by one" if options.sync == "weights" else "")
+        refused = refused or ("engines on Ray are pushed to by one" if rollout == "ray" else "")
+        check_processes(args, "choosing the engine", refused=refused)
+        with join(args.ddp_timeout).one_outcome("preparing the training"):
+            self._set_up(
+                model,
+                args,
+                options,
+                rollout,
+                is_whole,
+                peft_config,
+                quantization_config,
+                processing_class,
+                reward_funcs,
+                reward_processing_classes,
+                train_dataset,
+                eval_dataset,
+                optimizers,
+                of_trl,
+            )
+
+    def _set_up(
+        self,
+        model: Any,
+        args: Any,
+        options: OnlineOptions,
+        rollout: Any,
+        is_whole: bool,
+        peft_config: Any,
+        quantization_config: Any,
+        processing_class: Any,
+        reward_funcs: Any,
+        reward_processing_classes: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        optimizers: tuple[Any, Any],
+        of_trl: dict[str, Any],
+    ) -> None:
         if getattr(args, "cast_lm_head_to_fp32", False) and not options.allow_base_mismatch:
             raise ConfigConflictError(
                 "reading the config: cast_lm_head_to_fp32=True lifts the output head of the trainer's base to float32, and the engine "
@@ -124,22 +170,25 @@ class OnlineTrainer(TrainedRun):
             from qlora_rl.engine.ray_fleet import require_ray
 
             require_ray()
-        self.run = RunDirectory(args.output_dir, options.existing_run) if args.process_index == 0 else None
-        is_whole = trains_whole(model, peft_config, options.sync)
+        self.run = open_run(args.output_dir, options.existing_run)
         self.memory = None
         if self._is_planned:
             self.memory = _budget(
                 model, args, options, rollout, peft_config, quantization_config, optimizers[0], is_whole=is_whole
             )
-        source = resolve_model(
-            model,
-            args,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            processing_class=processing_class,
-            is_whole=is_whole,
-            refers=self._refers,
+        source = ranks().in_turn(
+            lambda: resolve_model(
+                model,
+                args,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                processing_class=processing_class,
+                is_whole=is_whole,
+                refers=self._refers,
+            ),
+            "preparing the base",
         )
+        source = fit_for_sharding(source, args)
         self.base = source.base
         if is_whole:
             check_whole(self.base, options.share_base)
@@ -159,7 +208,7 @@ class OnlineTrainer(TrainedRun):
             sync_dir=options.sync_dir,
             session=self.run.session if self.run is not None else None,
         )
-        pair = _pair(source, choice, options, peft_config, is_whole=is_whole)
+        pair = _pair(source, choice, options, peft_config, is_whole=is_whole, sharded=shards_base(args))
         engine, link = pair.engine, None
         try:
             # What TRL rounds in a 4-bit model, which a model that is trained itself is not.
@@ -184,6 +233,7 @@ class OnlineTrainer(TrainedRun):
                     **of_trl,
                 )
             set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
+            begin_alike(self.model)
             self._after_trl(args)
             check_optimizer(optimizers[0], self.model)
             self.make_resumable()
@@ -243,13 +293,24 @@ class OnlineTrainer(TrainedRun):
         """What TRL has built is made ready; `args` are the user's again."""
         if not getattr(args, "cast_lm_head_to_fp32", False):
             use_small_tiles(bare_model(self.model), self.temperature)
+        self._failures = [] if ranks().size > 1 else None
         self._guard_rewards()
 
     def _guard_rewards(self) -> None:
         # Only now: an environment's own reward is among them, and TRL has named them all.
         self.reward_funcs = [
-            guard(reward, name) for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+            guard(reward, name, self._failures)
+            for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, in which all ranks meet; then what a reward function has raised on one of them is raised on all."""
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        if self._failures is not None:
+            failed = self._failures.pop(0) if self._failures else None
+            self._failures.clear()
+            ranks().agree(failed, "scoring completions")
+        return rewards
 
     def _take(self, link: Link) -> None:
         self._link = link
@@ -317,7 +378,9 @@ def _budget(
     )
 
 
-def _pair(source: Any, choice: EngineChoice, options: OnlineOptions, peft_config: Any, *, is_whole: bool) -> Pair:
+def _pair(
+    source: Any, choice: EngineChoice, options: OnlineOptions, peft_config: Any, *, is_whole: bool, sharded: bool
+) -> Pair:
     try:
         return make_pair(
             source,
@@ -326,6 +389,7 @@ def _pair(source: Any, choice: EngineChoice, options: OnlineOptions, peft_config
             peft_config,
             check=lambda verdict: why_dense(plan_sync(verdict, wish=options.sync)),
             start=lambda rank: choice.start(source.base, rank),
+            reason="the trainer's is sharded over the processes" if sharded else "",
         )
     except BaseException:
         release(None, choice.closer(choice.engine))  # a connection; what make_pair started it has closed

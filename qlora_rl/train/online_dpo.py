@@ -54,6 +54,7 @@ class SampledPairs:
 
     _is_planned = False  # TRL holds logits of B x T x V here, which the ledger does not know
     _refers = False  # the reference is made here
+    _one_process = "online DPO is trained by one"
     _drawn: list[list[float]] | None = None
 
     def _engine_options(self, args: Any) -> dict[str, Any]:

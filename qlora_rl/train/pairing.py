@@ -84,6 +84,7 @@ def make_pair(
     *,
     check: Callable[[Verdict], str],
     start: Callable[[int], RolloutEngine],
+    reason: str = "",
 ) -> Pair:
     """The model to train; shares its base with the engine where that can be.
 
@@ -95,11 +96,14 @@ def make_pair(
         check: refuses an adapter by raising, and gives the reason why it needs an engine of its own, or ""; called before
             the engine is started.
         start: starts an engine for adapters of this rank.
+        reason: why it cannot be shared, if that is known already.
 
     Raises:
         CannotShareError: share_base=True, and why it cannot be.
     """
-    reason = why_not_shared(source, rollout, share_base)
+    if reason and share_base is True:
+        raise CannotShareError(f"sharing the base: {reason}. Leave share_base out.")
+    reason = reason or why_not_shared(source, rollout, share_base)
     if reason:
         return _two(source, None if isinstance(rollout, str) else rollout, reason)
     engine = None if isinstance(rollout, str) else rollout

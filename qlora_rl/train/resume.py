@@ -7,14 +7,17 @@ after the first epoch, what both sides of the engine have counted. And what the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
 from trl.trainer.utils import RepeatSampler
@@ -23,10 +26,12 @@ from qlora_rl.adapter.directory import load_adapters
 from qlora_rl.adapter.export import settle_patterns
 from qlora_rl.adapter.store import write_origin
 from qlora_rl.base.fingerprint import digest_bytes
+from qlora_rl.distributed import is_sharded, ranks
 from qlora_rl.errors import RunDirectoryError
 from qlora_rl.train import checkpoints
 from qlora_rl.train.identity import identity_of, refuse_other
 from qlora_rl.train.run import RunDirectory, describe_versions
+from qlora_rl.train.sharded import load_optimizer, load_weights, save_optimizer, trained_weights
 from qlora_rl.train.whole import is_bare
 
 logger = logging.getLogger(__name__)
@@ -71,8 +76,9 @@ class Resumable:
         Raises:
             ConfigConflictError: with existing_run="resume", and this is another run; names what differs.
         """
-        if self.run is not None and self.run.existing == "resume" and (path := self.run.last_checkpoint()):
-            refuse_other(path, _read(path)["identity"], identity_of(self))
+        with ranks().together("choosing the checkpoint"):
+            if self.run is not None and self.run.existing == "resume" and (path := self.run.last_checkpoint()):
+                refuse_other(path, _read(path)["identity"], identity_of(self))
         self.add_callback(_GoOn(self))
 
     def resume_point(self, wish: str | bool | None) -> str | None:
@@ -85,6 +91,14 @@ class Resumable:
             RunDirectoryError: there is none, or it is torn. ConfigConflictError: it is another run's; names what differs.
         """
         self._resumed = None
+        saved = ranks().share(lambda: self._chosen(wish), "choosing the checkpoint")
+        if saved is None:
+            return None
+        self._resumed = saved
+        return saved["path"]
+
+    def _chosen(self, wish: str | bool | None) -> dict[str, Any] | None:
+        """What lies beside the checkpoint, and its path; chosen by rank 0."""
         path = self._wished(wish)
         if path is None:
             return None
@@ -95,6 +109,13 @@ class Resumable:
                 f"resuming from {path}: it was saved with save_only_model=True, so the optimizer is lost. Train its adapter on, with a new "
                 "optimizer: model=PeftModel.from_pretrained(..., is_trainable=True), in another output_dir."
             )
+        if saved["identity"].get("processes", 1) != ranks().size:
+            if (path / ROLLOUTS).exists():
+                raise RunDirectoryError(
+                    f"resuming from {path} in {ranks().size} processes: it lies between two steps that share their rollouts, of which each of "
+                    f"{saved['identity'].get('processes', 1)} processes holds a part. Start as many, or choose another checkpoint."
+                )
+            logger.warning("%s was written by another number of processes: random numbers differ from here on", path)
         if (now := describe_versions()) != saved["versions"]:
             other = [name for name in {**now, **saved["versions"]} if now.get(name) != saved["versions"].get(name)]
             logger.warning("%s was written with other versions of %s: the numbers may differ", path, ", ".join(other))
@@ -102,8 +123,7 @@ class Resumable:
             self.run.cut_back(saved["files"])
             checkpoints.set_aside(self.run.path, saved["step"])
         logger.info("going on from %s: step %d", path, saved["step"])
-        self._resumed = saved | {"path": str(path)}
-        return str(path)
+        return saved | {"path": str(path)}
 
     def _wished(self, wish: str | bool | None) -> Path | None:
         if wish is None or wish is False:
@@ -151,8 +171,11 @@ class Resumable:
         if is_bare(model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        load_adapters(model, Path(resume_from_checkpoint))
-        if self._resumed is not None and _digest(model) != self._resumed["adapter"]:
+        if is_sharded(model):
+            load_weights(model, Path(resume_from_checkpoint))
+        else:
+            load_adapters(model, Path(resume_from_checkpoint))
+        if self._resumed is not None and _digest(trained_weights(model)) != self._resumed["adapter"]:
             raise RunDirectoryError(
                 f"resuming from {resume_from_checkpoint}: the adapter that PEFT has read is not the one that was trained. Pass the same "
                 "model and peft_config as at first."
@@ -180,7 +203,10 @@ class Resumable:
             self._metrics["train"][name].extend(values)
         rollouts = Path(saved["path"]) / ROLLOUTS
         if rollouts.exists():
-            self._buffered_inputs = torch.load(rollouts, map_location=self.accelerator.device, weights_only=True)
+            # Not map_location: torch does not know "cpu:0", as accelerate calls it in several processes.
+            parts = torch.load(rollouts, map_location="cpu", weights_only=True)
+            mine = parts if ranks().size == 1 else parts[ranks().rank]
+            self._buffered_inputs = send_to_device(mine, self.accelerator.device)
         self._restore_states(saved["states"])
 
     # --- saving -----------------------------------------------------------------------------------------------------
@@ -189,6 +215,27 @@ class Resumable:
         """Where transformers writes checkpoints: the staging directory, while one is made."""
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """transformers', which would gather a sharded base; here the adapter is gathered, and rank 0 writes it."""
+        if not is_sharded(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        weights = trained_weights(self.model)
+        if ranks().is_first:
+            self._save(output_dir or self.args.output_dir, state_dict=weights)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if ranks().size == 1:
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            save_optimizer(self.optimizer, self.lr_scheduler, Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if ranks().size == 1 or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            load_optimizer(self.optimizer, self.lr_scheduler, Path(checkpoint))
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """TRL's checkpoint and our state, whole or not there."""
         self._write_rest()
@@ -196,12 +243,15 @@ class Resumable:
         # It would upload, and forget, what has no name yet.
         is_pushed, self.args.push_to_hub = self.args.push_to_hub, False
         try:
-            with checkpoints.staged(root, step) as directory:
+            with _staged(root, step) as directory:
                 self._staging = directory.parent
                 super()._save_checkpoint(model, trial)
                 self._complete(directory, root)
         finally:
             self._staging, self.args.push_to_hub = None, is_pushed
+        ranks().barrier("writing a checkpoint")
+        if not ranks().is_first:
+            return
         if is_pushed:
             self._push_from_checkpoint(str(root / f"checkpoint-{step}"))
         checkpoints.rotate(root, self.args.save_total_limit, self.state.best_model_checkpoint)
@@ -210,20 +260,26 @@ class Resumable:
         step, best = self.state.global_step, self.state.best_global_step
         if best and (best == step or (root / f"checkpoint-{best}").exists()):
             self.state.best_model_checkpoint = str(root / f"checkpoint-{best}")  # not in the staging directory
-            self.state.save_to_json(str(directory / TRAINER_STATE))
+            if ranks().is_first:
+                self.state.save_to_json(str(directory / TRAINER_STATE))
+        # With it the others have written their random numbers.
+        parts = ranks().gather(_held(self) if self._uses_rollouts_again() else None, "writing a checkpoint")
         trained = self.accelerator.unwrap_model(self.model)
+        weights = None if is_bare(trained) else trained_weights(trained)
+        if not ranks().is_first:
+            return
         if not is_bare(trained) and (directory / "adapter_config.json").exists():
             settle_patterns(trained, directory)
             write_origin(directory, self.base.parent or self.base.digest)
         if self._uses_rollouts_again():
-            torch.save(self._buffered_inputs, directory / ROLLOUTS)
+            torch.save(self._buffered_inputs if ranks().size == 1 else parts, directory / ROLLOUTS)
         state = {
             "step": step,
             "epoch": self.state.epoch,
             "identity": identity_of(self),
             "versions": describe_versions(),
             "files": self.run.sizes() if self.run is not None else {},
-            "adapter": None if is_bare(trained) else _digest(trained),
+            "adapter": None if weights is None else _digest(weights),
             "loss": {
                 "since": self._tr_loss.item(),
                 "total": self._total_loss_scalar,
@@ -254,6 +310,27 @@ class _GoOn(TrainerCallback):
             trainer._go_on()
 
 
+@contextlib.contextmanager
+def _staged(root: Path, step: int) -> Iterator[Path]:
+    """`checkpoints.staged` of rank 0; the others, which write their random numbers only, see the same directory."""
+    if not ranks().is_first:
+        yield Path(ranks().share(str, "staging a checkpoint"))
+        return
+    with checkpoints.staged(root, step) as directory:
+        ranks().share(lambda: str(directory), "staging a checkpoint")
+        yield directory
+
+
+def _held(trainer: Any) -> Any:
+    """The completions that a rank holds for later steps; those of one process stay where they are."""
+    if ranks().size == 1:
+        return None
+    return [
+        {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in part.items()}
+        for part in trainer._buffered_inputs
+    ]
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads((path / STATE).read_text())
@@ -264,7 +341,7 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _digest(model: Any) -> str:
+def _digest(weights: Mapping[str, torch.Tensor]) -> str:
     """Of everything that is trained, with its name and dtype."""
-    parts = [f"{n} {p.dtype} {digest_bytes(p)}" for n, p in model.named_parameters() if p.requires_grad]
+    parts = [f"{name} {tensor.dtype} {digest_bytes(tensor)}" for name, tensor in weights.items()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from qlora_rl.errors import RewardFunctionError
 
 
-def guard(reward: Any, name: str | None = None) -> Any:
+def guard(reward: Any, name: str | None = None, failures: list[RewardFunctionError] | None = None) -> Any:
     """Wrap a reward function so that an exception or a wrong result names it; reward models pass through.
 
     Args:
         reward: as TRL takes it: a function, a partial, an object with `__call__`, each of them async or not, or a model.
         name: under which TRL logs it; by default the one that TRL would choose.
+        failures: where an error is kept, and every completion left unscored, instead of raising: of several ranks none may leave
+            TRL's next collective alone.
     """
     if isinstance(reward, torch.nn.Module):
         return reward
@@ -25,21 +28,25 @@ def guard(reward: Any, name: str | None = None) -> Any:
     if is_async_callable(reward):
 
         async def wait(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = await reward(*args, **kwargs)
-            except Exception as error:
-                raise _failed(name, error) from error
-            return _checked(name, result, kwargs)
+            with _kept(failures, kwargs) as unscored:
+                try:
+                    result = await reward(*args, **kwargs)
+                except Exception as error:
+                    raise _failed(name, error) from error
+                return _checked(name, result, kwargs)
+            return unscored
 
         wait.__name__ = name
         return wait
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            result = reward(*args, **kwargs)
-        except Exception as error:
-            raise _failed(name, error) from error
-        return _checked(name, result, kwargs)
+        with _kept(failures, kwargs) as unscored:
+            try:
+                result = reward(*args, **kwargs)
+            except Exception as error:
+                raise _failed(name, error) from error
+            return _checked(name, result, kwargs)
+        return unscored
 
     call.__name__ = name
     return call
@@ -50,6 +57,17 @@ def as_list(rewards: Any) -> list[Any]:
     if rewards is None:
         return []
     return list(rewards) if isinstance(rewards, list | tuple) else [rewards]
+
+
+@contextlib.contextmanager
+def _kept(failures: list[RewardFunctionError] | None, kwargs: dict[str, Any]) -> Iterator[list[None]]:
+    """Keep an error in `failures`, if there is such a list; gives what is returned then."""
+    try:
+        yield [None] * len(kwargs.get("completions", ()))
+    except RewardFunctionError as error:
+        if failures is None:
+            raise
+        failures.append(error)
 
 
 def _failed(name: str, error: Exception) -> RewardFunctionError:

@@ -166,12 +166,15 @@ class RunDirectory:
         except OSError as error:
             raise _unwritable(self.path / name, error) from error
 
-    def save_adapter(self, model: Any, base_digest: str | None = None) -> Path:
+    def save_adapter(
+        self, model: Any, base_digest: str | None = None, weights: Mapping[str, Any] | None = None
+    ) -> Path:
         """Save the trained adapter in PEFT's format to `adapter/`; the one before it stays until this one is whole.
 
         Args:
             model: the PeftModel.
             base_digest: of the base that it was trained on, noted beside it.
+            weights: what is trained, where that was gathered.
         """
         target = self.path / ADAPTER
         try:
@@ -179,7 +182,8 @@ class RunDirectory:
             old = self.path / f"{staging.name}-old"
             try:
                 name = _trained(model)
-                model.save_pretrained(staging, save_embedding_layers=False, selected_adapters=[name])
+                gathered = {} if weights is None else {"state_dict": dict(weights)}
+                model.save_pretrained(staging, save_embedding_layers=False, selected_adapters=[name], **gathered)
                 # PEFT nests every adapter that is not called "default".
                 saved = staging / name if (staging / name).is_dir() else staging
                 _settle(model, saved)

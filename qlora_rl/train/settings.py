@@ -106,15 +106,15 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
             f"choosing the engine: rollout={rollout!r} is none of 'colocate' (vLLM in this process), 'server' (one is started beside "
             "it), 'ray' (in actors of a Ray cluster), a URL such as 'http://127.0.0.1:8000' (or several, in a list), or an engine object."
         )
+    if args.world_size > 1 and hasattr(rollout, "url"):
+        raise ConfigConflictError(
+            f"choosing the engine: rollout is a {type(rollout).__name__}, which each of {args.world_size} processes would own. Pass the "
+            "URL: rank 0 connects to it, for all."
+        )
     if not isinstance(rollout, str) and not isinstance(rollout, RolloutEngine):
         raise ConfigConflictError(
             f"choosing the engine: rollout is a {type(rollout).__name__}. Pass 'colocate' or an engine (LocalEngine, or any "
             "object with its methods)."
-        )
-    if args.world_size > 1:
-        raise NotYetSupportedError(
-            f"choosing the engine: {args.world_size} processes; this version trains in one. Start it with plain python, on one "
-            "GPU (CUDA_VISIBLE_DEVICES=0)."
         )
     changed = [name for name in _SERVER_FIELDS if _is_set(args, name)]
     reasons = []

@@ -10,9 +10,11 @@ from transformers import AutoTokenizer
 
 from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.base.checkpoint import PreparedBase
+from qlora_rl.distributed import is_sharded, ranks
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.train.resume import Resumable
 from qlora_rl.train.run import SUMMARY, RunDirectory, describe_machine, describe_versions
+from qlora_rl.train.sharded import trained_weights
 from qlora_rl.train.whole import is_bare
 
 logger = logging.getLogger(__name__)
@@ -43,8 +45,9 @@ class TrainedRun(Resumable):
         checkpoint = self.resume_point(resume_from_checkpoint)  # what it refuses leaves the run directory as it is
         self._before_train()
         try:
-            result = self._done_already() or super().train(checkpoint, *args, **kwargs)
-        except KeyboardInterrupt:
+            with ranks().one_outcome("training"):
+                result = self._done_already() or super().train(checkpoint, *args, **kwargs)
+        except (KeyboardInterrupt, SystemExit):
             self._end("interrupted", None)
             raise
         except Exception as error:
@@ -75,17 +78,26 @@ class TrainedRun(Resumable):
             self._finish(status, error)
 
     def _finish(self, status: str, error: Exception | None) -> None:
+        trained = self.accelerator.unwrap_model(self.model)
+        weights = None
+        if is_sharded(trained):
+            if status != "finished":  # the ranks no longer meet
+                logger.warning("the adapter of the last step is not saved: it is sharded; the last checkpoint holds it")
+                trained = None
+            else:
+                weights = trained_weights(trained)
         if self.run is None:
             return
         try:
             self._write_rest()
             summary = {"status": status, "steps": self.state.global_step}
             self.run.write_json(SUMMARY, summary | ({"error": f"{type(error).__name__}: {error}"} if error else {}))
-            trained = self.accelerator.unwrap_model(self.model)
+            if trained is None:
+                return
             if is_bare(trained):
                 self.run.save_model(trained, self.base.path)
             else:
-                self.run.save_adapter(trained, self.base.parent or self.base.digest)
+                self.run.save_adapter(trained, self.base.parent or self.base.digest, weights)
         except OSError:
             # A full disk must not hide what ended the run.
             if status == "finished":
@@ -107,6 +119,16 @@ class TrainedRun(Resumable):
             "versions": describe_versions(),
             "machine": describe_machine(),
         }
+
+
+def open_run(output_dir: str, existing: str) -> RunDirectory | None:
+    """The run directory, which rank 0 alone writes; `None` on the others.
+
+    Raises:
+        RunDirectoryError: on all of them.
+    """
+    with ranks().together("opening the run directory"):
+        return RunDirectory(output_dir, existing) if ranks().is_first else None
 
 
 def check_adapter_dtype(adapter_dtype: str) -> None:

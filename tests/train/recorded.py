@@ -15,5 +15,7 @@ class Recorded(FakeEngine):
 
     def generate(self, prompts, sampling):
         self.specs.append(sampling)
-        known = SamplingSpec(sampling.max_tokens, sampling.temperature, seed=sampling.seed)
+        known = SamplingSpec(
+            sampling.max_tokens, sampling.temperature, seed=sampling.seed, first_place=sampling.first_place
+        )
         return super().generate(prompts, known)

@@ -9,6 +9,7 @@ from trl import GRPOConfig
 
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train import settings
+from qlora_rl.train.processes import check_processes
 
 # field -> a value that is not the default, and the argument of LocalEngine in which it arrives
 ARRIVES = {
@@ -151,13 +152,25 @@ def test_all_contradictions_are_said_at_once(make_trainer, config):
     assert len(caught.value.reasons) == 3
 
 
-def test_several_processes_are_refused(config, engine):
+@pytest.fixture
+def two_processes(config):
     class TwoProcesses(GRPOConfig):
         world_size = 2
 
-    two = TwoProcesses(output_dir=config().output_dir, use_cpu=True, num_generations=2, report_to=[])
-    with pytest.raises(NotYetSupportedError, match="2 processes"):
-        settings.check(two, engine)
+    return TwoProcesses(output_dir=config().output_dir, use_cpu=True, num_generations=2, report_to=[])
+
+
+def test_what_several_processes_cannot_do_is_refused_with_what_they_can(two_processes):
+    check_processes(two_processes, "choosing the engine")  # DDP
+    with pytest.raises(NotYetSupportedError, match=r"2 processes, and full weights are pushed by one.*GRPO"):
+        check_processes(two_processes, "choosing the engine", refused="full weights are pushed by one")
+
+
+def test_an_engine_that_each_of_several_processes_would_own_is_refused(two_processes, engine, monkeypatch):
+    settings.check(two_processes, engine)
+    monkeypatch.setattr(type(engine), "url", "http://127.0.0.1:8000", raising=False)
+    with pytest.raises(ConfigConflictError, match="Pass the URL"):
+        settings.check(two_processes, engine)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,184 @@
+"""What rank 0 owns and all ranks use: a server as an engine, and the way to it. Every method that asks it is called by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from qlora_rl.contracts import (
+    AdapterSource,
+    BaseFingerprint,
+    Delivery,
+    EngineCapabilities,
+    Rollout,
+    RolloutEngine,
+    SamplingSpec,
+    Transport,
+)
+from qlora_rl.distributed import Ranks
+
+
+class EngineForAll:
+    """One engine, on rank 0; the prompts of all ranks are drawn in one call, and each is given its own.
+
+    Args:
+        make: makes the engine; called on rank 0 only.
+        ranks: all processes.
+
+    Attributes:
+        inner: on rank 0 the engine; `None` elsewhere.
+        url: where it listens.
+    """
+
+    def __init__(self, make: Callable[[], RolloutEngine], ranks: Ranks):
+        self._ranks = ranks
+        self.inner: Any = None
+        with ranks.together("starting the engine"):
+            if ranks.is_first:
+                self.inner = make()
+        try:
+            self._capabilities = ranks.share(lambda: self.inner.capabilities(), "asking the engine")
+            self.url: str = ranks.share(lambda: str(getattr(self.inner, "url", "")), "asking the engine")
+            self._version = self._incarnation = 0
+            self._ask(lambda engine: None, "asking the engine")
+        except BaseException:
+            self.close()
+            raise
+
+    def _ask(self, ask: Callable[[Any], Any], doing: str) -> Any:
+        """What rank 0 hears from the engine, on all ranks."""
+
+        def asked() -> tuple[Any, int, int]:
+            answer = ask(self.inner)
+            return answer, self.inner.version, self.inner.incarnation
+
+        answer, self._version, self._incarnation = self._ranks.share(asked, doing)
+        return answer
+
+    @property
+    def version(self) -> int:
+        """Of the adapter that serves, when it was asked last."""
+        return self._version
+
+    @property
+    def incarnation(self) -> int:
+        """Of the engine, when it was asked last."""
+        return self._incarnation
+
+    @property
+    def tokenizer(self) -> Any:
+        """On rank 0."""
+        return self.inner.tokenizer
+
+    def capabilities(self) -> EngineCapabilities:
+        """What it can be asked for."""
+        return self._capabilities
+
+    def describe_base(self) -> BaseFingerprint:
+        """The base that it holds."""
+        return self._ask(lambda engine: engine.describe_base(), "reading the engine's base")
+
+    def repair_base(self) -> Mapping[str, float]:
+        """Exact scales are written."""
+        return self._ask(lambda engine: engine.repair_base(), "repairing the engine's base")
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec) -> Rollout:
+        """One completion for each prompt of this rank; request i of the whole is seeded as in one process."""
+        parts = self._ranks.gather(([list(p) for p in prompts], sampling), "gathering the prompts")
+        together = [prompt for part, _ in parts for prompt in part]
+        rollout = self._ask(lambda engine: engine.generate(together, parts[0][1]), "generating")
+        first = sum(len(part) for part, _ in parts[: self._ranks.rank])
+        mine = slice(first, first + len(prompts))
+        return Rollout(rollout.completion_ids[mine], rollout.logprobs[mine], rollout.version, rollout.seconds)
+
+    def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
+        """Of the sequences of rank 0, which all ranks hold."""
+        return self._ask(lambda engine: engine.score(sequences, bare=bare), "scoring")
+
+    def score_each(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[list[float]]]:
+        """By every replica, where there are several."""
+
+        def each(engine: Any) -> list[list[list[float]]]:
+            if hasattr(engine, "score_each"):
+                return engine.score_each(sequences, bare=bare)
+            return [engine.score(sequences, bare=bare)]
+
+        return self._ask(each, "scoring")
+
+    def note_canary(self, difference: float) -> None:
+        """For the server's gauges, where it has some."""
+        if hasattr(self.inner, "note_canary"):
+            self.inner.note_canary(difference)
+
+    def held_adapter(self, rank: int) -> Mapping[str, str]:
+        """Digests of what it holds."""
+        return self._ask(lambda engine: engine.held_adapter(rank), "reading the engine's adapter")
+
+    def load_adapter(self, directory: Any, version: int) -> None:
+        """Rank 0's directory is loaded."""
+        self._ask(lambda engine: engine.load_adapter(directory, version), "loading the adapter")
+
+    def drop_adapter(self) -> None:
+        """Serve the bare base."""
+        self._ask(lambda engine: engine.drop_adapter(), "dropping the adapter")
+
+    def withdraw_adapter(self, reason: str) -> None:
+        """Serve nothing."""
+        self._ask(lambda engine: engine.withdraw_adapter(reason), "withdrawing the adapter")
+
+    def sleep(self) -> None:
+        """Give memory back."""
+        self._ask(lambda engine: engine.sleep(), "sending the engine to sleep")
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self._ask(lambda engine: engine.wake(), "waking the engine")
+
+    def close(self) -> None:
+        """Close it; only rank 0 has something to close, and waits for nobody."""
+        if self.inner is not None:
+            self.inner.close()
+
+    def __enter__(self) -> EngineForAll:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TransportForAll:
+    """A push once, by rank 0; the others take part in what has to be gathered, and learn the outcome.
+
+    Args:
+        inner: of rank 0; closed with this.
+        ranks: all processes.
+    """
+
+    def __init__(self, inner: Transport, ranks: Ranks):
+        self.inner, self._ranks = inner, ranks
+        self.name = inner.name
+
+    def deliver(self, adapter: AdapterSource, version: int, engine: EngineForAll) -> Delivery:
+        """Rank 0 delivers what all of them have gathered."""
+        adapter.bundle()
+        return engine._ask(lambda held: self.inner.deliver(adapter, version, held), "delivering the adapter")
+
+    def commit(self) -> None:
+        """The version is proven."""
+        if self._ranks.is_first:
+            self.inner.commit()
+
+    def revoke(self, engine: EngineForAll) -> None:
+        """Have the version before serve again."""
+        engine._ask(lambda held: self.inner.revoke(held), "taking the adapter back")
+
+    def before(self) -> Any:
+        """The version before the newest."""
+        return self._ranks.share(self.inner.before, "reading the version before")
+
+    def close(self) -> None:
+        """Remove what lies on the way."""
+        self.inner.close()

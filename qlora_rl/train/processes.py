@@ -1,0 +1,101 @@
+"""How the trainer is spread over processes, by accelerate; what of it is supported, and what the ranks must have in common."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from qlora_rl.distributed import ranks
+from qlora_rl.errors import BaseMismatchError, NotYetSupportedError
+from qlora_rl.train.entry import Source
+
+SUPPORTED = ("ddp", "fsdp2")
+
+
+def sharding_of(args: Any) -> str:
+    """ "none", "ddp", "fsdp1", "fsdp2", "zero1", "zero2" or "zero3", as accelerate and `args` say."""
+    if args.world_size == 1:
+        return "none"
+    if getattr(args, "deepspeed", None) or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        plugin = getattr(args, "deepspeed_plugin", None)
+        stage = getattr(plugin, "zero_stage", None) or os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        return f"zero{stage}"
+    if getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        stated = dict(getattr(args, "fsdp_config", None) or {})
+        version = stated.get("version", stated.get("fsdp_version", os.environ.get("FSDP_VERSION", "1")))
+        return f"fsdp{version}"
+    return "ddp"
+
+
+def check_processes(args: Any, doing: str, *, refused: str = "") -> None:
+    """Refuse what several processes cannot do yet.
+
+    Args:
+        args: TRL's config.
+        doing: for the message.
+        refused: why this training is for one process; empty where several can do it.
+
+    Raises:
+        NotYetSupportedError: with what can be done instead.
+    """
+    sharding = sharding_of(args)
+    if sharding == "none":
+        return
+    if refused:
+        raise NotYetSupportedError(
+            f"{doing}: {args.world_size} processes, and {refused}. Start it with plain python, on one GPU (CUDA_VISIBLE_DEVICES=0); "
+            "GRPO, RLOO, SFT and DPO of an adapter train in several (docs/distributed.md)."
+        )
+    if sharding not in SUPPORTED:
+        raise NotYetSupportedError(
+            f"{doing}: {args.world_size} processes under {sharding}: of accelerate's ways to spread a trainer this version has DDP and "
+            "FSDP2. Start it with examples/accelerate/ddp.yaml or fsdp2.yaml."
+        )
+
+
+def shards_base(args: Any) -> bool:
+    """The trainer's base lies in parts on the ranks."""
+    return sharding_of(args) == "fsdp2"
+
+
+def fit_for_sharding(source: Source, args: Any) -> Source:
+    """The source of a model that can be sharded."""
+    if not (shards_base(args) and source.base.spec.is_4bit):
+        return source
+    # FSDP2 casts what it gathers to the dtype of the mixed precision: codes that are of it already stay what they are.
+    is_half = args.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
+    return replace(source, float_storage=torch.float16 if is_half else torch.bfloat16)
+
+
+def check_common_base(digest: str) -> None:
+    """All ranks train on one base.
+
+    Raises:
+        BaseMismatchError: on all of them; names the first that holds another.
+    """
+    digests = ranks().gather(digest, "comparing the bases of the ranks")
+    other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+    if other is not None:
+        raise BaseMismatchError(
+            f"comparing the bases of the ranks: rank {other} holds {digests[other][:12]}, rank 0 {digests[0][:12]}. Let all of them load "
+            "one base made by `qlora-rl prepare`."
+        )
+
+
+@torch.no_grad()
+def begin_alike(model: Any) -> None:
+    """What is trained begins on all ranks as on rank 0; the frozen base, which each of them has proven, stays where it is.
+
+    DDP would send all of it to everybody when it wraps the model, and write over tensors that may be the engine's.
+    """
+    if ranks().size == 1:
+        return
+    still = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    still += [name for name, _ in model.named_buffers()]
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, still)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.distributed.broadcast(parameter.data, src=0)

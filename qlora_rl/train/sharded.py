@@ -1,0 +1,60 @@
+"""Adapter and optimizer of several processes, on disk as one process writes them: another number of them can go on from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_rl.adapter.directory import read_saved
+from qlora_rl.adapter.subject import active_adapter
+from qlora_rl.distributed import put, ranks, whole
+
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+
+
+def trained_weights(model: Any) -> dict[str, torch.Tensor]:
+    """What is trained, in full, by name; gathered by all ranks, where it is sharded. The base stays where it is."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return dict(zip(trained, whole(list(trained.values())), strict=True))
+
+
+def load_weights(model: Any, directory: Path) -> None:
+    """Give a sharded adapter the values that `save_pretrained` has written; every rank reads them, and keeps its part."""
+    saved = read_saved(directory)
+    adapter = active_adapter(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            put(saved[name.replace(f".{adapter}.", ".")], parameter)
+
+
+def save_optimizer(optimizer: Any, scheduler: Any, directory: Path) -> None:
+    """The state of the optimizer in full, by rank 0."""
+    state = optimizer.state_dict()
+    held = {}
+    for key in sorted(state["state"]):
+        values = state["state"][key]
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        full = dict(zip(tensors, whole(list(tensors.values())), strict=True))
+        held[key] = {**values, **{name: value.cpu() for name, value in full.items()}}
+    if ranks().is_first:
+        torch.save({**state, "state": held}, directory / OPTIMIZER)
+        torch.save(scheduler.state_dict(), directory / SCHEDULER)
+
+
+def load_optimizer(optimizer: Any, scheduler: Any, directory: Path) -> None:
+    """Inverse of `save_optimizer`, on every rank."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    state = torch.load(directory / OPTIMIZER, map_location="cpu", weights_only=True)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for key, values in state["state"].items():
+        parameter = parameters[key]
+        for name, value in values.items():
+            # A step counter is no part of the weights.
+            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                mesh, places = parameter.device_mesh, parameter.placements
+                values[name] = distribute_tensor(value.to(parameter.device), mesh, places, src_data_rank=None)
+    optimizer.load_state_dict(state)
+    scheduler.load_state_dict(torch.load(directory / SCHEDULER, map_location="cpu", weights_only=True))

@@ -1,0 +1,89 @@
+"""Real processes over gloo, started by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# What `accelerate launch --config_file examples/accelerate/fsdp2.yaml` sets, and that the CPU is the accelerator.
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen2DecoderLayer",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "ACCELERATE_TORCH_DEVICE": "cpu",
+}
+HERE = Path(__file__).resolve().parent
+
+
+def launch(calls: list[dict[str, Any]], *, processes: int = 2, timeout: float = 600, **environment: str) -> Any:
+    """Start `job.py` under torchrun, and wait for its end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+    known = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path]), **environment}
+    return subprocess.run(
+        [*command, str(HERE / "job.py"), json.dumps(calls)],
+        env=os.environ | known,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def said(out: Path, rank: int) -> dict[str, Any]:
+    """What a rank has left about its end."""
+    return json.loads(Path(f"{out}-rank{rank}.json").read_text())
+
+
+def adapter_of(out: Path) -> Any:
+    """The trained tensors of a run, as one vector."""
+    import torch
+    from safetensors.torch import load_file
+
+    tensors = load_file(out / "adapter" / "adapter_model.safetensors")
+    return torch.cat([tensors[name].flatten().double() for name in sorted(tensors)])
+
+
+def distance(one: Path, other: Path) -> float:
+    """Relative, of two trained adapters."""
+    theirs = adapter_of(other)
+    return float((adapter_of(one) - theirs).norm() / theirs.norm())
+
+
+@pytest.fixture(scope="session")
+def exact_base(model_dir):
+    """NF4 that is multiplied in float32: what differs between two runs is not rounding to 16 bits."""
+    from qlora_rl import prepare_base
+
+    return str(prepare_base(model_dir, compute_dtype="float32").path)
+
+
+@pytest.fixture(scope="session")
+def recorded(exact_base, tmp_path_factory):
+    """One process with the doubled batch, and everything that it has drawn."""
+    from job import main
+
+    root = tmp_path_factory.mktemp("recorded")
+    main(
+        {
+            "base": exact_base,
+            "out": str(root / "one"),
+            "record": str(root / "kept.json"),
+            "max_steps": 4,
+            "per_device_train_batch_size": 8,
+            "save_steps": 2,
+        }
+    )
+    return root / "one", str(root / "kept.json")

@@ -1,0 +1,191 @@
+"""One training as a process, or as one of several under torchrun: its rollouts are recorded, or replayed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def cpu_as_accelerator() -> None:
+    """accelerate knows FSDP on accelerators only: here it is told that the CPU is one, over gloo."""
+    from accelerate.state import DistributedType, PartialState
+
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+
+
+def by_text(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs within every group, whoever holds it."""
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+def broken(rank: int, step: int) -> Any:
+    """A reward that raises on one rank."""
+    calls = []
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        calls.append(1)
+        if rank == RANK and len(calls) == step:
+            raise ZeroDivisionError("only here")
+        return by_text(completions)
+
+    return reward
+
+
+def replayed(base: str, file: Path | None) -> Any:
+    """An engine that keeps what it draws under its seed and place, or returns what is kept in `file`."""
+    from qlora_rl import FakeEngine, load_base
+    from qlora_rl.contracts import Rollout
+
+    class Replayed(FakeEngine):
+        kept: dict[str, Any] = json.loads(file.read_text()) if file else {}
+        pushes = 0
+
+        def generate(self, prompts: Any, sampling: Any = None, **fields: Any) -> Any:
+            keys = [f"{sampling.seed}:{sampling.first_place + i}" for i in range(len(prompts))]
+            if file:
+                drawn = [self.kept[key] for key in keys]
+                assert [each["prompt"] for each in drawn] == [list(p) for p in prompts]
+                return Rollout([d["ids"] for d in drawn], [d["logprobs"] for d in drawn], self.version, 0.01)
+            rollout = super().generate(prompts, sampling, **fields)
+            for key, prompt, ids, logprobs in zip(keys, prompts, rollout.completion_ids, rollout.logprobs, strict=True):
+                self.kept[key] = {"prompt": list(prompt), "ids": ids, "logprobs": logprobs}
+            return rollout
+
+    return Replayed(load_base(base), max_model_length=64)
+
+
+def weigh_pushes(trainer: Any, report: dict[str, Any]) -> None:
+    """Note by how many adapters this rank's tensors grow at most during each push; the canary's forward is no part of it."""
+    import torch
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    strategy = trainer.bridge.strategy
+    strategy.canary, push = None, strategy.push
+    report["growth"] = []
+
+    def weighed() -> Any:
+        tracker = MemTracker()
+        with tracker:
+            pushed = push()
+        peak = tracker.get_tracker_snapshot("peak").get(torch.device("cpu"), {"Total": 0})["Total"]
+        adapter = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
+        report["growth"].append(peak / adapter)
+        return pushed
+
+    strategy.push = weighed
+
+
+def shares(trainer: Any) -> dict[str, float]:
+    """Which part of the base, and of the adapter, lies on this rank."""
+    from torch.distributed.tensor import DTensor
+
+    found = {}
+    for name, is_trained in (("base", False), ("adapter", True)):
+        parts = [p for p in trainer.model.parameters() if p.requires_grad is is_trained]
+        here = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parts)
+        found[name] = here / sum(p.numel() for p in parts)
+    return found
+
+
+def strike(trainer: Any, rank: int, step: int, how: str) -> None:
+    """End this rank before its backward pass, in which the others wait for it."""
+    compute_loss = trainer.compute_loss
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        if rank == RANK and trainer.state.global_step == step:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("in the middle of a step")
+        return compute_loss(*args, **kwargs)
+
+    trainer.compute_loss = struck
+
+
+def offline(base: str, out: Path, method: str, **fields: Any) -> Any:
+    """SFT or DPO on a few sums."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from support import tiny_training
+    from trl import DPOConfig, SFTConfig
+
+    from qlora_rl import QLoRADPOTrainer, QLoRASFTTrainer
+
+    kind, config = {"sft": (QLoRASFTTrainer, SFTConfig), "dpo": (QLoRADPOTrainer, DPOConfig)}[method]
+    rows = [{"prompt": f"{10 + i}+{11 + i}=", "chosen": str(21 + 2 * i), "rejected": str(i)} for i in range(32)]
+    if method == "sft":
+        rows = [{"text": row["prompt"] + row["chosen"]} for row in rows]
+    return kind(
+        model=base,
+        args=config(**tiny_training(output_dir=str(out), bf16=False, max_length=32, **fields)),
+        train_dataset=Dataset.from_list(rows),
+        peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]),
+    )
+
+
+def online(base: str, out: Path, engine: Any, method: str, reward: Any, **fields: Any) -> Any:
+    """GRPO or RLOO; an engine of the test's own, or a word."""
+    from peft import LoraConfig
+    from resumed import make
+    from trl import GRPOConfig, RLOOConfig
+
+    from qlora_rl import QLoRAGRPOTrainer, QLoRARLOOTrainer
+
+    kind, config = {"grpo": (QLoRAGRPOTrainer, GRPOConfig), "rloo": (QLoRARLOOTrainer, RLOOConfig)}[method]
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    fields = {"bf16": False, "peft_config": lora, **fields}
+    return make(base, out, engine, reward=reward, trainer=kind, config=config, **fields)
+
+
+def main(call: dict[str, Any]) -> None:
+    """Train as `call` says; what happened to this rank is left in `<out>-rank<N>.json`."""
+    import torch
+    from resumed import reward_digits
+
+    from qlora_rl import QloraRLError
+
+    out, base = Path(call.pop("out")), call.pop("base")
+    kept, struck, fails = call.pop("kept", None), call.pop("strike", None), call.pop("fails", None)
+    record, method = call.pop("record", None), call.pop("method", "grpo")
+    weighs, learns = call.pop("weighs", False), call.pop("learns", False)
+    torch.manual_seed(5)
+    report: dict[str, Any] = {"error": None}
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        cpu_as_accelerator()
+        call["use_cpu"] = False
+    engine = call.pop("rollout", None) or replayed(base, Path(kept) if kept else None)
+    try:
+        if method in ("sft", "dpo"):
+            trainer = offline(base, out, method, **call)
+        else:
+            reward = broken(*fails) if fails else reward_digits if learns else by_text
+            trainer = online(base, out, engine, method, reward, **call)
+        with trainer:
+            if struck:
+                strike(trainer, **struck)
+            if weighs:
+                weigh_pushes(trainer, report)
+            trainer.train()
+        report["shares"] = shares(trainer)
+        report["pushes"] = trainer.bridge._pushed[0] if hasattr(trainer, "bridge") else 0
+    except BaseException as error:
+        report["error"] = f"{type(error).__name__}: {error}"
+        report["notes"] = getattr(error, "__notes__", [])
+        if not isinstance(error, QloraRLError | ValueError):
+            raise
+    finally:
+        Path(f"{out}-rank{RANK}.json").write_text(json.dumps(report))
+        if record:
+            Path(record).write_text(json.dumps(engine.kept))
+
+
+if __name__ == "__main__":
+    for each in json.loads(sys.argv[1]):
+        main(each)

@@ -1,0 +1,91 @@
+"""The other methods, a checkpoint of another number of processes, and vLLM itself, under DDP. Long."""
+
+import json
+import shutil
+
+import pytest
+from conftest import distance, launch, said
+from job import main
+from resumed import lines
+
+pytestmark = pytest.mark.full
+
+ONE, TWO = {"per_device_train_batch_size": 8}, {"per_device_train_batch_size": 4}
+LEARNS = {"learns": True, "max_steps": 30, "save_strategy": "no", "lr_scheduler_type": "constant"}
+METHODS = ("rloo", "sft", "dpo")
+
+
+@pytest.fixture(scope="module")
+def methods(exact_base, tmp_path_factory):
+    """Each method by one process, and by two of them in one launch."""
+    root = tmp_path_factory.mktemp("methods")
+    kept = {"rloo": {"kept": str(root / "kept.json")}}
+    common = {"base": exact_base, "max_steps": 3}
+    main({**common, **ONE, "out": str(root / "one-rloo"), "method": "rloo", "record": str(root / "kept.json")})
+    for method in ("sft", "dpo"):
+        main({**common, **ONE, "out": str(root / f"one-{method}"), "method": method})
+    calls = [{**common, **TWO, "out": str(root / f"two-{m}"), "method": m, **kept.get(m, {})} for m in METHODS]
+    done = launch([*calls, {"base": exact_base, "out": str(root / "learns"), **TWO, **LEARNS}])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return root
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_train_what_one_trains_on_the_doubled_batch(method, methods):
+    assert distance(methods / f"two-{method}", methods / f"one-{method}") < 1e-3
+
+
+def until_step_2(run, copy):
+    """A copy of a run that ended at its checkpoint of step 2."""
+    shutil.copytree(run, copy)
+    for directory in ("checkpoint-4", "adapter"):
+        shutil.rmtree(copy / directory)
+    (copy / "summary.json").unlink()
+    return copy
+
+
+def test_the_last_checkpoint_goes_on_in_another_number_of_processes(exact_base, recorded, tmp_path):
+    one, kept = recorded
+    common = {"base": exact_base, "kept": kept, "max_steps": 4, "save_steps": 2, "existing": "resume"}
+    two = until_step_2(one, tmp_path / "one-two")
+    full = {**common, **TWO, "out": str(tmp_path / "two"), "existing": "refuse"}
+    done = launch([{**common, **TWO, "out": str(two)}, full])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert distance(two, one) < 1e-3
+    back = until_step_2(tmp_path / "two", tmp_path / "two-one")
+    main({**common, **ONE, "out": str(back)})
+    assert distance(back, one) < 1e-3
+    for run in (two, back):
+        assert [push["version"] for push in lines(run, "sync.jsonl")] == [1, 2, 3, 4]
+
+
+def test_another_batch_of_a_step_is_another_run(exact_base, recorded, tmp_path):
+    copy = until_step_2(recorded[0], tmp_path / "run")
+    done = launch(
+        [{"base": exact_base, "out": str(copy), "max_steps": 4, "save_steps": 2, "existing": "resume", **ONE}]
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ends = [said(copy, rank)["error"] for rank in (0, 1)]
+    assert ends[0] == ends[1]
+    assert "completions of a step was 8 and is 16" in ends[0]
+
+
+@pytest.mark.parametrize("rollout", ["colocate", "server"])
+def test_vllm_serves_both_ranks_and_is_pushed_to_once_per_step(rollout, base, tmp_path):
+    out = tmp_path / "run"
+    call = {"base": str(base.path), "out": str(out), "rollout": rollout, "vllm_max_model_length": 32, "bf16": True}
+    done = launch([call | TWO | {"max_steps": 3, "save_strategy": "no"}])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [push["version"] for push in lines(out, "sync.jsonl")] == [1, 2, 3]
+    assert [said(out, rank)["pushes"] for rank in (0, 1)] == [3, 3]
+    config = json.loads((out / "config.json").read_text())
+    assert config["base_held"]["copies"] == (1 if rollout == "colocate" else 2)
+    assert all(step["mismatch_kl"] < 1e-2 and step["base_is_proven"] for step in lines(out))
+    assert all(step["rollout_tokens"] > 0 for step in lines(out))
+
+
+def test_it_learns_from_what_it_draws(methods):
+    steps = lines(methods / "learns")
+    assert [step["policy_version"] for step in steps] == list(range(1, 31))
+    first, last = (sum(step["reward"] for step in part) / 5 for part in (steps[:5], steps[-5:]))
+    assert last > first + 0.2

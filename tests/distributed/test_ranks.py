@@ -1,0 +1,127 @@
+"""What the ranks of one training say to each other; threads stand for processes, over a real store."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from qlora_rl import distributed
+from qlora_rl.distributed import Ranks
+from qlora_rl.errors import RankLostError, RunDirectoryError
+
+
+@pytest.fixture
+def pair():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=30))
+    ranks = Ranks(0, 2, store, limit_s=60), Ranks(1, 2, other, limit_s=60)
+    yield ranks
+    for each in reversed(ranks):
+        each.close()
+
+
+def both(pair, do):
+    """`do(ranks)` on both at once: what each returned, or raised."""
+    found = [None, None]
+
+    def run(ranks):
+        try:
+            found[ranks.rank] = do(ranks)
+        except Exception as error:
+            found[ranks.rank] = error
+
+    threads = [threading.Thread(target=run, args=(ranks,)) for ranks in pair]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_every_rank_hears_all_values_in_the_order_of_the_ranks(pair):
+    big = "x" * (9 * 2**20)  # more than the store takes at once
+    assert both(pair, lambda r: r.gather((r.rank, big), "talking")) == [[(0, big), (1, big)]] * 2
+    for _ in range(5):
+        assert both(pair, lambda r: r.gather(r.rank, "talking")) == [[0, 1]] * 2
+
+
+def test_what_rank_0_makes_or_raises_is_made_or_raised_on_all(pair):
+    assert both(pair, lambda r: r.share(lambda: {"by": r.rank}, "making")) == [{"by": 0}] * 2
+
+    def fails():
+        raise RunDirectoryError("opening: it is full.", reasons=["it is full"])
+
+    ours, theirs = both(pair, lambda r: r.share(fails, "making"))
+    assert type(ours) is type(theirs) is RunDirectoryError
+    assert str(ours) == str(theirs)
+    assert ours.reasons == theirs.reasons
+    assert theirs.__notes__ == ["raised on rank 0"]
+
+
+def test_a_block_that_fails_on_one_rank_fails_on_all_wherever_the_others_are(pair):
+    def enter(ranks):
+        with ranks.together("working"):
+            if ranks.rank == 1:
+                raise ValueError("only here")
+            ranks.gather("deep inside", "another thing")
+
+    assert [str(each) for each in both(pair, enter)] == ["only here", "only here"]
+    assert both(pair, lambda r: r.gather(r.rank, "afterwards")) == [[0, 1]] * 2
+
+
+def test_an_error_that_cannot_travel_is_told_in_words(pair):
+    def enter(ranks):
+        with ranks.together("working"):
+            if ranks.rank == 1:
+                error = ValueError("with a lock in it")
+                error.lock = threading.Lock()
+                raise error
+
+    ours, theirs = both(pair, enter)
+    assert isinstance(theirs, ValueError)
+    assert "ValueError: with a lock in it" in str(ours)
+
+
+def test_ranks_that_are_not_at_the_same_place_say_so(pair):
+    ours, theirs = both(pair, lambda r: r.gather(None, f"place {r.rank}"))
+    assert isinstance(ours, RankLostError)
+    assert isinstance(theirs, RankLostError)
+    assert "place 0: rank 0, 1 of 2 is not together: others are at place 1" in str(ours)
+
+
+def test_a_rank_that_does_not_come_within_the_limit_is_named(pair):
+    pair[0].limit_s = 0.5
+    with pytest.raises(RankLostError, match=r"pushing: rank 1 of 2 is not there after 0 s \(ddp_timeout\)") as caught:
+        pair[0].gather(None, "pushing")
+    assert caught.value.ranks == (1,)
+
+
+def test_a_rank_without_a_sign_of_life_is_named(monkeypatch):
+    monkeypatch.setattr(distributed, "SILENT_S", 1.0)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    alone = Ranks(0, 2, store)
+    with pytest.raises(RankLostError, match="rank 1 of 2 is silent for 1 s"):
+        alone.gather(None, "pushing")
+    alone.close()
+
+
+def test_whoever_waits_hears_at_once_what_another_rank_has_failed_with(pair):
+    def run(ranks):
+        with ranks.one_outcome("training"):
+            if ranks.rank == 1:
+                raise ValueError("out of memory")
+            ranks.gather(None, "waiting")
+
+    ours, theirs = both(pair, run)
+    assert str(ours) == str(theirs) == "out of memory"
+    assert ours.__notes__ == ["raised on rank 1"]
+
+
+def test_one_process_has_nobody_to_ask():
+    alone = Ranks()
+    assert alone.gather(1, "x") == [1]
+    assert alone.share(lambda: 2, "x") == 2
+    assert alone.in_turn(lambda: 3, "x") == 3
+    with pytest.raises(ValueError, match="as it is"), alone.together("x"), alone.one_outcome("x"):
+        raise ValueError("as it is")
