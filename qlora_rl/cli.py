@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments) or 0)
     except QloraRLError as error:
         print(f"qlora-rl: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever reads has heard enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("qlora-rl: interrupted", file=sys.stderr)

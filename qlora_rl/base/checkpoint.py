@@ -131,7 +131,12 @@ def prepare_base(
     def write(directory: Path) -> QuantSpec:
         from transformers import AutoModelForCausalLM
 
-        loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust_remote_code)
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust_remote_code)
+        except OSError as error:
+            raise BaseIncompleteError(
+                f"preparing a base: {source} cannot be loaded: {error}. Pass a directory that holds a model's weights, or a hub name."
+            ) from error
         # A checkpoint that is 4-bit already keeps its bytes; its live layers say what its config may not.
         written = spec if method is None else spec_of(loaded)
         write_checkpoint(loaded, written, directory, is_quantized=method is not None)

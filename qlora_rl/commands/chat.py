@@ -13,7 +13,9 @@ _HELP = "/new begins anew, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
 def add(commands: Any) -> None:
     """The command's arguments."""
     chat = commands.add_parser("chat", help="talk to what a run has trained; from a pipe: a line in, an answer out")
-    chat.add_argument("trained", type=Path, metavar="RUN", help="run directory, or a checkpoint in it")
+    chat.add_argument(
+        "trained", type=Path, metavar="RUN", help="run directory, or in one a checkpoint or an exported adapter"
+    )
     chat.add_argument("--base-only", action="store_true", help="leave the adapter out, to compare")
     chat.add_argument("--system", metavar="TEXT", help="first message")
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of an answer (default: %(default)s)")

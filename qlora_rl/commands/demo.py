@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,4 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nqlora-rl: interrupted; {kept} in {out}", file=sys.stderr)
         return INTERRUPTED
     print(f"\n{table(summary)}\n\n  run directory: {out}")
+    if settings.sync != "trl-merge":  # whose base is no longer the one on disk
+        command = "qlora-rl" if shutil.which("qlora-rl") else Path(sys.executable).parent / "qlora-rl"
+        kind = "merged" if settings.sync == "weights" else "adapter"
+        print(f"  talk to it:     {command} chat {out}\n  take it along:  {command} export {out} --to {kind}")
     return 0

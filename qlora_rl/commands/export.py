@@ -10,7 +10,9 @@ from typing import Any
 def add(commands: Any) -> None:
     """The command's arguments."""
     export = commands.add_parser("export", help="what a run has trained as files, loaded again and compared with it")
-    export.add_argument("trained", type=Path, metavar="RUN", help="run directory, or a checkpoint in it")
+    export.add_argument(
+        "trained", type=Path, metavar="RUN", help="run directory, or in one a checkpoint or an exported adapter"
+    )
     export.add_argument(
         "--to",
         choices=["adapter", "merged", "merged-original", "gguf"],

@@ -7,7 +7,10 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+
+# One of them is written before anything is trained.
+_OF_A_RUN = ("config.json", "metrics.jsonl", "summary.json")
 
 
 def add(commands: Any) -> None:
@@ -37,5 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigConflictError("writing a report: --port is of --live. Add --live, or leave it out.")
     from qlora_rl.report import write_report
 
+    for each in arguments.runs:
+        if each.is_dir() and not any((each / name).exists() for name in _OF_A_RUN):
+            raise RunDirectoryError(
+                f"writing a report: {each} holds none of {', '.join(_OF_A_RUN)}, so it is no run. Pass a run directory, such as runs/demo-..."
+            )
     print(write_report(arguments.runs[0], arguments.runs[1:]))
     return 0

@@ -10,7 +10,7 @@ from typing import Any
 from qlora_rl.config import data, rewards
 from qlora_rl.config.findings import Finding, check_value, nearest, not_among, show
 from qlora_rl.config.paths import is_file
-from qlora_rl.config.schema import ALIASES, METHODS, TABLES, TRAIN, Reward, options
+from qlora_rl.config.schema import ALIASES, ELSEWHERE, METHODS, TABLES, TRAIN, Reward, options
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -99,6 +99,10 @@ def _unknown(name: str, known: Any, place: str = "") -> str:
             return f"unknown; did you mean [{table}] {name}?"
     if name in ALIASES:
         return f"unknown; did you mean {ALIASES[name]}?"
+    if name in ELSEWHERE:
+        return f"unknown; did you mean {ELSEWHERE[name]}?"
+    if name.startswith("vllm_"):  # TRL's own
+        return f"unknown; did you mean [train] {name}?"
     return f"unknown; there are {', '.join(known)}"
 
 

@@ -23,7 +23,9 @@ def check_files(files: Sequence[str]) -> list[str]:
         if Path(file).suffix not in DATA_FILES:
             found.append(f"{file} is none of {', '.join(DATA_FILES)}")
         elif not os.path.isfile(file):
-            found.append(f"there is no file {file}")
+            found.append(
+                f"there is no file {file} (a path that is not absolute counts from the directory of the run's file)"
+            )
         else:
             found += _check_rows(file)
     if not found and len({_READERS[Path(file).suffix] for file in files}) > 1:

@@ -148,7 +148,7 @@ def _ask_vllm(document: Mapping[str, Any]) -> list[Finding]:
     if rollout.get("where", "colocate") not in ("colocate", "server", "ray"):
         return []
     from qlora_rl.engine.compat import vllm_version
-    from qlora_rl.engine.options import vllm_arguments
+    from qlora_rl.engine.options import OWN, vllm_arguments
 
     try:
         vllm_version()
@@ -159,7 +159,12 @@ def _ask_vllm(document: Mapping[str, Any]) -> list[Finding]:
         return []
     known = vllm_arguments()
     text = "vLLM has no {}{}"
-    return [
+    taken = [
+        Finding("[rollout] vllm", f"{show(name)} is set by the engine itself. Leave it out")
+        for name in given
+        if name in OWN
+    ]
+    return taken + [
         Finding("[rollout] vllm", text.format(show(name), nearest(name, known))) for name in given if name not in known
     ]
 

@@ -14,6 +14,11 @@ from qlora_rl.engine import compat
 from qlora_rl.engine.cache import kv_cache_needed
 from qlora_rl.errors import EngineUnsupportedError, NotYetSupportedError
 
+# Of vLLM's arguments, those that nobody else may set: with another value an engine would hold or report something else.
+OWN = frozenset(
+    {"model", "dtype", "enable_lora", "load_format", "logprobs_mode", "lora_target_modules", "worker_extension_cls"}
+)
+
 
 @dataclass(frozen=True)
 class StartOptions:
@@ -75,6 +80,11 @@ def start_options(
         BaseIncompleteError: `base` is not a prepared base.
     """
     compat.refuse_data_parallel(vllm_options.get("data_parallel_size"))
+    if taken := sorted(OWN & set(vllm_options)):
+        raise EngineUnsupportedError(
+            f"starting vLLM: {', '.join(taken)}: set here, as what the trainer relies on hangs on it (the same weights, probabilities after "
+            "temperature). Leave it out."
+        )
     rank = rank_class(max_lora_rank) if max_lora_rank else 0
     version = compat.vllm_version()
     from transformers import AutoConfig

@@ -56,13 +56,26 @@ def write_card(card: Card, directory: Path) -> None:
     (directory / CARD).write_text(_text(card, run, has_curves=bool(picture)))
 
 
+def _where_base_is(card: Card) -> str:
+    """An adapter is nothing without its base, which the lines above call by name."""
+    if card.kind != "adapter":
+        return ""
+    base = card.trained.base
+    return (
+        f"\n\n`{base.path.name}` is the directory of the base, digest `{base.digest[:16]}`: prepared by `qlora-rl prepare`, in the cache of "
+        "qlora_rl where it was trained."
+    )
+
+
 def _text(card: Card, run: Run, *, has_curves: bool) -> str:
     trained, base = card.trained, card.trained.base
     parts = [
         _front_matter(card),
         f"# {trained.name}: {_TITLES[card.kind]}",
         _what(card),
-        "## Load it\n\n" + "\n".join(f"{name}:\n\n```\n{line}\n```\n" for name, line in card.load.items()).rstrip(),
+        "## Load it\n\n"
+        + "\n".join(f"{name}:\n\n```\n{line}\n```\n" for name, line in card.load.items()).rstrip()
+        + _where_base_is(card),
         "## Is it the policy that was trained?",
         f"These files were loaded again before they got their name, and compared with the policy on {card.distance.tokens} tokens that the "
         f"policy drew itself (prompts: {card.prompts}).",

@@ -22,7 +22,7 @@ from qlora_rl.base.bake import bake_base, copy_plain
 from qlora_rl.base.checkpoint import load_base
 from qlora_rl.base.writer import write_weights
 from qlora_rl.contracts import rank_class
-from qlora_rl.errors import ConfigConflictError, ExportError
+from qlora_rl.errors import AdapterRefusedError, ConfigConflictError, ExportError
 from qlora_rl.export.card import Card, write_card
 from qlora_rl.export.proof import Distance, Witness, choose_prompts
 from qlora_rl.policy.trained import TrainedRun, load_plain, open_trained
@@ -165,7 +165,7 @@ def export_run(
                 f"exporting {trained.path} as {to}: {distance}, above the limit of {limit:g}. Nothing was written. In 16 bits "
                 "the rounding of a large model may come to that: look at it with --max-kl 1, or export float32."
             )
-        load = _lines(trained, staging, target, to)
+        load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
         write_card(
             Card(trained, to, dtype, form, distance, where, load, None if original is None else str(original)), staging
         )
@@ -173,11 +173,12 @@ def export_run(
         _settle(staging)
         if target.exists():
             raise ConfigConflictError(f"exporting to {target}: it has appeared meanwhile. Choose another --out.")
+        here = _lines(trained, staging, to, name=str(target.resolve()), base=str(trained.base.path.resolve()))
         os.rename(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    return Export(target, to, distance, where, load)
+    return Export(target, to, distance, where, here)
 
 
 def _check(to: str, form: str, dtype: str | None, original: Any) -> None:
@@ -222,7 +223,14 @@ def _write_adapter(trained: TrainedRun, staging: Path, form: str) -> None:
             if file.is_file() and file.name not in ("README.md", "training_args.bin"):
                 shutil.copy(file, staging / file.name)
     else:
-        bundle = read_adapter(adapter, base)
+        try:
+            bundle = read_adapter(adapter, base)
+        except AdapterRefusedError as error:
+            raise AdapterRefusedError(
+                f"exporting {trained.path}: this adapter is more than LoRA and has no canonical form: {'; '.join(r.rstrip('.') for r in error.reasons)}. Export it as PEFT "
+                "has saved it, for PEFT and not for vLLM (--form original), or as one plain model (--to merged).",
+                reasons=error.reasons,
+            ) from error
         write_adapter(bundle, staging)
     write_origin(staging, base.parent or base.digest)
     _tokenizer(trained).save_pretrained(staging)
@@ -260,9 +268,16 @@ def _load_again(trained: TrainedRun, directory: Path, to: str) -> Any:
     return load_plain(directory)
 
 
-def _lines(trained: TrainedRun, written: Path, target: Path, to: str) -> dict[str, str]:
-    """How it is loaded, one line each; `target` stands for whatever the directory is called where it lies then."""
-    name, base = target.name, trained.base.path.name
+def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str) -> dict[str, str]:
+    """How it is loaded, one line each.
+
+    Args:
+        trained: the run.
+        written: where the export lies now.
+        to: kind of export.
+        name: what to call it: for a card, which travels, its directory's name.
+        base: what to call the base.
+    """
     if to == "adapter":
         lines = {"transformers": f'PeftModel.from_pretrained(qlora_rl.load_base("{base}"), "{name}")'}
         config = json.loads((written / "adapter_config.json").read_text())

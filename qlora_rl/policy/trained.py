@@ -82,6 +82,17 @@ class TrainedRun:
         return load_adapter(model, self.adapter, base=self.base)
 
 
+def _no_run(given: Path, path: Path) -> str:
+    if not given.exists():
+        return f"there is no such directory (seen from {Path.cwd()}). Pass the output_dir of a run, which its last line has named."
+    if given != path:
+        return (
+            f"it is an adapter, and the directory that it lies in is no run (no {CONFIG}). Pass the run that it comes from, or an adapter "
+            "that still lies in its run."
+        )
+    return f"there is no {CONFIG}. Pass the output_dir of a run that this package has trained."
+
+
 def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> TrainedRun:
     """Open a run directory, or a checkpoint in one.
 
@@ -103,9 +114,7 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
         held = config["base"]
         place, digest = Path(held["path"]), str(held["digest"])
     except FileNotFoundError:
-        raise RunDirectoryError(
-            f"opening the run {path}: there is no {CONFIG}. Pass the output_dir of a run that this package has trained."
-        ) from None
+        raise RunDirectoryError(f"opening the run {run}: {_no_run(Path(run), path)}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise RunDirectoryError(
             f"opening the run {path}: {CONFIG} is damaged or does not name a base ({type(error).__name__}: {error})."

@@ -193,6 +193,7 @@ def summarise(run: Run) -> dict[str, float | None]:
         "eval_problems": None,
     }
     said = {key: finite(run.summary.get(key)) for key in measured}
+    said["seconds"] = finite(run.summary.get("train_seconds")) or said["seconds"]  # without start and evaluations
     return {key: value if said[key] is None else said[key] for key, value in measured.items()}
 
 

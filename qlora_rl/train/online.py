@@ -16,7 +16,7 @@ import torch
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
-from qlora_rl.sync.plan import plan_sync
+from qlora_rl.sync.plan import WISHES, plan_sync
 from qlora_rl.train import settings
 from qlora_rl.train.alarm import alarm_for, check_word
 from qlora_rl.train.budget import MemoryBudget, expects_full_weights
@@ -62,6 +62,10 @@ class OnlineOptions:
         """Raises: ConfigConflictError: a word or number that means nothing."""
         check_adapter_dtype(self.adapter_dtype)
         check_word(self.on_mismatch)
+        if self.sync not in WISHES:
+            raise ConfigConflictError(
+                f"reading the arguments: sync={self.sync!r} is not one of {WISHES}. Use 'auto'; nothing is ever merged here."
+            )
         if self.share_base not in SHARE:
             raise ConfigConflictError(f"reading the arguments: share_base={self.share_base!r} is not one of {SHARE}.")
         if self.canary_every < 0:

@@ -120,7 +120,8 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
     reasons = []
     if args.vllm_mode != "colocate":
         reasons.append(
-            f"vllm_mode={args.vllm_mode!r}: rollout= says where rollouts come from, leave vllm_mode at 'colocate'"
+            f"vllm_mode={args.vllm_mode!r}: leave it out. rollout='server' starts a server beside the trainer, rollout='http://host:port' asks one of "
+            "`qlora-rl serve`"
         )
     if changed:
         reasons.append(

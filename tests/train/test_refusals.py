@@ -102,6 +102,11 @@ def test_an_unknown_word_is_refused_with_the_known_ones(value, make_trainer):
         make_trainer(**value)
 
 
+def test_a_wrong_word_is_found_before_anything_is_loaded(make_trainer, tmp_path):
+    with pytest.raises(ConfigConflictError, match="sync='merge'"):
+        make_trainer(model=str(tmp_path / "absent"), sync="merge")
+
+
 def test_full_weights_for_an_engine_that_cannot_take_them_are_refused_with_the_way_out(make_trainer):
     with pytest.raises(ConfigConflictError, match="bake_base"):
         make_trainer(sync="weights")

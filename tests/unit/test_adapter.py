@@ -45,7 +45,9 @@ def test_a_model_without_an_adapter_is_refused(model_dir):
 def test_merged_disabled_and_broken_adapters_are_refused(plain):
     model = plain(lora())
     model.merge_adapter()
-    assert "merged into the base" in judge_adapter(model).reasons[0]
+    reason = judge_adapter(model).reasons[0]
+    assert "merged into the base" in reason
+    assert "Call model.unmerge_adapter()" in reason
     model.unmerge_adapter()
     with model.disable_adapter():
         assert "disabled" in judge_adapter(model).reasons[0]

@@ -317,3 +317,10 @@ def test_blocks_that_would_span_rows_are_refused(model_dir):
     exact = dequantize_exactly(codes, exact_absmax(state), state.code, state.blocksize, state.shape)
     # When this fails, the kernel was mended: the refusal can go.
     assert (theirs - weight).abs().mean() > 1.3 * (exact - weight).abs().mean()
+
+
+def test_a_directory_without_weights_is_said(model_dir, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(model_dir, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(BaseIncompleteError, match="holds a model's weights"):
+        prepare_base(bare)

@@ -167,3 +167,14 @@ def test_rows_are_read_and_what_is_none_is_named_by_its_line(tmp_path):
         read_rows(file)
     with pytest.raises(ConfigConflictError, match="No such file"):
         read_rows(tmp_path / "absent")
+
+
+def test_a_place_that_is_no_run_is_said_as_what_it_is(run, tmp_path, capsys):
+    with pytest.raises(RunDirectoryError, match="no such directory"):
+        open_trained(tmp_path / "absent")
+    moved = shutil.copytree(run / "adapter", tmp_path / "elsewhere" / "adapter")
+    with pytest.raises(RunDirectoryError, match="it is an adapter"):
+        open_trained(moved)
+    assert main(["report", str(tmp_path / "elsewhere")]) == 1
+    assert "it is no run" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere" / "report.html").exists()

@@ -214,3 +214,9 @@ def test_replicas_inside_one_vllm_are_refused_with_the_way_out(base):
             EngineUnsupportedError, match=r"data_parallel_size=2.*2 servers.*rollout='ray' with replicas=2"
         ):
             refused()
+
+
+@pytest.mark.parametrize("name", ["logprobs_mode", "dtype", "load_format", "worker_extension_cls"])
+def test_what_the_proofs_rest_on_cannot_be_set(name, base):
+    with pytest.raises(EngineUnsupportedError, match=f"starting vLLM: {name}"):
+        LocalEngine(base, **{name: "x"})
