@@ -729,7 +729,7 @@ def test_a_signal_leaves_no_child_and_no_directory_behind(base, tmp_path):
                str(ready), "--max-lora-rank", "8", "--max-model-length", "64", "--max-num-seqs", "4"]  # fmt: skip
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 400
         while not ready.exists() and job.poll() is None and time.monotonic() < end:
             time.sleep(0.2)
         offspring = children(job.pid)
