@@ -33,7 +33,7 @@ ASKED = {
     "303": "{'pushes': list(pushes['version']), 'steps': len(steps), 'runs': len(list(out.rglob('summary.json'))), 'ranks': done.stdout.count('its engine'),"
     " 'same': [rollout.completion_ids == whole.completion_ids and rollout.logprobs == whole.logprobs for rollout in (without, back)],"
     " 'who': who.to_dict(), 'states': states, 'versions': [whole.version, back.version, found['version']],"
-    " 'travelled': list(table['bytes']), 'differ': [difference.mean().item() for difference in differences.values()]}",
+    " 'travelled': list(table['bytes of a push']), 'differ': [difference.mean().item() for difference in differences.values()]}",
     "202": "[{'before': way['marks'].iloc[0], 'after': way['marks'].iloc[-1], 'changed': way['changed'], 'kl': way['steps']['mismatch_kl'].median()}"
     " for way in (merged, adapter)]",
 }
