@@ -30,6 +30,10 @@ ASKED = {
     " for letter, bug in runs.items()}, 'stopped': stopped.cause, 'refused': type(refused).__name__}",
     "302": "{name: {'seconds': seconds(way, 'step_seconds'), 'age': int(way['steps'].get('staleness_max', pd.Series([0])).max()),"
     " 'kl': way['steps']['mismatch_kl'].median(), 'reward': way['steps']['reward'].tail(5).mean()} for name, way in ways.items()}",
+    "303": "{'pushes': list(pushes['version']), 'steps': len(steps), 'runs': len(list(out.rglob('summary.json'))), 'ranks': done.stdout.count('its engine'),"
+    " 'same': [rollout.completion_ids == whole.completion_ids and rollout.logprobs == whole.logprobs for rollout in (without, back)],"
+    " 'who': who.to_dict(), 'states': states, 'versions': [whole.version, back.version, found['version']],"
+    " 'travelled': list(table['bytes of a push']), 'differ': [difference.mean().item() for difference in differences.values()]}",
     "202": "[{'before': way['marks'].iloc[0], 'after': way['marks'].iloc[-1], 'changed': way['changed'], 'kl': way['steps']['mismatch_kl'].median()}"
     " for way in (merged, adapter)]",
 }
@@ -117,12 +121,34 @@ def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kerne
         assert max(one["seconds"], four["seconds"]) < sequential["seconds"]
         assert min(sequential["reward"], one["reward"]) > 0.65
         assert four["reward"] > 0.4  # old rollouts teach less
+    elif number == "303":
+        check_what_travelled(got)
     else:
         merged, adapter = got
         assert merged["before"] == adapter["before"]
         assert adapter["after"] > adapter["before"] + 0.3 > merged["after"] + 0.3
         assert merged["kl"] > 1e3 * adapter["kl"]
         assert (merged["changed"], adapter["changed"]) == (21, 0)
+
+
+def check_what_travelled(got):
+    assert got["pushes"] == list(range(1, got["steps"] + 1))
+    assert (got["runs"], got["ranks"]) == (1, 2)
+    assert got["same"] == [True, True]
+    whole, one, _ = (got["who"][draw] for draw in ("both there", "one killed", "replaced"))
+    assert min(whole.values()) > 0 == one["actor 1"]
+    assert one["actor 0"] == sum(whole.values())
+    assert got["states"] == {
+        "version": [1, 1],
+        "incarnation": [1, 2],
+        "another process": [False, True],
+        "holds what the first holds": [True, True],
+    }
+    assert got["versions"] == [1, 1, 1]
+    assert min(got["travelled"]) > 0
+    between_engines, from_the_trainer, by_training = got["differ"]
+    assert between_engines < 1e-6
+    assert from_the_trainer < by_training / 10
 
 
 def check_the_plans(got):
