@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from qlora_rl.bench.rounds import measured_at
 from qlora_rl.train.run import describe_machine, describe_versions
 
 SEEDS = (0, 1, 2)
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "adapter_dtype.json")
     arguments = parser.parse_args()
     work = arguments.work or Path(tempfile.mkdtemp(prefix="qlora-rl-bench-"))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = measured_at()
     runs = {
         f"{rate:g}": {
             dtype: {
@@ -67,7 +68,7 @@ def main() -> None:
     }
     result = {
         "command": f"python benchmarks/adapter_dtype.py --steps {arguments.steps}",
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "machine": describe_machine(),
         "versions": describe_versions(),
         "steps": arguments.steps,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +26,7 @@ from pair import OPTIONS, Noisy, Pair, trained  # noqa: E402
 from support import make_model  # noqa: E402
 
 from qlora_rl import DenseSync, LocalEngine, SyncError, bake_base, prepare_base  # noqa: E402
+from qlora_rl.bench.rounds import measured_at  # noqa: E402
 from qlora_rl.demo.job import quieten  # noqa: E402
 from qlora_rl.train.run import describe_machine, describe_versions  # noqa: E402
 
@@ -85,7 +85,7 @@ def main() -> None:
     quieten()
     with tempfile.TemporaryDirectory() as work:
         rows = measure(Path(work))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    commit = measured_at()
     result = {"commit": commit, "versions": describe_versions(), "machine": describe_machine(), "kinds": rows}
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     for name, row in rows.items():

@@ -13,7 +13,6 @@ import argparse
 import functools
 import json
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from trl import GRPOConfig
 
 from qlora_rl import QLoRAAsyncGRPOTrainer, QLoRAGRPOTrainer, prepare_base
 from qlora_rl.adapter.store import default_root
+from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo import task
 from qlora_rl.demo.job import quieten
 from qlora_rl.demo.tiny_model import make_tiny_model, measure_accuracy
@@ -133,7 +133,7 @@ def main() -> None:
         runs = measure(
             Path(work), steps=arguments.steps, seeds=arguments.seeds, kinds=arguments.kinds, wait_s=arguments.wait
         )
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    commit = measured_at()
     about = {"commit": commit, "versions": describe_versions(), "machine": describe_machine()}
     result = about | {"steps": arguments.steps, "wait_s": arguments.wait, "kinds": runs}
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 
 from qlora_rl import LocalEngine, bake_base, compare, fingerprint_base, load_base, prepare_base, prove_base
+from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo import task
 from qlora_rl.demo.job import quieten
 from qlora_rl.demo.tiny_model import make_tiny_model
@@ -137,11 +137,11 @@ def main() -> None:
         exact = load_base(baked)
         baked_proof = prove_base(exact, engine)
         floor = distances(exact, engine)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = measured_at()
     keys = ("mismatch_kl", "logprob_diff_mean", "logprob_diff_max")
     result = {
         "command": "python benchmarks/base_proof.py",
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "machine": describe_machine(),
         "versions": describe_versions(),
         "weights_4bit": len(as_loaded.modules),

@@ -12,13 +12,16 @@ lines is a space), and one of
     file, values     measured: each number's place in benchmarks/results/FILE, in order. A place is a list of keys, "*" for all; then
                      `reduce` (min, max, median, first, last), `scale` (100 for %), `how` ("is", rounded to the digits that are shown;
                      "below"; "above")
-    setting          a default, a threshold or a bar of ours, of a test or of a bench: where it is
+    code, values     a constant or a default of ours: each number's place in a file of the repository: "NAME", "Class.field" or
+                     "function.argument", then keys where that is a dict; and `scale`
+    setting          a bar or an example that no file names: what it is
     source           a fact of others: whose
     log              a date: the entries of that day in the development log have each of the numbers, and say how they came about
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import statistics
@@ -30,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = "docs/development-log.md"
-KINDS = ("file", "setting", "source", "log")
+KINDS = ("file", "code", "setting", "source", "log")
 UNIT = (
     r"ms|µs|s|seconds?|minutes?|hours?|%|percent|x|times|tokens?/s|tok/s|steps?/s|tokens per second|steps per second|"
     r"MiB|GiB|KiB|MB|GB|kB"
@@ -94,6 +97,47 @@ def look_up(result: Any, place: list[Any]) -> list[float]:
     return [float(x) for x in flat if x is not None]
 
 
+def constant(text: str, place: list[str]) -> float:
+    """The number that a source file gives to a name, an attribute of a class, or an argument as its default.
+
+    Raises:
+        KeyError: it gives none.
+    """
+    where, _, name = place[0].rpartition(".")
+    tree: ast.AST = ast.parse(text)
+    if where:
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        tree = next(
+            (node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == where), ast.Module([], [])
+        )
+    for node in ast.walk(tree):
+        for target, value in _given(node):
+            if isinstance(target, ast.Name | ast.arg) and name == (
+                target.id if isinstance(target, ast.Name) else target.arg
+            ):
+                found = eval(
+                    compile(ast.Expression(value), place[0], "eval"), {"__builtins__": {}}
+                )  # our own file's arithmetic
+                for key in place[1:]:
+                    found = found[key]
+                return float(found)
+    raise KeyError(place[0])
+
+
+def _given(node: ast.AST) -> Iterator[tuple[ast.AST, ast.expr]]:
+    """Who gets which value here."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        target = node.targets[0]
+        both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+        yield from zip(target.elts, node.value.elts, strict=True) if both else [(target, node.value)]
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        yield node.target, node.value
+    elif isinstance(node, ast.arguments):
+        plain = [*node.posonlyargs, *node.args]
+        yield from zip(plain[len(plain) - len(node.defaults) :], node.defaults, strict=True)
+        yield from ((arg, value) for arg, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value)
+
+
 def agrees(shown: str, value: float, how: str = "is") -> bool:
     """Is this what a reader would be shown of the value?"""
     digits = shown.replace(",", "")
@@ -153,6 +197,12 @@ def _checked(
         for value in shown:
             if value not in there:
                 yield f"{value} is not in {LOG} under {claim['log']}."
+    elif kind == "code":
+        file = ROOT / claim["code"]
+        if not file.exists():
+            yield f"there is no {claim['code']}."
+            return
+        yield from _compared(claim, shown, lambda place: [constant(file.read_text(), place)], claim["code"])
     elif kind != "file":
         if len(claim[kind].split()) < 2:
             yield f"`{kind}` says {claim[kind]!r}; say what it is, and where."
@@ -161,22 +211,28 @@ def _checked(
         if not file.exists():
             yield f"there is no {file.name} in benchmarks/results."
             return
-        places = claim["values"]
-        if len(places) != len(shown):
-            yield f"{len(shown)} numbers ({', '.join(shown)}), {len(places)} places in `values`."
-            return
-        for value, place in zip(shown, places, strict=True):
-            try:
-                held = look_up(json.loads(file.read_text()), place)
-            except (KeyError, IndexError, TypeError) as error:
-                yield f"{file.name} has nothing at {place}: {error!r}."
-                continue
-            if len(held) > 1 and "reduce" not in claim:
-                yield f"{file.name} has {len(held)} numbers at {place}; say which with `reduce`."
-                continue
-            number = REDUCE[claim.get("reduce", "first")](held) * claim.get("scale", 1)
-            if not agrees(value, number, claim.get("how", "is")):
-                yield f"{value}, but {file.name} has {number:.6g}."
+        yield from _compared(claim, shown, lambda place: look_up(json.loads(file.read_text()), place), file.name)
+
+
+def _compared(
+    claim: Mapping[str, Any], shown: list[str], look: Callable[[list[Any]], list[float]], name: str
+) -> Iterator[str]:
+    places = claim["values"]
+    if len(places) != len(shown):
+        yield f"{len(shown)} numbers ({', '.join(shown)}), {len(places)} places in `values`."
+        return
+    for value, place in zip(shown, places, strict=True):
+        try:
+            held = look(place)
+        except (KeyError, IndexError, TypeError) as error:
+            yield f"{name} has nothing at {place}: {error!r}."
+            continue
+        if len(held) > 1 and "reduce" not in claim:
+            yield f"{name} has {len(held)} numbers at {place}; say which with `reduce`."
+            continue
+        number = REDUCE[claim.get("reduce", "first")](held) * claim.get("scale", 1)
+        if not agrees(value, number, claim.get("how", "is")):
+            yield f"{value}, but {name} has {number:.6g}."
 
 
 def main() -> int:

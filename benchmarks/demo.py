@@ -16,9 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from qlora_rl.bench.rounds import measured_at
 from qlora_rl.train.run import describe_machine, describe_versions
 
 SEEDS = (0, 1, 2, 3, 4)
+MERGED = SEEDS[:2]
 
 
 def run(out: Path, *arguments: object) -> dict[str, object]:
@@ -39,28 +41,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "demo.json")
     arguments = parser.parse_args()
     work = arguments.work or Path(tempfile.mkdtemp(prefix="qlora-rl-bench-"))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = measured_at()
     steps = ["--steps", arguments.steps]
+    seeds, merges = {}, {}
+    for seed in SEEDS:  # both ways in turns: a machine that slows down slows both
+        seeds[str(seed)] = run(work / f"seed{seed}", "--seed", seed, *steps)
+        if seed in MERGED:
+            merge = ["--sync", "trl-merge", "--seed", seed, "--against", work / f"seed{seed}"]
+            merges[str(seed)] = run(work / f"trl-merge-seed{seed}", *merge, *steps)
     result = {
         "command": f"python benchmarks/demo.py --steps {arguments.steps}",
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "machine": describe_machine(),
         "versions": describe_versions(),
-        "seeds": {str(seed): run(work / f"seed{seed}", "--seed", seed, *steps) for seed in SEEDS},
+        "seeds": seeds,
         "temperatures": {str(t): run(work / f"t{t}", "--temperature", t, *steps) for t in (0.7, 1.3)},
-        "trl_merge": {
-            str(seed): run(
-                work / f"trl-merge-seed{seed}",
-                "--sync",
-                "trl-merge",
-                "--seed",
-                seed,
-                *steps,
-                "--against",
-                work / f"seed{seed}",
-            )
-            for seed in SEEDS[:2]
-        },
+        "trl_merge": merges,
     }
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")

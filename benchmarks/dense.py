@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from qlora_rl import DenseSync, LocalEngine, bake_base, iter_weights, load_base, prepare_base
 from qlora_rl.base.quant import dequantised_weight
+from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
 from qlora_rl.engine.beside import ServerBeside
 from qlora_rl.train.run import describe_machine, describe_versions
@@ -166,7 +166,7 @@ def main() -> None:
     quieten()
     with tempfile.TemporaryDirectory() as work:
         result = measure(Path(work), arguments.layers, arguments.pushes)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    commit = measured_at()
     result = {"commit": commit, "versions": describe_versions(), "machine": describe_machine(), **result}
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k not in ("versions", "machine")}, indent=1))

@@ -91,6 +91,7 @@ def main() -> None:
     if arguments.measure:
         print("RESULT", json.dumps(measure(arguments.measure[0], Path(arguments.measure[1]))))
         return
+    from qlora_rl.bench.rounds import measured_at
     from qlora_rl.train.run import describe_machine, describe_versions
 
     runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
@@ -110,10 +111,10 @@ def main() -> None:
     above = {kind: median[kind] - median["imports"] for kind in KINDS[1:]}
     base_mib = shape["base_bytes"] / MIB
     saved = median["two copies"] - median["one copy"]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = measured_at()
     result = {
         "command": "python benchmarks/memory.py",
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "machine": describe_machine(),
         "versions": describe_versions(),
         "parameters": shape["parameters"],

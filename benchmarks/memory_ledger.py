@@ -146,6 +146,7 @@ def main() -> None:
         print(json.dumps(train(*arguments.train) if arguments.train else serve(arguments.serve)))
         return
     from qlora_rl import plan_memory
+    from qlora_rl.bench.rounds import measured_at
     from qlora_rl.ledger.shape import read_config
     from qlora_rl.train.run import describe_machine, describe_versions
 
@@ -177,10 +178,10 @@ def main() -> None:
         parameters = ledger.shape.parameters
     first = [row for row in rows if row["line"] in ("base, trainer", "adapter", "gradients", "optimizer, adamw_torch")]
     total = sum(r["ledger"] for r in first) / measured[OPTIMIZERS[0]]["total"] - 1
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = measured_at()
     result = {
         "command": "python benchmarks/memory_ledger.py",
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "machine": describe_machine(),
         "versions": describe_versions(),
         "parameters": parameters,

@@ -9,12 +9,12 @@ import argparse
 import contextlib
 import io
 import json
-import subprocess
 import tempfile
 from pathlib import Path
 
 import transformers
 
+from qlora_rl.bench.rounds import measured_at
 from qlora_rl.cli import main as command
 from qlora_rl.train.run import describe_versions
 
@@ -48,10 +48,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "memory_plan.json")
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = measured_at()
     result: dict = {
         "command": "python benchmarks/memory_plan.py",
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "versions": describe_versions(),
         "one_options": ONE,
         "longest": {},

@@ -205,6 +205,7 @@ def main() -> None:
         way, length, base, measure = arguments.point
         print(json.dumps(point(way, int(length), base, measure)))
         return
+    from qlora_rl.bench.rounds import measured_at
     from qlora_rl.train.run import describe_machine, describe_versions
 
     points: dict = {way: {} for way in WAYS}
@@ -223,10 +224,10 @@ def main() -> None:
                 print(way, length, entry, flush=True)
         ledger = estimates(base)
     first, last = str(LENGTHS[0]), str(LENGTHS[-1])
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = measured_at()
     result = {
         "command": "python benchmarks/memory_step.py",
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "machine": describe_machine(),
         "versions": describe_versions(),
         "batch": BATCH,

@@ -18,13 +18,9 @@ import dataclasses
 import heapq
 import json
 import math
-import os
 import random
-import signal
 import statistics
-import subprocess
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +31,7 @@ RESULT = ROOT / "benchmarks" / "results" / "scale.json"
 
 # Value and where it is from. What is "assumed" is nobody's measurement.
 ASSUMED: dict[str, tuple[float, str]] = {
-    "engine_tokens_per_s_7b": (1362, "QeRL (arXiv 2510.11696): rollout of a 7 B model in NF4 with an adapter on one H100"),
+    "engine_tokens_per_s_7b": (1362, "QeRL (arXiv 2510.11696): rollout of a 7 B model in NF4 with an adapter on one H100, batch not said; large batches draw more"),
     "sequence_tokens_per_s_7b": (60, "assumed: one sequence alone on such a card; the longest completion is no faster than this"),
     "trainer_flops": (4.0e14, "assumed: 40 % of the 989 TFLOP/s that NVIDIA names for bf16 on an H100"),
     "decoding_factor": (1.3, "assumed: decoding 4-bit weights makes a step of the trainer so much longer"),
@@ -323,8 +319,8 @@ def late(completions: list[Any], **_: Any) -> list[float]:
     return [float(i % 2) for i in range(len(completions))]
 
 
-def run_once(base: Any, out: Path, engines: int, staleness: int, *, kills_at: int | None = None) -> dict[str, float]:
-    """One training; with `kills_at` a process is killed in the rollout after that step."""
+def run_once(base: Any, out: Path, engines: int, staleness: int) -> dict[str, float]:
+    """One training."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOConfig
@@ -346,8 +342,6 @@ def run_once(base: Any, out: Path, engines: int, staleness: int, *, kills_at: in
             rollout=fleet,
             max_staleness=staleness,
         ) as trainer:
-            if kills_at is not None:
-                _kill_after(trainer, fleet, kills_at)
             trainer.train()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     kept = rows[2:]
@@ -359,18 +353,6 @@ def run_once(base: Any, out: Path, engines: int, staleness: int, *, kills_at: in
         "drawn_s": statistics.median(row["rollout_drawn_seconds"] for row in kept),
         "staleness_mean": statistics.fmean(row["staleness_mean"] for row in rows),
     }
-
-
-def _kill_after(trainer: Any, fleet: Any, step: int) -> None:
-    victim = fleet.live[-1]
-
-    def strike() -> None:
-        while trainer.state.global_step < step:
-            time.sleep(0.05)
-        time.sleep(0.3)
-        os.kill(victim.pid, signal.SIGKILL)
-
-    threading.Thread(target=strike, daemon=True).start()
 
 
 def measure(work: Path) -> dict[str, Any]:
@@ -433,11 +415,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.measure:
         from qlora_rl.adapter.store import default_root
+        from qlora_rl.bench.rounds import measured_at
         from qlora_rl.train.run import describe_machine, describe_versions
 
         with tempfile.TemporaryDirectory(dir=default_root()) as work:
             checked = measure(Path(work))
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+        commit = measured_at()
         about = {"commit": commit, "versions": describe_versions(), "machine": describe_machine()}
     else:
         before = json.loads(RESULT.read_text())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from sync import ROOT, make_model, summary
 
 from qlora_rl import AdapterSync, Canary, ServerEngine, load_base, prepare_base, start_server
 from qlora_rl.adapter.store import default_root
+from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
 from qlora_rl.sync.transports import DirectoryTransport
 from qlora_rl.sync.wire import HttpTransport
@@ -101,7 +101,7 @@ def main() -> None:
     quieten()
     with tempfile.TemporaryDirectory(dir=default_root()) as work:
         result = measure(Path(work), arguments.layers, arguments.pushes)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    commit = measured_at()
     result = {"commit": commit, "versions": describe_versions(), "machine": describe_machine(), **result}
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["sync_report"], indent=1))

@@ -50,6 +50,15 @@ def _share(runs: dict) -> str:
     return f"{statistics.median(shares):.1%}"
 
 
+def _proof_share(runs: dict) -> str:
+    """Mean seconds of the canary, and their part of a mean step."""
+    seconds = [r["canary_seconds_mean"] for r in runs.values()]
+    if None in seconds:
+        return "not done"
+    parts = [r["canary_seconds_mean"] * r["steps_per_s"] for r in runs.values()]
+    return f"{1e3 * statistics.median(seconds):.1f} ms, {statistics.median(parts):.1%} of a step"
+
+
 def demo() -> str:
     """The first table of the README."""
     result = _load("demo.json")
@@ -76,6 +85,7 @@ def demo() -> str:
                 "handing over a new policy",
                 lambda r: f"{1e3 * statistics.median(_values(r, 'sync_seconds_median')):.1f} ms, {_share(r)} of a step",
             ),
+            row("… and proving that it arrived", _proof_share),
             row(
                 "the whole command, pretraining not counted",
                 lambda r: f"{statistics.median(_values(r, 'process_seconds')):.0f} s",
@@ -182,6 +192,21 @@ def step() -> str:
             lines.append(
                 f"| {size} | {name} | {1e3 * row['step_seconds']:.0f} ms | {said} | {row['peak_gib']:.2f} GiB |"
             )
+    return "\n".join(lines)
+
+
+def profile() -> str:
+    """Where the time of a step goes, by samples of the stack."""
+    found = _load("profile.json")
+    parts = list(dict.fromkeys(part for sizes in found.values() for side in ("trl", "ours") for part in sizes[side]))
+    names = [(size, side, name) for size in found for side, name in (("ours", "qlora_rl"), ("trl", "TRL 1.16"))]
+    lines = [
+        "| | " + " | ".join(f"{size}, {name}" for size, _, name in names) + " |",
+        "|---|" + "---|" * len(names),
+    ]
+    for part in parts:
+        values = [found[size][side].get(part) for size, side, _ in names]
+        lines.append(f"| {part} | " + " | ".join("" if value is None else f"{value:.0%}" for value in values) + " |")
     return "\n".join(lines)
 
 
@@ -480,6 +505,7 @@ def _gpu() -> dict:
 
 
 TABLES = {
+    "profile": profile,
     "gpu": lambda: gpu_tables.stacks(_gpu()),
     "gpu-numbers": lambda: gpu_tables.numbers(_gpu()),
     "field": lambda: field_tables.training(_load("field.json")),

@@ -106,7 +106,7 @@ def recommend(
     - No dropout: LWR uses none, QLoRA needs it for small models only; in GRPO it would be a distance to the engine.
     - Ten times the learning rate of full fine-tuning (LWR; TRL's default is the latter), half of it from 30 B on (QLoRA, table 9);
       constant (both), after a short warm-up.
-    - Paged 8-bit AdamW on CUDA (QLoRA, section 3), which also takes a long sequence's peak; torch's on a CPU.
+    - Paged 8-bit AdamW on CUDA (paging: QLoRA, section 3; 8-bit states: Dettmers et al. 2022, arXiv 2110.02861); torch's on a CPU.
     - Gradient checkpointing: QLoRA; TRL's default.
     - 64 completions or 32 other sequences a step: LWR finds LoRA less tolerant of large batches than full fine-tuning.
     - In GRPO truncated importance sampling by token: TIS, and docs/fidelity.md#the-correction.
@@ -219,7 +219,9 @@ def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int) -> dict[
         "target_modules": "every linear: needed to match full fine-tuning (QLoRA, figure 2; LWR)",
         "learning_rate": "ten times TRL's default for full fine-tuning (LWR); half of it from 30 B on in SFT (QLoRA)",
         "lr_scheduler_type": "constant (QLoRA, LWR), after a short warm-up",
-        "optim": "QLoRA, section 3" if device == "cuda" else "there is no paged 8-bit AdamW on a CPU",
+        "optim": "paging: QLoRA, section 3; 8-bit states: arXiv 2110.02861"
+        if device == "cuda"
+        else "there is no paged 8-bit AdamW on a CPU",
         "per_device_train_batch_size": fits,
         "gradient_accumulation_steps": f"{_PER_STEP[task]} sequences a step; LoRA likes small batches (LWR)",
         "gradient_checkpointing": "QLoRA, section 2; TRL's default",

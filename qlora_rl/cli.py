@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from qlora_rl import __version__
 from qlora_rl.commands import (
@@ -52,8 +55,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse's, which also says what an unknown word may have been meant to be (as Python 3.14's does)."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong, known = "", set[str]()
+        if choice := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
+            wrong, known = choice[1], set(re.findall(r"[^', ]+", choice[2]))
+        elif option := re.search(r"unrecognized arguments:.*?(--[\w-]+)", message):
+            wrong, known = option[1], self._options()
+        if near := known and difflib.get_close_matches(wrong, known, n=1):
+            message += f". Did you mean {near[0]!r}?"
+        super().error(message)
+
+    def _options(self) -> set[str]:
+        found = set()
+        for action in self._actions:
+            found.update(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                found.update(*(command._options() for command in action.choices.values()))
+        return found
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="qlora-rl",
         description="Fine-tuning and reinforcement learning on a 4-bit base: the sampler holds the same base, only the adapter travels.",
     )

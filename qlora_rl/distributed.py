@@ -333,9 +333,8 @@ def _joined() -> Ranks:
 
 
 def is_sharded(model: Any) -> bool:
-    """Its parameters lie in parts on the ranks (FSDP2, ZeRO-3)."""
-    first = next(iter(model.parameters()), None)
-    return hasattr(first, "ds_id") or any(isinstance(p, DTensor) for p in model.parameters())
+    """Its parameters lie in parts on the ranks (FSDP2)."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 @torch.no_grad()
@@ -361,7 +360,7 @@ def portable(error: BaseException, rank: int) -> BaseException:
     """`error` as it can travel, with a note that says where it was raised."""
     try:
         copied = pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever an exception of somebody else's holds
+    except Exception:  # a library's exception may hold anything, and fail in its own __reduce__ with anything
         copied = RuntimeError(f"{type(error).__name__}: {error}")
     copied.add_note(f"raised on rank {rank}")
     return copied

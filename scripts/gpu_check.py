@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -81,12 +82,14 @@ class Piece:
         command: `{python}` is the interpreter, `{out}` the piece's directory; `numbers.json` there is kept.
         limit_s: after which it is killed, with all its children.
         needs: modules besides those that all need.
+        lacks_code: the exit code with which it says that something is missing.
     """
 
     name: str
     command: tuple[str, ...]
     limit_s: int = LONGEST_S
     needs: tuple[str, ...] = ()
+    lacks_code: int | None = None
 
 
 def _is_gpu_mark(node: ast.AST) -> bool:
@@ -145,7 +148,7 @@ def plan(tests: Path = ROOT / "tests") -> list[Piece]:
         pieces.append(Piece(f"products-{model}", command))
     for name in ("qlora_rl", "trl-4bit", "trl-16bit", "torchrl", "unsloth", "draw-nf4", "draw-stock"):
         command = (python, "benchmarks/field.py", "--seeds", "0", "--only", name, "--json", "{out}/numbers.json")
-        pieces.append(Piece(f"field-{name}", command, limit_s=300))
+        pieces.append(Piece(f"field-{name}", command, limit_s=300, lacks_code=3))
     assert len({piece.name for piece in pieces}) == len(pieces), "two pieces have one name"
     return pieces
 
@@ -198,11 +201,15 @@ def unpack(wheels: Path, site: Path) -> list[str]:
 
 
 def commit(root: Path = ROOT) -> str:
-    """Of the checkout; "unknown" without git or in a plain copy."""
+    """Of the checkout, with a digest of what differs from it; "unknown" without git or in a plain copy."""
     if shutil.which("git") is None:
         return "unknown"
-    head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=root)
-    return head.stdout.strip() or "unknown"
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=root).stdout.strip()
+
+    head, changes = git("rev-parse", "--short=12", "HEAD"), git("diff", "HEAD", "--", ".", ":!benchmarks/results")
+    return (head + (f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else "")) or "unknown"
 
 
 def stack_key(stack: Mapping[str, Any], at: str) -> str:
@@ -237,6 +244,8 @@ def run_piece(piece: Piece, home: Path, environment: Mapping[str, str], cwd: Pat
             _kill_group(process)
     text = (home / "log.txt").read_text(errors="replace")
     status = TIMED_OUT if code is None else FAILED if code else PASSED
+    if code is not None and code == piece.lacks_code:
+        status = LACKS
     if status == PASSED and "pytest" in command and not re.search(r"\b\d+ passed", text):
         status = LACKS  # skipped: it needs two GPUs, or a package; pytest says which
     outcome = {"status": status, "code": code, "seconds": round(time.time() - started, 1), "limit_s": piece.limit_s}

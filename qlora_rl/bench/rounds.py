@@ -51,20 +51,22 @@ def described(result: Mapping[str, Any]) -> dict[str, Any]:
     from qlora_rl.train.run import describe_machine, describe_versions
 
     return {
-        "commit": _commit(Path(__file__).parent),
+        "commit": measured_at(),
         "versions": describe_versions(),
         "machine": {**describe_machine(), "torch_threads": torch.get_num_threads()},
         **result,
     }
 
 
-def _commit(here: Path) -> str:
-    """With "+changes" where files differ from it; "unknown" without git, or in a copy that is no checkout."""
+def measured_at() -> str:
+    """The commit of this checkout, with "+changes" where files differ from it; "unknown" without git, or in a copy that is no checkout."""
     if shutil.which("git") is None:
         return "unknown"
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=here).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent
+        ).stdout.strip()
 
     head = git("rev-parse", "HEAD")
     return head + ("+changes" if git("status", "--porcelain", "-uno") else "") if head else "unknown"

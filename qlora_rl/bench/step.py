@@ -27,8 +27,12 @@ from qlora_rl.errors import EngineUnsupportedError
 SIDES = ("ours", "trl")
 # Steps at the start that are not counted: caches fill, kernels are chosen.
 WARM = 3
+# The default canary_every: one push of so many is scored, so a step alone is a cheap or a dear one.
+CYCLE = 4
 PARTS = ("rollout_seconds", "sync_seconds", "canary_seconds")
 GIB = 2**30
+# What TRL's vLLM takes at least on a CPU, where it counts in whole GiB; ours takes what it needs, but memory is compared.
+KV_CACHE_GIB = 1.0
 
 
 @dataclass(frozen=True)
@@ -60,20 +64,21 @@ def bench_step(
         size: of `JOBS`; "demo" is the demo's own job, on its own model.
         steps: of each training, of which the first three are not counted.
         rounds: trainings of each side.
-        options: `engine_options` of ours.
+        options: `engine_options` of ours. The KV cache is as large on both sides, on a CPU.
 
     Returns:
-        Under `size`: the rounds' medians of a step and its parts, the ratio of the rounds, peak memory; commit, versions, machine.
+        Under `size`, and what the engine multiplies with where `options` say it: the rounds' medians of a step and its parts, the ratio of the rounds, peak memory; commit, versions, machine.
 
     Raises:
         EngineUnsupportedError: a side could not train; with the end of what it said.
     """
     with tempfile.TemporaryDirectory() as work:
         base = _make_base(size, Path(work))
+        options = {"kv_cache_gib": KV_CACHE_GIB, **(options or {})}
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for number in range(rounds):
             for side in SIDES:
-                found[side].append(_child(side, size, base, steps, dict(options or {})))
+                found[side].append(_child(side, size, base, steps, options))
                 say(f"round {number + 1}, {side}: {_line(found[side][-1])}")
     seconds = {side: [row["step_seconds"] for row in rows] for side, rows in found.items()}
     # How often faster, so TRL's seconds over ours.
@@ -84,7 +89,7 @@ def bench_step(
         "warm": WARM,
         "rounds": rounds,
         "job": vars(JOBS[size]),
-        "engine_options": dict(options or {}),
+        "engine_options": dict(options),
         "unit": "s",
         "modes": {
             "step": {
@@ -95,7 +100,8 @@ def bench_step(
         },
         "sides": {side: _median_of(rows) for side, rows in found.items()},
     }
-    return {size: described(facts)}
+    mode = options.get("base_compute")
+    return {f"{size}, {mode}" if mode else size: described(facts)}
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -159,7 +165,7 @@ def _resident(name: str) -> float:
 
 
 def measure(side: str, size: str, base: Path, steps: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Train in this process: medians of the steps after the first, and what the process holds."""
+    """Train in this process: medians over groups of steps after the first, and what the process holds."""
     from qlora_rl.base.checkpoint import open_base
     from qlora_rl.demo.job import DemoSettings, make_trainer
     from qlora_rl.train.run import METRICS, RunDirectory
@@ -180,7 +186,7 @@ def measure(side: str, size: str, base: Path, steps: int, options: Mapping[str, 
         lines = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()][WARM:]
     names = ("step_seconds", *PARTS, "rollout_tokens", "rollout_tokens_per_s")
     values = {name: [line[name] for line in lines if line.get(name) is not None] for name in names}
-    found: dict[str, Any] = {name: statistics.median(column) if column else None for name, column in values.items()}
+    found: dict[str, Any] = {name: typical(column) if column else None for name, column in values.items()}
     budget = getattr(trainer, "memory", None)
     ledger = None if budget is None or budget.ledger is None else budget.ledger.peak_bytes / GIB
     return found | {
@@ -190,6 +196,12 @@ def measure(side: str, size: str, base: Path, steps: int, options: Mapping[str, 
         "peak_gib": peak,
         "planned_gib": ledger,
     }
+
+
+def typical(column: list[float]) -> float:
+    """The median of the means of `CYCLE` neighbours: what comes in one step of them counts its part, where a median alone would not see it."""
+    whole = len(column) // CYCLE * CYCLE or len(column)
+    return statistics.median(statistics.mean(column[start : start + CYCLE]) for start in range(0, whole, CYCLE))
 
 
 def main() -> None:

@@ -95,8 +95,14 @@ def run(arguments: argparse.Namespace) -> int:
     if longest is not None:
         print(f"longest --max-length that fits: {longest or 'none'}")
     if not ledger.fits:
-        print("lower one of these:")
-        for saving in ledger.savings():
+        savings = ledger.savings()
+        one_does = any(saving.is_enough for saving in savings)
+        print(
+            "lower one of these:"
+            if one_does
+            else "no single one of these is enough; lower several, or take a larger card or a smaller model:"
+        )
+        for saving in savings:
             enough = ", which is enough" if saving.is_enough else ""
             print(f"  {saving.advice}: saves {saving.nbytes / 2**30:.2f} GiB{enough}")
     return 0 if ledger.fits else DOES_NOT_FIT

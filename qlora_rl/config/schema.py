@@ -257,7 +257,7 @@ class Sync:
         "where adapter versions lie on their way, if not on tmpfs", None, kind="path", methods=DRAWING
     )
     canary_every: int = option(
-        "both sides score fixed sequences after each n-th push; 0: no push is proven", 2, at_least=0, methods=DRAWING
+        "both sides score fixed sequences after each n-th push; 0: no push is proven", 4, at_least=0, methods=DRAWING
     )
     on_mismatch: str = option(
         "rollouts that another policy has drawn: end the run with the cause, or say it",

@@ -266,7 +266,7 @@ def activation_lines(
     kept: float
     last = 8 * hidden  # the last norm in float32, its output and that of the embedding
     if checkpointing:
-        kept, why = shape.layers * wide * hidden + last, f"{shape.layers} layer inputs"
+        kept, why = shape.layers * wide * hidden + last, f"{shape.layers} layer inputs, and the last norm"
     else:
         kept, why = shape.layers * layer + last, f"all of {shape.layers} layers, {layer:,.0f} bytes a token each"
     # The gradients of one layer, and what is lifted to float32 while they are made; read off a tensor tracker.

@@ -21,7 +21,7 @@ PUSH_ROWS = (
     "Load",
     "Whole push",
     "Its proof",
-    "Difference found",
+    "Mean difference of logprobs in its proof (nats)",
 )
 
 

@@ -105,7 +105,7 @@ def attach(
     *,
     engine_options: dict[str, Any] | None = None,
     sync_dir: str | os.PathLike[str] | None = None,
-    canary_every: int = 2,
+    canary_every: int = 4,
     on_mismatch: str = "stop",
     allow_base_mismatch: bool = False,
     api_key_file: str | os.PathLike[str] | None = None,

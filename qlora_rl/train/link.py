@@ -99,7 +99,7 @@ def link_policy(
     *,
     sync: str = "auto",
     sync_dir: str | os.PathLike[str] | None = None,
-    canary_every: int = 2,
+    canary_every: int = 4,
     allow_base_mismatch: bool = False,
 ) -> Link:
     """Judge the adapter, start the engine if there is none, prove the base, calibrate the canary; nothing is pushed yet.

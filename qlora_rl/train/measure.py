@@ -84,9 +84,7 @@ class MeasuredSteps:
             batch: of TRL's batch the ids and masks of prompts and completions, and the sampler's logprobs.
             logprobs_BT: the trainer's, under the policy that is trained.
         """
-        mask_BT = batch["completion_mask"]
-        if batch.get("tool_mask") is not None:  # what a tool wrote was not drawn
-            mask_BT = mask_BT * batch["tool_mask"]
+        mask_BT = drawn_mask(batch)
         fidelity = self.fidelity.observe(*batch_of_all_ranks(logprobs_BT, batch["sampling_per_token_logps"], mask_BT))
         self._note(mode, {k: v for k, v in fidelity.as_dict().items() if k != "tokens"})
         if self.alarm is not None:
@@ -148,6 +146,12 @@ class MeasuredSteps:
         if "loss" in logs:
             self._record.flush()
         super().log(logs, start_time)
+
+
+def drawn_mask(batch: dict[str, Any]) -> torch.Tensor:
+    """[B, T], nonzero where the policy drew: what a tool wrote was not drawn."""
+    tool_mask_BT = batch.get("tool_mask")
+    return batch["completion_mask"] if tool_mask_BT is None else batch["completion_mask"] * tool_mask_BT
 
 
 def of_all_ranks(facts: dict[str, float]) -> dict[str, float]:

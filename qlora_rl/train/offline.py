@@ -61,78 +61,50 @@ class OfflineTrainer(TrainedRun):
         check_processes(args, "starting the training")
         settings.check_datasets(train_dataset, eval_dataset)
         with join(args.ddp_timeout).one_outcome("preparing the training"):
-            self._set_up(
-                model,
-                args,
-                peft_config,
-                quantization_config,
-                processing_class,
-                train_dataset,
-                eval_dataset,
-                optimizers,
-                adapter_dtype,
-                existing_run,
-                of_trl,
+            self.run = open_run(args.output_dir, existing_run)
+            source = ranks().in_turn(
+                lambda: resolve_model(
+                    model,
+                    args,
+                    quantization_config=quantization_config,
+                    peft_config=peft_config,
+                    processing_class=processing_class,
+                    refers=self._refers,
+                ),
+                "preparing the base",
             )
-
-    def _set_up(
-        self,
-        model: Any,
-        args: Any,
-        peft_config: Any,
-        quantization_config: Any,
-        processing_class: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        optimizers: tuple[Any, Any],
-        adapter_dtype: str,
-        existing_run: str,
-        of_trl: dict[str, Any],
-    ) -> None:
-        self.run = open_run(args.output_dir, existing_run)
-        source = ranks().in_turn(
-            lambda: resolve_model(
-                model,
-                args,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
+            source = fit_for_sharding(source, args)
+            self.base = source.base
+            loaded = source.load()
+            check_base(loaded, self.base.path)
+            check_common_base(self.base.digest)
+            if processing_class is None:
+                processing_class = load_tokenizer(self.base, args)
+            before = trained_values(loaded)
+            init, args.model_init_kwargs = args.model_init_kwargs, None  # the model is loaded already
+            super().__init__(
+                model=loaded,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
                 processing_class=processing_class,
-                refers=self._refers,
-            ),
-            "preparing the base",
-        )
-        source = fit_for_sharding(source, args)
-        self.base = source.base
-        loaded = source.load()
-        check_base(loaded, self.base.path)
-        check_common_base(self.base.digest)
-        if processing_class is None:
-            processing_class = load_tokenizer(self.base, args)
-        before = trained_values(loaded)
-        init, args.model_init_kwargs = args.model_init_kwargs, None  # the model is loaded already
-        super().__init__(
-            model=loaded,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            peft_config=peft_config,
-            optimizers=optimizers,
-            **of_trl,
-        )
-        args.model_init_kwargs = init
-        set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
-        begin_alike(self.model)
-        check_optimizer(optimizers[0], self.model)
-        self.make_resumable()
-        show_progress(self)
-        self._record = StepRecord(self.run)
-        self.add_callback(_Recorder(self._record))
-        if self.run is not None:
-            self.run.begin()
-            verdict = judge_adapter(self.model)
-            travels = {"travels_as": verdict.kind, "reasons": list(verdict.reasons)}
-            self.run.write_json(CONFIG, self._describe(adapter_dtype, {"adapter": travels}))
+                peft_config=peft_config,
+                optimizers=optimizers,
+                **of_trl,
+            )
+            args.model_init_kwargs = init
+            set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
+            begin_alike(self.model)
+            check_optimizer(optimizers[0], self.model)
+            self.make_resumable()
+            show_progress(self)
+            self._record = StepRecord(self.run)
+            self.add_callback(_Recorder(self._record))
+            if self.run is not None:
+                self.run.begin()
+                verdict = judge_adapter(self.model)
+                travels = {"travels_as": verdict.kind, "reasons": list(verdict.reasons)}
+                self.run.write_json(CONFIG, self._describe(adapter_dtype, {"adapter": travels}))
 
     def _write_rest(self) -> None:
         self._record.flush()

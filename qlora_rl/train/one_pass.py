@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from qlora_rl.fidelity import importance_ratio
+from qlora_rl.train.measure import drawn_mask
 
 _DIFFERENCE = "sampling/sampling_logp_difference"
 _RATIO = "sampling/importance_sampling_ratio"
@@ -90,7 +91,7 @@ class OnePass:
         inputs["importance_sampling_ratio"] = importance_ratio(
             logprobs_BT,
             inputs["sampling_per_token_logps"],
-            _mask_of(inputs),
+            drawn_mask(inputs),
             mode=self.vllm_importance_sampling_mode,
             clip_min=self.vllm_importance_sampling_clip_min,
             clip_max=self.vllm_importance_sampling_clip_max,
@@ -113,7 +114,7 @@ class OnePass:
 
     def _log_ratios(self, batch: dict[str, Any], logprobs_BT: torch.Tensor, ratios: torch.Tensor) -> None:
         """TRL's own metrics, of [B, T] ratios, or [B, 1] of sequences."""
-        mask_BT = _mask_of(batch).bool()
+        mask_BT = drawn_mask(batch).bool()
         differences = (logprobs_BT - batch["sampling_per_token_logps"]).abs()[mask_BT]
         differences = differences[~differences.isnan()]
         flat = ratios.flatten() if ratios.shape != mask_BT.shape else ratios[mask_BT]
@@ -129,9 +130,3 @@ class OnePass:
         }
         for name, value in logged.items():
             self._metrics["train"][name].append(value.item())
-
-
-def _mask_of(batch: dict[str, Any]) -> torch.Tensor:
-    """[B, T], nonzero where the policy drew: what a tool wrote was not drawn."""
-    tool_mask_BT = batch.get("tool_mask")
-    return batch["completion_mask"] if tool_mask_BT is None else batch["completion_mask"] * tool_mask_BT

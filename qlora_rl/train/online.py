@@ -52,7 +52,7 @@ class OnlineOptions:
     sync_dir: str | os.PathLike[str] | None = None
     existing_run: str = "refuse"
     allow_base_mismatch: bool = False
-    canary_every: int = 2
+    canary_every: int = 4
     on_mismatch: str = "stop"
     share_base: bool | str = "auto"
     gpu_memory: str | float = "auto"
@@ -126,160 +126,126 @@ class OnlineTrainer(TrainedRun):
         refused = refused or ("engines on Ray are pushed to by one" if rollout == "ray" else "")
         check_processes(args, "choosing the engine", refused=refused)
         with join(args.ddp_timeout).one_outcome("preparing the training"):
-            self._set_up(
-                model,
-                args,
-                options,
-                rollout,
-                is_whole,
-                peft_config,
-                quantization_config,
-                processing_class,
-                reward_funcs,
-                reward_processing_classes,
-                train_dataset,
-                eval_dataset,
-                optimizers,
-                of_trl,
-            )
-
-    def _set_up(
-        self,
-        model: Any,
-        args: Any,
-        options: OnlineOptions,
-        rollout: Any,
-        is_whole: bool,
-        peft_config: Any,
-        quantization_config: Any,
-        processing_class: Any,
-        reward_funcs: Any,
-        reward_processing_classes: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        optimizers: tuple[Any, Any],
-        of_trl: dict[str, Any],
-    ) -> None:
-        if getattr(args, "cast_lm_head_to_fp32", False) and not options.allow_base_mismatch:
-            raise ConfigConflictError(
-                "reading the config: cast_lm_head_to_fp32=True lifts the output head of the trainer's base to float32, and the engine "
-                "multiplies with the original. Leave it out, or pass allow_base_mismatch=True to train on two different bases."
-            )
-        settings.check_datasets(train_dataset, eval_dataset)
-        if rollout in settings.STARTED:
-            from qlora_rl.engine.compat import vllm_version
-
-            vllm_version()  # before minutes of loading
-        if rollout == "ray":
-            from qlora_rl.engine.ray_fleet import require_ray
-
-            require_ray()
-        self.run = open_run(args.output_dir, options.existing_run)
-        self.memory = None
-        if self._is_planned:
-            self.memory = _budget(
-                model, args, options, rollout, peft_config, quantization_config, optimizers[0], is_whole=is_whole
-            )
-        source = ranks().in_turn(
-            lambda: resolve_model(
-                model,
-                args,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                processing_class=processing_class,
-                is_whole=is_whole,
-                refers=self._refers,
-            ),
-            "preparing the base",
-        )
-        source = fit_for_sharding(source, args)
-        self.base = source.base
-        if is_whole:
-            check_whole(self.base, options.share_base)
-        if processing_class is None:
-            processing_class = load_tokenizer(self.base, args)
-        # The handshake below finds what was rounded, repairs it, and says so.
-        engine_options = {
-            "repair_scales": False,
-            **self._engine_options(args),
-            **(self.memory.engine_options() if self.memory is not None else {}),
-            **(options.engine_options or {}),
-        }
-        choice = EngineChoice(
-            rollout,
-            engine_options,
-            api_key_file=options.api_key_file,
-            sync_dir=options.sync_dir,
-            session=self.run.session if self.run is not None else None,
-        )
-        pair = _pair(source, choice, options, peft_config, is_whole=is_whole, sharded=shards_base(args))
-        engine, link = pair.engine, None
-        try:
-            # What TRL rounds in a 4-bit model, which a model that is trained itself is not.
-            model_of_trl = self._model_for_trl(pair.model, peft_config, args)
-            before = {} if is_whole else trained_values(model_of_trl["model"])
-            if is_whole:
-                unfreeze(pair.model)
-            sampling = settings.sampling_spec(args)
-            reward_funcs = as_list(reward_funcs)
-            if isinstance(reward_processing_classes, list):
-                reward_processing_classes = list(reward_processing_classes)  # TRL fills it in
-            with settings.told_no_vllm(args, reward_funcs):
-                super().__init__(
-                    reward_funcs=reward_funcs,
-                    args=args,
-                    train_dataset=train_dataset,
-                    eval_dataset=eval_dataset,
-                    processing_class=processing_class,
-                    reward_processing_classes=reward_processing_classes,
-                    optimizers=optimizers,
-                    **model_of_trl,
-                    **of_trl,
+            if getattr(args, "cast_lm_head_to_fp32", False) and not options.allow_base_mismatch:
+                raise ConfigConflictError(
+                    "reading the config: cast_lm_head_to_fp32=True lifts the output head of the trainer's base to float32, and the engine "
+                    "multiplies with the original. Leave it out, or pass allow_base_mismatch=True to train on two different bases."
                 )
-            set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
-            begin_alike(self.model)
-            self._after_trl(args)
-            check_optimizer(optimizers[0], self.model)
-            self.make_resumable()
-            show_progress(self)
-            owned, engine = engine, None  # from here on the link closes it
-            link = link_policy(
-                self.model,
-                self.base,
-                choice,
-                owned,
-                args,
-                sampling,
-                sync=options.sync,
+            settings.check_datasets(train_dataset, eval_dataset)
+            if rollout in settings.STARTED:
+                from qlora_rl.engine.compat import vllm_version
+
+                vllm_version()  # before minutes of loading
+            if rollout == "ray":
+                from qlora_rl.engine.ray_fleet import require_ray
+
+                require_ray()
+            self.run = open_run(args.output_dir, options.existing_run)
+            self.memory = None
+            if self._is_planned:
+                self.memory = _budget(
+                    model, args, options, rollout, peft_config, quantization_config, optimizers[0], is_whole=is_whole
+                )
+            source = ranks().in_turn(
+                lambda: resolve_model(
+                    model,
+                    args,
+                    quantization_config=quantization_config,
+                    peft_config=peft_config,
+                    processing_class=processing_class,
+                    is_whole=is_whole,
+                    refers=self._refers,
+                ),
+                "preparing the base",
+            )
+            source = fit_for_sharding(source, args)
+            self.base = source.base
+            if is_whole:
+                check_whole(self.base, options.share_base)
+            if processing_class is None:
+                processing_class = load_tokenizer(self.base, args)
+            # The handshake below finds what was rounded, repairs it, and says so.
+            engine_options = {
+                "repair_scales": False,
+                **self._engine_options(args),
+                **(self.memory.engine_options() if self.memory is not None else {}),
+                **(options.engine_options or {}),
+            }
+            choice = EngineChoice(
+                rollout,
+                engine_options,
+                api_key_file=options.api_key_file,
                 sync_dir=options.sync_dir,
-                canary_every=options.canary_every,
-                allow_base_mismatch=options.allow_base_mismatch,
+                session=self.run.session if self.run is not None else None,
             )
-            self._take(link)
-            self.bridge.install(self)
-            rollout_func = of_trl.get("rollout_func")
-            self.measure_into(
-                self.run, alarm_for(link, self.model, args, options.on_mismatch, rollout_func=rollout_func)
-            )
-            if self.run is not None:
-                self.run.begin()
-                held = {
-                    "base_held": pair.describe(),
-                    "rollout": choice.name,
-                    **link.facts(),
-                    "memory": self.memory.as_dict() if self.memory is not None else {"reason": "not planned here"},
-                }
-                self.run.write_json(CONFIG, self._describe(options.adapter_dtype, held))
-                self.run.write_json(FINGERPRINTS, self.admission.as_dict())
-        except BaseException:
-            # There will be no trainer to close.
-            if link is not None:
-                link.close()
-            else:
-                release(None, choice.closer(engine))
-            raise
-        # Also when nobody calls close().
-        self._finalizer = weakref.finalize(self, link.close)
+            pair = _pair(source, choice, options, peft_config, is_whole=is_whole, sharded=shards_base(args))
+            engine, link = pair.engine, None
+            try:
+                # What TRL rounds in a 4-bit model, which a model that is trained itself is not.
+                model_of_trl = self._model_for_trl(pair.model, peft_config, args)
+                before = {} if is_whole else trained_values(model_of_trl["model"])
+                if is_whole:
+                    unfreeze(pair.model)
+                sampling = settings.sampling_spec(args)
+                reward_funcs = as_list(reward_funcs)
+                if isinstance(reward_processing_classes, list):
+                    reward_processing_classes = list(reward_processing_classes)  # TRL fills it in
+                with settings.told_no_vllm(args, reward_funcs):
+                    super().__init__(
+                        reward_funcs=reward_funcs,
+                        args=args,
+                        train_dataset=train_dataset,
+                        eval_dataset=eval_dataset,
+                        processing_class=processing_class,
+                        reward_processing_classes=reward_processing_classes,
+                        optimizers=optimizers,
+                        **model_of_trl,
+                        **of_trl,
+                    )
+                set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
+                begin_alike(self.model)
+                self._after_trl(args)
+                check_optimizer(optimizers[0], self.model)
+                self.make_resumable()
+                show_progress(self)
+                owned, engine = engine, None  # from here on the link closes it
+                link = link_policy(
+                    self.model,
+                    self.base,
+                    choice,
+                    owned,
+                    args,
+                    sampling,
+                    sync=options.sync,
+                    sync_dir=options.sync_dir,
+                    canary_every=options.canary_every,
+                    allow_base_mismatch=options.allow_base_mismatch,
+                )
+                self._take(link)
+                self.bridge.install(self)
+                rollout_func = of_trl.get("rollout_func")
+                self.measure_into(
+                    self.run, alarm_for(link, self.model, args, options.on_mismatch, rollout_func=rollout_func)
+                )
+                if self.run is not None:
+                    self.run.begin()
+                    held = {
+                        "base_held": pair.describe(),
+                        "rollout": choice.name,
+                        **link.facts(),
+                        "memory": self.memory.as_dict() if self.memory is not None else {"reason": "not planned here"},
+                    }
+                    self.run.write_json(CONFIG, self._describe(options.adapter_dtype, held))
+                    self.run.write_json(FINGERPRINTS, self.admission.as_dict())
+            except BaseException:
+                # There will be no trainer to close.
+                if link is not None:
+                    link.close()
+                else:
+                    release(None, choice.closer(engine))
+                raise
+            # Also when nobody calls close().
+            self._finalizer = weakref.finalize(self, link.close)
 
     def close(self) -> None:
         """Close the engine (if the trainer made it) and remove the adapter versions on tmpfs; harmless when repeated."""

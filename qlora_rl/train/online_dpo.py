@@ -250,7 +250,7 @@ class QLoRAOnlineDPOTrainer(SampledPairs, OnlineTrainer, MeasuredSteps, OnlineDP
         sync_dir: str | os.PathLike[str] | None = None,
         existing_run: str = "refuse",
         allow_base_mismatch: bool = False,
-        canary_every: int = 2,
+        canary_every: int = 4,
         on_mismatch: str = "stop",
         share_base: bool | str = "auto",
         api_key_file: str | os.PathLike[str] | None = None,

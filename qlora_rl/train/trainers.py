@@ -90,7 +90,7 @@ class QLoRAGRPOTrainer(OnlineTrainer, OnePass, MeasuredSteps, GRPOTrainer):
         sync_dir: str | os.PathLike[str] | None = None,
         existing_run: str = "refuse",
         allow_base_mismatch: bool = False,
-        canary_every: int = 2,
+        canary_every: int = 4,
         on_mismatch: str = "stop",
         share_base: bool | str = "auto",
         gpu_memory: str | float = "auto",

@@ -30,7 +30,7 @@ ASKED = {
     " for letter, bug in runs.items()}, 'stopped': stopped.cause, 'refused': type(refused).__name__}",
     "302": "{name: {'seconds': seconds(way, 'step_seconds'), 'age': int(way['steps'].get('staleness_max', pd.Series([0])).max()),"
     " 'kl': way['steps']['mismatch_kl'].median(), 'reward': way['steps']['reward'].tail(5).mean()} for name, way in ways.items()}",
-    "303": "{'pushes': list(pushes['version']), 'steps': len(steps), 'runs': len(list(out.rglob('summary.json'))), 'ranks': done.stdout.count('its engine'),"
+    "303": "{'pushes': list(pushes['version']), 'steps': len(steps), 'runs': len(list(out.rglob('summary.json'))), 'ranks': said.count('its engine'),"
     " 'same': [rollout.completion_ids == whole.completion_ids and rollout.logprobs == whole.logprobs for rollout in (without, back)],"
     " 'who': who.to_dict(), 'states': states, 'versions': [whole.version, back.version, found['version']],"
     " 'travelled': list(table['bytes of a push']), 'differ': [difference.mean().item() for difference in differences.values()]}",
@@ -185,6 +185,20 @@ status = json.load(open(calls[-1].args.output_dir + "/summary.json"))["status"]
 left = [thread.name for thread in threading.enumerate() if "qlora-rl-rollouts" in thread.name]
 del QLoRAGRPOTrainer._generate_and_score_completions, calls[:]
 """
+STOP_LATER = """
+import threading
+
+def strike(file):
+    while not file.exists() or file.read_text().count("\\n") < 2:
+        time.sleep(0.1)
+    os.killpg(0, signal.SIGINT)  # as Jupyter does: everything in the kernel's group
+
+threading.Thread(target=strike, args=[out / "run" / "metrics.jsonl"], daemon=True).start()
+"""
+LEFT = """
+import psutil
+left = [each.pid for each in psutil.process_iter() if any("train.py" in word and OUT in word for word in each.cmdline())]
+"""
 STOPPABLE = {
     "201": "accident = Accident(STEPS // 2, comes_back=True)",
     "203": 'runs["DoRA"] = train(',
@@ -207,6 +221,21 @@ def test_a_cell_that_was_stopped_leaves_nothing_behind_and_can_be_run_again(numb
     (error,) = (o for o in stopped.outputs if o.output_type == "error")
     assert error.ename == "KeyboardInterrupt"
     assert answers(notebook) == [{"status": "interrupted", "left": []}]
+
+
+@pytest.mark.full
+def test_a_launch_that_was_stopped_leaves_no_process_and_can_be_run_again(tmp_path):
+    notebook = load("303")
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    (at,) = (i for i, cell in enumerate(cells) if "accelerate.commands.launch" in cell.source)
+    stopped = nbformat.v4.new_code_cell(cells[at].source, metadata={"tags": ["raises-exception"]})
+    code = nbformat.v4.new_code_cell
+    notebook.cells = [cells[0], code("STEPS = 8"), *cells[1:at], code(STOP_LATER), stopped, code(LEFT), cells[at]]
+    notebook.cells.append(ask("{'left': left, 'steps': (out / 'run' / 'metrics.jsonl').read_text().count(chr(10))}"))
+    SCRIPT.execute(notebook, tmp_path)
+    (error,) = (o for o in stopped.outputs if o.output_type == "error")
+    assert error.ename == "KeyboardInterrupt"
+    assert answers(notebook) == [{"left": [], "steps": 8}]
 
 
 @pytest.mark.full

@@ -113,6 +113,14 @@ def test_a_websocket_is_not_opened(server):
     assert httpx.get(server.url + "/v1/realtime", headers=upgrade).status_code in (401, 403)
 
 
+def test_on_the_cpu_vllm_computes_in_its_engines_process(server, remote):
+    """A worker of its own would wait awake between two requests, and have a core less."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    names = [" ".join(each.cmdline()) for each in processes]
+    assert any("EngineCore" in name for name in names)
+    assert not any("Worker" in name for name in names)
+
+
 def test_a_wrong_key_is_said_and_not_tried_again(server, monkeypatch):
     started = time.monotonic()
     with pytest.raises(AccessDeniedError, match="api_key_file="):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from online_kinds import by_place
 from peft import IA3Config, LoraConfig, get_peft_model
+from support import randomise
 from test_models import NF4
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
@@ -224,3 +225,24 @@ def test_an_attached_trainer_is_watched_too(model_dir, engine, plain, config, br
         with pytest.raises(PolicyMismatchError, match="2 times as strongly"):
             trainer.train()
         assert held.alarm.threshold > 0
+
+
+def test_completions_scored_together_are_scored_as_alone(make_trainer, monkeypatch):
+    """Of different lengths, so that padding has a place; counted are the forwards."""
+    trainer = make_trainer()
+    randomise(trainer.model)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [(2, 5), (7, 1), (4, 3), (1, 6)]
+    rows = [[torch.randint(3, 60, (n,), generator=generator).tolist() for n in each] for each in lengths]
+    drawn = Drawn([p for p, _ in rows], [c for _, c in rows], [[-1.0] * len(c) for _, c in rows])
+    examiner = Examiner(trainer.model, trainer.engine, trainer._link.strategy, trainer.admission, None)
+    passes = []
+    trainer.model.get_base_model().model.register_forward_hook(lambda *_: passes.append(1))
+    together = examiner._scaled(drawn, (1.0, 0.7))
+    assert len(passes) == 1
+    monkeypatch.setattr("qlora_rl.sync.diagnosis._LOGITS", 1)
+    alone = examiner._scaled(drawn, (1.0, 0.7))
+    assert len(passes) == 1 + len(rows)
+    for temperature, values in alone.items():
+        torch.testing.assert_close(together[temperature], values, rtol=0, atol=0.02)  # bf16 logits
+        assert values.numel() == sum(c for _, c in lengths)

@@ -1,8 +1,17 @@
 """What a benchmark makes of its rounds."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 from qlora_rl.bench.rounds import LEAST_ROUNDS, add_to, compare, in_turns
+from qlora_rl.bench.step import typical
+
+SPEC = importlib.util.spec_from_file_location(
+    "profile_step", Path(__file__).resolve().parents[2] / "benchmarks" / "profile_step.py"
+)
+profile_step = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(profile_step)
 
 
 def test_sides_take_turns_and_the_first_round_is_not_counted():
@@ -36,3 +45,27 @@ def test_results_of_other_sizes_stay_in_the_file(tmp_path):
     add_to(file, {"0.4b": {"ratio": 2}})
     add_to(file, {"demo": {"ratio": 3}})
     assert json.loads(file.read_text()) == {"demo": {"ratio": 3}, "0.4b": {"ratio": 2}}
+
+
+def test_a_sample_counts_once_for_the_outermost_part():
+    """Frames as py-spy writes them, outermost first."""
+    loop = "main (a.py:1);Trainer._inner_training_loop (t.py:2);"
+    lines = [
+        "main (a.py:1);load (b.py:3) 50",  # before the loop
+        loop + "EngineBridge.generate (b.py:1);Canary.check (c.py:2) 6",
+        loop + "GRPOTrainer._generate_and_score_completions (g.py:1);EngineBridge.generate (b.py:1) 4",
+        loop
+        + "GRPOTrainer._generate_and_score_completions (g.py:1);GRPOTrainer._get_per_token_logps_and_entropies (g.py:2) 3",
+        loop + "GRPOTrainer.compute_loss (g.py:3);GRPOTrainer._get_per_token_logps_and_entropies (g.py:2) 5",
+        loop + "Examiner.examine (d.py:3) 1000",  # left out
+        loop + "somewhere (e.py:1) 2",
+    ]
+    found = profile_step.shares("\n".join(lines))
+    rest = "the rest of TRL and transformers"
+    assert found == {"proof": 0.3, "forward and loss": 0.25, "rollout": 0.2, "first pass": 0.15, rest: 0.1}
+
+
+def test_what_comes_in_one_step_of_a_cycle_counts_its_part():
+    assert typical([10.0, 10.0, 10.0, 50.0] * 3) == 20.0
+    assert typical([10.0, 50.0, 10.0, 10.0] * 2 + [90.0] * 4 + [10.0, 50.0, 10.0, 10.0] * 2 + [7.0]) == 20.0
+    assert typical([7.0]) == 7.0

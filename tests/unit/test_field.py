@@ -123,6 +123,34 @@ def problems(text, *claims, log=""):
 MEASURED = {"file": "base_proof.json", "values": [["largest_relative_scale_error"]], "scale": 100}
 
 
+SET = {"code": "qlora_rl/engine/ways.py"}
+SOURCE = """
+A, B = 2 * 2**3, 0.5
+BOUNDS = {"float32": {"least": 1e-6}}
+@dataclass
+class Spec:
+    temperature: float = 0.7
+    def draw(self, x, often: int = 3, *, wait_s=4.0): ...
+def draw(often=5): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (["A"], 16.0),
+        (["B"], 0.5),
+        (["BOUNDS", "float32", "least"], 1e-6),
+        (["Spec.temperature"], 0.7),
+        (["Spec.often"], 3.0),
+        (["Spec.wait_s"], 4.0),
+    ],
+    ids=str,
+)
+def test_a_constant_is_read_where_it_is_given(place, value):
+    assert module("claims").constant(SOURCE, place) == value
+
+
 @pytest.mark.parametrize(
     ("text", "claim", "said"),
     [
@@ -135,6 +163,9 @@ MEASURED = {"file": "base_proof.json", "values": [["largest_relative_scale_error
         ("off by 0.71 %", {"says": "off by 0.71 %", **MEASURED, "values": []}, "0 places"),
         ("off by 0.71 %", {"says": "off by 0.71 %", **MEASURED, "file": "gone.json"}, "there is no gone.json"),
         ("off by 0.71 %", {"says": "off by 0.71 %", "setting": "x"}, "say what it is"),
+        ("3 % faster", {"says": "3 % faster", **SET, "values": [["MARGIN"]], "scale": 100}, None),
+        ("4 % faster", {"says": "4 % faster", **SET, "values": [["MARGIN"]], "scale": 100}, "4, but qlora_rl/engine/ways.py has 3"),
+        ("3 % faster", {"says": "3 % faster", **SET, "values": [["GONE"]]}, "has nothing at"),
         ("off by 0.71 %", {"says": "off by 0.71 %"}, "no source"),
         ("off by 0.71 %", {"says": "off by 0.71 %", "log": "2026-01-01"}, None),
         ("off by 0.72 %", {"says": "off by 0.72 %", "log": "2026-01-01"}, "0.72 is not in"),

@@ -49,7 +49,7 @@ def test_without_a_gpu_it_says_so_with_a_code_of_its_own_and_writes_nothing(tmp_
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("what is said where there is no GPU; this machine has one")
     options = ["--state", str(tmp_path / "state"), "--json", str(tmp_path / "gpu.json")]
     done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True)
     assert done.returncode == check.NO_GPU == 3
@@ -124,6 +124,33 @@ def test_outcomes_are_kept_and_only_what_failed_is_tried_again(tmp_path):
     check.run_all(pieces, state, os.environ, retry=True, cwd=tmp_path)
     assert [ran(tmp_path, p.name) for p in pieces] == [1, 2, 2, 1]
     assert statuses(pieces, state)["lacking"] == "passed"
+
+
+def test_a_piece_that_says_that_something_is_missing_has_not_failed(tmp_path):
+    command = ("{python}", "-c", "import sys; sys.exit(3)")
+    lacking = check.Piece("lacking", command, 60, lacks_code=3)
+    failing = check.Piece("failing", command, 60)
+    assert check.run_all([lacking, failing], tmp_path / "state", os.environ, cwd=tmp_path) == check.SOME_FAILED
+    assert statuses([lacking, failing], tmp_path / "state") == {"lacking": "not run", "failing": "failed"}
+
+
+def test_outcomes_of_changed_files_are_not_those_of_the_commit(tmp_path):
+    def git(*arguments):
+        who = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    assert check.commit(tmp_path) == "unknown"
+    (tmp_path / "file").write_text("one")
+    for command in (["init"], ["add", "."], ["commit", "-m", "one"]):
+        git(*command)
+    clean = check.commit(tmp_path)
+    (tmp_path / "file").write_text("two")
+    changed = check.commit(tmp_path)
+    (tmp_path / "file").write_text("three")
+    assert changed.startswith(clean + "+")
+    assert check.commit(tmp_path) not in (clean, changed)
+    (tmp_path / "file").write_text("one")
+    assert check.commit(tmp_path) == clean
 
 
 def test_a_skipped_test_is_not_a_passed_one(tmp_path):
@@ -251,8 +278,9 @@ def test_the_tables_say_not_run_yet_and_then_what_was_found():
     result = {"key": {**stack, "planned": [*pieces, "test-z"], "pieces": pieces}}
     assert "4 of 7 | test-x (timed out) | test-y, test-z |" in tables.stacks(result)
     shown = tables.numbers(result)
+    marks = pieces["demo"]["numbers"]
     for what in (
-        "demo, right before and after | 26.9%, 100.0%",
+        f"demo, right before and after | {marks['accuracy_before']:.1%}, {marks['accuracy_after']:.1%}",
         "rollout, 0.4b, batch 16, `nf4`",
         "a step, 0.1b",
         "qlora_rl",

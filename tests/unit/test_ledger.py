@@ -419,6 +419,7 @@ def test_plan_has_a_line_for_decoded_copies_and_only_on_the_cpu(config_json, cap
 
 def test_plan_reads_how_a_prepared_base_is_held(tmp_path, capsys):
     base = prepare_base(make_model(tmp_path / "model"), "fp4", out=tmp_path / "base", skip_modules=["down_proj"])
+    capsys.readouterr()
     assert main(["plan", str(base), "--json", "--max-length", "64"]) == 0
     spec = json.loads(capsys.readouterr().out)["request"]["spec"]
     assert spec["quant_type"] == "fp4"

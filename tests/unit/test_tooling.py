@@ -1,5 +1,6 @@
 """What stands around the package: hooks, types, the files of a release."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -62,3 +63,35 @@ def test_no_library_that_the_package_imports_is_read_by_mypy():
         name.removesuffix(".*") for each in overrides if each.get("follow_imports") == "skip" for name in each["module"]
     }
     assert owned - {"vllm_bnb_plugin"} <= skipped
+
+
+def test_every_diagram_was_drawn_from_the_text_beside_it():
+    spec = importlib.util.spec_from_file_location("diagrams", ROOT / "scripts" / "diagrams.py")
+    diagrams = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(diagrams)
+    sources = sorted((ROOT / "docs" / "diagrams").glob("*.dot"))
+    pictures = sorted((ROOT / "docs" / "diagrams").glob("*.svg"))
+    assert len(sources) >= 3
+    assert [f.stem for f in sources] == [f.stem for f in pictures]
+    stale = [f.name for f in pictures if diagrams.drawn_from(f) != diagrams.digest(f.with_suffix(".dot"))]
+    assert not stale, "python scripts/diagrams.py"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["demmo"], "demo"),
+        (["demo", "--stepz", "3"], "--steps"),
+        (["demo", "--sync", "trl-merg"], "trl-merge"),
+        (["xyzzy"], None),
+    ],
+    ids=str,
+)
+def test_a_slip_of_the_command_is_answered_with_what_was_meant(typed, meant, capsys):
+    from qlora_rl.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(typed)
+    assert ended.value.code == 2
+    guesses = re.findall(r"Did you mean '(.+)'\?", capsys.readouterr().err)
+    assert guesses == ([meant] if meant else [])
