@@ -58,8 +58,10 @@ class Ranks:
         self.rank, self.size, self.limit_s = rank, size, limit_s
         self.is_first = rank == 0
         self._store = store
-        self._count = 0
+        # Of blocks with one outcome, of words within one, and of failures that were told: a training after one that failed begins anew.
+        self._blocks, self._count, self._told = 0, 0, 0
         self._failed: dict[int, BaseException] = {}
+        self._heard: dict[int, int] = {}
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._gone: set[int] = set()
         self._ends = threading.Event()
@@ -137,13 +139,13 @@ class Ranks:
         """Every rank's value. An error of any rank, whatever the others have come for, is raised on all; of several the first rank's."""
         self._count += 1
         said = (doing, value, None if error is None else portable(error, self.rank))
-        self._put(f"{self._count}/{self.rank}", pickle.dumps(said))
+        self._put(f"{self._blocks}.{self._count}/{self.rank}", pickle.dumps(said))
         heard = [
-            said if rank == self.rank else pickle.loads(self._take(f"{self._count}/{rank}", rank, doing))
+            said if rank == self.rank else pickle.loads(self._take(f"{self._blocks}.{self._count}/{rank}", rank, doing))
             for rank in range(self.size)
         ]
         # Whoever has said this word has heard all of the one before it.
-        self._drop(f"{self._count - 2}/{self.rank}")
+        self._drop(f"{self._blocks}.{self._count - 2}/{self.rank}")
         for rank, (_, _, failure) in enumerate(heard):
             if failure is not None:
                 raise mark(error if rank == self.rank else failure)
@@ -179,12 +181,15 @@ class Ranks:
         if self.size == 1:
             yield
             return
+        # The ranks may have been torn apart in the block before this one, each after another word.
+        self._blocks, self._count = self._blocks + 1, 0
         with _terminated_is_raised() as is_ending:
             try:
                 yield
             except BaseException as error:
                 is_ending.set()
                 found = self._why(error, doing)
+                self._failed.clear()
                 if found is error:
                     raise
                 raise found from error
@@ -215,9 +220,10 @@ class Ranks:
     def _tell(self, error: BaseException) -> None:
         """Let the others know, and give them the time to hear it: with rank 0 the store goes, too."""
         try:
-            self._put(f"failed/{self.rank}", pickle.dumps(portable(error, self.rank)))
+            self._told += 1
+            self._put(f"failed/{self.rank}", pickle.dumps((self._told, portable(error, self.rank))))
             until = time.monotonic() + TORN_S
-            heard = [f"heard/{self.rank}/{rank}" for rank in range(self.size) if rank != self.rank]
+            heard = [f"heard/{self.rank}.{self._told}/{rank}" for rank in range(self.size) if rank != self.rank]
             while time.monotonic() < until and not self._store.check(heard):
                 time.sleep(BEAT_S / 5)
         except (RuntimeError, OSError) as torn:
@@ -247,8 +253,10 @@ class Ranks:
                         if self._beats.get(rank, (b"", 0.0))[0] != beat:
                             self._beats[rank] = (beat, time.monotonic())
                     if rank not in self._failed and store.check([f"failed/{rank}/0"]):
-                        self._failed[rank] = pickle.loads(_whole(store, f"failed/{rank}"))
-                        store.set(f"heard/{rank}/{self.rank}", "")
+                        told, error = pickle.loads(_whole(store, f"failed/{rank}"))
+                        if told > self._heard.get(rank, 0):
+                            self._heard[rank], self._failed[rank] = told, error
+                            store.set(f"heard/{rank}.{told}/{self.rank}", "")
                 if self._ends.wait(BEAT_S):
                     return
         except (RuntimeError, OSError):

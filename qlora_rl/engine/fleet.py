@@ -161,6 +161,10 @@ class Fleet:
         if spec.seed is None:  # without one, replicas may draw the same
             spec = replace(spec, seed=secrets.randbits(62))
         check_lengths(ids, min(each.capabilities().max_model_length for each in self.replicas))
+        if version is None and self.capabilities().holds_two:
+            version = (
+                self._version
+            )  # what has begun with a version ends with it, also when a push goes through meanwhile
         named = {} if version is None else {"version": version}
         started = time.perf_counter()
         versions = {} if ids else {self._version if version is None else version: ""}

@@ -328,19 +328,18 @@ class Replicas:
 
     def _take_back(self, each: Replica, lost: _Lost) -> None:
         """If it is there, on the same base, and holds what the others hold."""
-        started, reason = time.monotonic(), ""
+        started, reason, is_proven = time.monotonic(), lost.reason, False
         # A push to it that nobody waits for any more must not arrive behind the one that takes it back.
         is_busy = any(not future.done() for future in self._overdue.get(each, ()))
         try:
             if each.is_there(_PROBE_S) and not is_busy:
                 self._prove(each)
-            else:
-                reason = lost.reason
+                is_proven = True
         except QloraRLError as error:
             reason = str(error)
             if reason != lost.reason:
                 logger.warning("%s is not taken back: %s", each.url, error)
-        if reason:
+        if not is_proven:
             pause = min(_LOOK_SELDOM_S, 2 * max(lost.pause_s, time.monotonic() - started))
             self._lost[each] = _Lost(reason, time.monotonic() + pause, pause)
             return

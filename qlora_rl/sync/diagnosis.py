@@ -23,7 +23,7 @@ from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.adapter.subject import Subject, active_adapter
 from qlora_rl.base.fingerprint import compare, digest_bytes, fingerprint_base
 from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncStrategy
-from qlora_rl.distributed import is_sharded, put, whole
+from qlora_rl.distributed import is_sharded, put, ranks, whole
 from qlora_rl.errors import QloraRLError
 from qlora_rl.fidelity import scaled_differences
 from qlora_rl.sync.admission import Admission
@@ -126,7 +126,9 @@ class Examiner:
         try:
             proven = (self._held() if self._sends_adapter else None) or self._bases()
         except QloraRLError as error:  # the engine, or the live adapter, cannot even be asked
-            return Diagnosis("adapter", f"what the engine holds cannot be read: {error}", error.module, is_proven=True)
+            proven = Diagnosis("adapter", f"what the engine holds cannot be read: {error}", error.module)
+        # Every rank's engine: in what is tried, all ranks of a sharded trainer meet.
+        proven = next((each for each in ranks().gather(proven, "examining the engine") if each), None)
         return replace(proven, is_proven=True) if proven else self._tried(drawn, limit)
 
     def rescore(self, drawn: Drawn) -> tuple[Drawn, float]:

@@ -96,7 +96,6 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         """TRL's `train`. An error of a rollout ends it as itself, at the step that would have trained on it; afterwards no thread is left."""
         self._waiting.clear()
         self._ahead, self._policy, self._trained = None, 0, None
-        self._step, self._buffered_inputs = 0, None  # of TRL: an earlier call may have ended in the middle of a batch
         self._workers, self._is_running = self._new_workers(), True
         try:
             return super().train(*args, **kwargs)

@@ -10,6 +10,7 @@ B completions, T tokens (padded).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 
 from qlora_rl.fidelity import importance_ratio
 from qlora_rl.train.measure import drawn_mask
+
+logger = logging.getLogger(__name__)
 
 _DIFFERENCE = "sampling/sampling_logp_difference"
 _RATIO = "sampling/importance_sampling_ratio"
@@ -43,11 +46,29 @@ class OnePass:
             and self.use_vllm
             and self.vllm_importance_sampling_correction
             and self.args.gradient_accumulation_steps % generate_every == 0
-            # Another loss may want what TRL's has.
-            and type(self)._compute_loss is OnePass._compute_loss
+            # It may score by itself, when it draws.
+            and self.rollout_func is None
+            and self._is_trls_own()
         )
 
+    def _is_trls_own(self) -> bool:
+        """Nobody has changed what comes between drawing and loss: another loss may want what TRL's has."""
+        names = (
+            "_compute_loss",
+            "compute_loss",
+            "_generate_and_score_completions",
+            "_get_per_token_logps_and_entropies",
+        )
+        foreign = [
+            each
+            for each in type(self).__mro__
+            if not each.__module__.startswith(("qlora_rl.", "trl.", "transformers."))
+        ]
+        return not any(name in vars(each) for each in (*foreign, self) for name in names)
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
+        if self._unscored and self.model.training:
+            logger.warning("%d completions of the last batch were not trained on, and so not compared", self._unscored)
         self._unscored, self._parts = 0, ()
         self._may_skip = self._scores_once()
         try:
@@ -56,7 +77,7 @@ class OnePass:
             self._may_skip = False
 
     def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._may_skip:  # the first that TRL asks for; a reference model comes after it
+        if self._may_skip and model is self.model:  # the first that TRL asks for; a reference model comes after it
             self._may_skip, self._unscored = False, len(input_ids)
             length = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[1]
             return torch.zeros(len(input_ids), length, device=input_ids.device), None, None

@@ -25,7 +25,7 @@ from qlora_rl.train.entry import resolve_model
 from qlora_rl.train.link import Link, link_policy, release, why_dense
 from qlora_rl.train.logprobs import use_small_tiles
 from qlora_rl.train.pairing import SHARE, Pair, expects_one_copy, make_pair
-from qlora_rl.train.processes import begin_alike, check_processes, fit_for_sharding, shards_base
+from qlora_rl.train.processes import begin_alike, check_processes, check_turns, fit_for_sharding, shards_base
 from qlora_rl.train.progress import show_progress
 from qlora_rl.train.rewards import as_list, guard
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
@@ -125,6 +125,8 @@ class OnlineTrainer(TrainedRun):
         refused = self._one_process or ("full weights are pushed by one" if options.sync == "weights" else "")
         refused = refused or ("engines on Ray are pushed to by one" if rollout == "ray" else "")
         check_processes(args, "choosing the engine", refused=refused)
+        if rollout != "colocate":
+            check_turns(args, of_trl)
         with join(args.ddp_timeout).one_outcome("preparing the training"):
             if getattr(args, "cast_lm_head_to_fp32", False) and not options.allow_base_mismatch:
                 raise ConfigConflictError(
@@ -289,6 +291,8 @@ class OnlineTrainer(TrainedRun):
 
     def _before_train(self) -> None:
         self.bridge.install(self)  # a second call must push again, although its steps are counted from 0
+        if hasattr(self, "_buffered_inputs"):
+            self._step, self._buffered_inputs = 0, None  # an earlier call may have ended in the middle of a batch
 
     def _before_rollout(self, mode: str) -> None:
         self.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,9 @@ def sharding_of(args: Any) -> str:
         return f"zero{stage}"
     if getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         stated = dict(getattr(args, "fsdp_config", None) or {})
-        version = stated.get("version", stated.get("fsdp_version", os.environ.get("FSDP_VERSION", "1")))
+        # transformers takes 2 where `fsdp` is set and says nothing else; accelerate's environment says it, or means 1.
+        unsaid = "2" if getattr(args, "fsdp", None) else "1"
+        version = stated.get("version", stated.get("fsdp_version", os.environ.get("FSDP_VERSION", unsaid)))
         return f"fsdp{version}"
     return "ddp"
 
@@ -53,6 +56,20 @@ def check_processes(args: Any, doing: str, *, refused: str = "") -> None:
         raise NotYetSupportedError(
             f"{doing}: {args.world_size} processes under {sharding}: of accelerate's ways to spread a trainer this version has DDP and "
             "FSDP2. Start it with examples/accelerate/ddp.yaml or fsdp2.yaml."
+        )
+
+
+def check_turns(args: Any, of_trl: Mapping[str, Any]) -> None:
+    """Refuse what asks an engine that all processes share more often on one of them than on another.
+
+    Raises:
+        NotYetSupportedError: with what can be done instead.
+    """
+    asks = [name for name in ("tools", "environment_factory", "rollout_func") if of_trl.get(name)]
+    if asks and args.world_size > 1:
+        raise NotYetSupportedError(
+            f"choosing the engine: {', '.join(asks)} with one engine for {args.world_size} processes: the number of turns differs from "
+            "process to process, and that engine is asked by all of them together. Use rollout='colocate', which gives each its own."
         )
 
 

@@ -37,6 +37,7 @@ from qlora_rl.train.whole import is_bare
 logger = logging.getLogger(__name__)
 
 STATE, ROLLOUTS, TRAINER_STATE = "qlora_rl.json", "rollouts.pt", "trainer_state.json"
+ENTROPY = "entropy_ctrl_state.json"
 # Counters of TRL's trainers that no checkpoint of theirs holds.
 _COUNTERS = ("_step", "_total_train_tokens")
 
@@ -195,10 +196,14 @@ class Resumable:
         if saved is None:
             return
         self.state.compute_steps(self.args, self.state.max_steps)  # the checkpoint's intervals are not the user's
-        self._tr_loss.fill_(saved["loss"]["since"])
+        since = saved["loss"]["since"]  # of each rank; transformers logs their mean
+        own = since[ranks().rank] if len(since) == ranks().size else sum(since) / len(since)
+        self._tr_loss.fill_(own)
         self._total_loss_scalar, self._globalstep_last_logged = saved["loss"]["total"], saved["loss"]["logged"]
         for name, value in saved["counters"].items():
             setattr(self, name, value)
+        if saved["identity"].get("processes", 1) != ranks().size:
+            self._step = 0  # it counts parts of a step, which are others now; at a checkpoint a new batch begins
         for name, values in saved["metrics"].items():
             self._metrics["train"][name].extend(values)
         rollouts = Path(saved["path"]) / ROLLOUTS
@@ -235,6 +240,17 @@ class Resumable:
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             load_optimizer(self.optimizer, self.lr_scheduler, Path(checkpoint))
+            entropy = Path(checkpoint) / ENTROPY  # of TRL's adaptive entropy bonus
+            if getattr(self, "use_adaptive_entropy", False) and entropy.exists():
+                state = json.loads(entropy.read_text())
+                self.entropy_coef, self._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
+
+    def _load_best_model(self) -> None:
+        """transformers', which wants shards of the whole model where the base is sharded; here the adapter is read."""
+        if is_sharded(self.model):
+            load_weights(self.model, Path(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """TRL's checkpoint and our state, whole or not there."""
@@ -264,6 +280,7 @@ class Resumable:
                 self.state.save_to_json(str(directory / TRAINER_STATE))
         # With it the others have written their random numbers.
         parts = ranks().gather(_held(self) if self._uses_rollouts_again() else None, "writing a checkpoint")
+        losses = ranks().gather(self._tr_loss.item(), "writing a checkpoint")
         trained = self.accelerator.unwrap_model(self.model)
         weights = None if is_bare(trained) else trained_weights(trained)
         if not ranks().is_first:
@@ -281,7 +298,7 @@ class Resumable:
             "files": self.run.sizes() if self.run is not None else {},
             "adapter": None if weights is None else _digest(weights),
             "loss": {
-                "since": self._tr_loss.item(),
+                "since": losses,
                 "total": self._total_loss_scalar,
                 "logged": self._globalstep_last_logged,
             },

@@ -50,7 +50,7 @@ class TrainedRun(Resumable):
         except (KeyboardInterrupt, SystemExit):
             self._end("interrupted", None)
             raise
-        except Exception as error:
+        except BaseException as error:  # torch's checkpoints raise one that is no Exception
             self._end("failed", error)
             raise
         self._finish("finished", None)
@@ -73,11 +73,11 @@ class TrainedRun(Resumable):
     def _before_train(self) -> None:
         """Called before every `train`."""
 
-    def _end(self, status: str, error: Exception | None) -> None:
+    def _end(self, status: str, error: BaseException | None) -> None:
         if self._resumed is None:  # else the checkpoint was not restored yet: what the run has left stays as it is
             self._finish(status, error)
 
-    def _finish(self, status: str, error: Exception | None) -> None:
+    def _finish(self, status: str, error: BaseException | None) -> None:
         trained = self.accelerator.unwrap_model(self.model)
         weights = None
         if is_sharded(trained):

@@ -2,13 +2,15 @@
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qlora_rl import distributed
 from qlora_rl.distributed import Ranks
-from qlora_rl.errors import RankLostError, RunDirectoryError
+from qlora_rl.errors import NotYetSupportedError, RankLostError, RunDirectoryError
+from qlora_rl.train.processes import check_turns, sharding_of
 
 
 @pytest.fixture
@@ -118,6 +120,19 @@ def test_whoever_waits_hears_at_once_what_another_rank_has_failed_with(pair):
     assert ours.__notes__ == ["raised on rank 1"]
 
 
+def test_after_a_failure_the_same_processes_can_train_again(pair):
+    def train(ranks, failing, said):
+        with ranks.one_outcome("training"):
+            if ranks.rank == failing:
+                raise ValueError(said)
+            ranks.gather(None, "a word that the other does not say")
+            return ranks.gather(ranks.rank, "the end")
+
+    for failing, said in ((1, "first"), (1, "second"), (0, "third")):
+        assert [str(each) for each in both(pair, lambda r, f=failing, s=said: train(r, f, s))] == [said] * 2
+        assert both(pair, lambda r: train(r, None, "")) == [[0, 1]] * 2
+
+
 def test_one_process_has_nobody_to_ask():
     alone = Ranks()
     assert alone.gather(1, "x") == [1]
@@ -125,3 +140,33 @@ def test_one_process_has_nobody_to_ask():
     assert alone.in_turn(lambda: 3, "x") == 3
     with pytest.raises(ValueError, match="as it is"), alone.together("x"), alone.one_outcome("x"):
         raise ValueError("as it is")
+
+
+@pytest.mark.parametrize("name", ["tools", "environment_factory", "rollout_func"])
+def test_what_asks_a_common_engine_now_more_now_less_often_is_refused(name):
+    with pytest.raises(NotYetSupportedError, match=f"{name} with one engine for 2 processes.*rollout='colocate'"):
+        check_turns(SimpleNamespace(world_size=2), {name: [print]})
+    check_turns(SimpleNamespace(world_size=1), {name: [print]})
+    check_turns(SimpleNamespace(world_size=2), {name: None})
+
+
+@pytest.mark.parametrize(
+    ("args", "environment", "found"),
+    [
+        ({"world_size": 1}, {}, "none"),
+        ({}, {}, "ddp"),
+        ({"fsdp": True, "fsdp_config": {}}, {}, "fsdp2"),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, {}, "fsdp1"),
+        ({}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "fsdp2"),
+        ({}, {"ACCELERATE_USE_FSDP": "true"}, "fsdp1"),
+    ],
+    ids=str,
+)
+def test_how_the_trainer_is_spread_is_read_as_transformers_and_accelerate_read_it(
+    args, environment, found, monkeypatch
+):
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert sharding_of(SimpleNamespace(**{"world_size": 2, **args})) == found

@@ -8,18 +8,19 @@ from online_kinds import by_place
 from support import randomise
 
 from qlora_rl import QLoRAGRPOTrainer
+from qlora_rl.train import one_pass
 from qlora_rl.train.one_pass import OnePass
 
 # Versions count on, as both trainings have one engine.
 NOT_COMPARED = ("seconds", "per_s", "time", "version", "threshold")
 
 
-def offset(generate):
-    """An engine whose probabilities differ from the trainer's, by less than the alarm minds."""
+def offset(generate, by=lambda row, column: 5e-4 * ((row + column) % 3 - 1)):
+    """An engine whose probabilities differ from the trainer's; by default less than the alarm minds."""
 
     def distorted(*args, **kwargs):
         rollout = generate(*args, **kwargs)
-        logprobs = [[v + 5e-4 * ((i + j) % 3 - 1) for j, v in enumerate(row)] for i, row in enumerate(rollout.logprobs)]
+        logprobs = [[v + by(i, j) for j, v in enumerate(row)] for i, row in enumerate(rollout.logprobs)]
         return replace(rollout, logprobs=logprobs)
 
     return distorted
@@ -85,6 +86,48 @@ def test_one_pass_trains_and_logs_what_two_do(fields, make_trainer, engine, conf
     assert len(one_passes) - len(trains) == without * chunks
 
 
+@pytest.mark.parametrize(
+    ("mode", "low", "high"),
+    [
+        ("token_truncate", None, 1.1),
+        ("token_mask", 0.9, None),
+        ("sequence_truncate", None, 1.01),
+        ("sequence_mask", None, 1.05),
+    ],
+)
+def test_the_loss_reads_the_ratio_of_this_pass(
+    mode, low, high, make_trainer, base, engine, config, monkeypatch, tmp_path
+):
+    """Plain gradient descent, in which a weight of the loss is a weight of the step; ratios that the bounds cut."""
+    monkeypatch.setattr(
+        engine, "generate", offset(engine.generate, lambda row, column: 0.1 * ((2 * row + column) % 5 - 2))
+    )
+
+    def moved(name):
+        args = config(
+            output_dir=str(tmp_path / name), max_steps=1, learning_rate=1.0, optim="sgd", max_grad_norm=0.0, seed=3,
+            vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_min=low, vllm_importance_sampling_clip_max=high,
+        )  # fmt: skip
+        trainer = make_trainer(args=args, on_mismatch="warn", canary_every=0)
+        torch.manual_seed(0)
+        randomise(trainer.model)
+        trained = [p for p in trainer.model.parameters() if p.requires_grad]
+        before = [p.detach().clone() for p in trained]
+        trainer.train()
+        return torch.cat([(p.detach() - old).flatten() for p, old in zip(trained, before, strict=True)])
+
+    one = moved("one")
+    with monkeypatch.context() as patch:
+        patch.setattr(OnePass, "_scores_once", lambda _: False)
+        two = moved("two")
+    with monkeypatch.context() as patch:
+        patch.setattr(one_pass, "importance_ratio", lambda logprobs_BT, *_, **__: torch.ones_like(logprobs_BT))
+        without = moved("without")
+    assert two.norm() > 0
+    assert (one - two).norm() < 2e-3 * two.norm()
+    assert (without - two).norm() > 2e-2 * two.norm()  # the first line would see it
+
+
 @pytest.mark.parametrize("fields", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=str)
 def test_a_batch_of_several_steps_is_scored_when_it_is_drawn(fields, make_trainer, config):
     trainer = make_trainer(args=config(max_steps=2, **fields))
@@ -94,14 +137,15 @@ def test_a_batch_of_several_steps_is_scored_when_it_is_drawn(fields, make_traine
     assert "sampling/importance_sampling_ratio/mean" in trainer.state.log_history[0]
 
 
-def test_a_loss_of_the_users_own_finds_what_trl_gives_it(base, engine, plain, config, lora):
+@pytest.mark.parametrize("name", ["_compute_loss", "compute_loss"])
+def test_a_loss_of_the_users_own_finds_what_trl_gives_it(name, base, engine, plain, config, lora):
     seen = []
 
-    class Mine(QLoRAGRPOTrainer):
-        def _compute_loss(self, model, inputs):
-            seen.append({"old_per_token_logps", "importance_sampling_ratio"} <= inputs.keys())
-            return super()._compute_loss(model, inputs)
+    def loss(self, model, inputs, *args, **kwargs):
+        seen.append({"old_per_token_logps", "importance_sampling_ratio"} <= inputs.keys())
+        return getattr(super(Mine, self), name)(model, inputs, *args, **kwargs)
 
+    Mine = type("Mine", (QLoRAGRPOTrainer,), {name: loss, "__module__": __name__})
     with Mine(
         model=base, reward_funcs=by_place, train_dataset=plain, peft_config=lora, rollout=engine, args=config()
     ) as trainer:
@@ -115,3 +159,48 @@ def test_an_evaluation_between_two_steps_is_measured_as_it_is_drawn(make_trainer
     trainer.train()
     assert len(trainer.fidelity.history) == 4
     assert any("eval_qlora_rl/mismatch_kl" in row for row in trainer.state.log_history)
+
+
+def test_who_scores_while_drawing_gets_logprobs(make_trainer, engine, config):
+    """A rollout_func has to return logprobs; it may ask the trainer for them."""
+    found = []
+
+    def draw(prompts, trainer):
+        ids = [trainer.processing_class(text)["input_ids"] for text in prompts]
+        rollout = trainer.engine.generate(ids, max_tokens=4)
+        rows = [p + c for p, c in zip(ids, rollout.completion_ids, strict=True)]
+        for row, completion in zip(rows, rollout.completion_ids, strict=True):
+            whole = torch.tensor([row])
+            scored = trainer._get_per_token_logps_and_entropies(
+                trainer.model, whole, torch.ones_like(whole), len(completion)
+            )
+            found.append(scored[0][0].tolist())
+        return {
+            "prompt_ids": ids,
+            "completion_ids": rollout.completion_ids,
+            "logprobs": [r[:] for r in found[-len(ids) :]],
+        }
+
+    trainer = make_trainer(args=config(max_steps=1), rollout_func=draw)
+    trainer.train()
+    assert found
+    assert all(value < 0 for row in found for value in row)
+
+
+def test_a_training_that_was_interrupted_within_a_batch_begins_with_a_new_one(make_trainer, config, monkeypatch):
+    trainer = make_trainer(args=config(max_steps=4, gradient_accumulation_steps=4, save_strategy="no"))
+    kept, calls = trainer.training_step, []
+
+    def struck(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return kept(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "training_step", struck)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer._step % 4 != 0
+    trainer.train()  # the alarm would see a batch that was not drawn for its step
+    assert trainer.state.global_step == 4
+    assert trainer._step == 16

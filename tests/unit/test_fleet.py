@@ -232,6 +232,16 @@ def test_one_that_was_only_out_of_reach_gets_the_version_that_it_has_missed(conn
     assert (names(fleet), replicas["c"].version) == (["a", "b", "c"], 0)
 
 
+def test_one_that_was_dropped_without_a_word_of_why_is_not_taken_back_unproven(connect, replicas, caplog):
+    fleet = connect()
+    (away,) = (each for each in fleet.replicas if each.url.endswith("b"))
+    replicas["b"].is_away = True
+    fleet._team.drop(away, TimeoutError())
+    fleet.wake()
+    assert names(fleet) == ["a", "c"]
+    assert "is back" not in caplog.text
+
+
 @pytest.mark.parametrize("how", ["base", "lie"])
 def test_one_that_comes_back_as_another_is_left_out_and_the_others_go_on(connect, replicas, how, caplog):
     fleet = connect()
@@ -442,7 +452,8 @@ def test_a_straggler_is_done_without_what_it_says_later_is_not_counted_and_it_is
     assert drawn(fleet) == drawn(fleet)
 
 
-def test_what_has_begun_with_a_version_ends_with_it_while_the_next_is_pushed(connect, replicas):
+@pytest.mark.parametrize("named", [{"version": 1}, {}], ids=["asked for", "that serves"])
+def test_what_has_begun_with_a_version_ends_with_it_while_the_next_is_pushed(named, connect, replicas):
     for each in replicas.values():
         each.holds_two = True
     fleet = connect("ab")
@@ -451,8 +462,10 @@ def test_what_has_begun_with_a_version_ends_with_it_while_the_next_is_pushed(con
     expected = drawn(fleet)
     replicas["b"].may_answer.clear()
     found = []
-    thread = threading.Thread(target=lambda: found.append(fleet.generate(PROMPTS, seed=5, version=1)))
+    thread = threading.Thread(target=lambda: found.append(fleet.generate(PROMPTS, seed=5, **named)))
     thread.start()
+    while ("POST", "/generate") not in replicas["b"].asked:
+        time.sleep(0.01)
     fleet.load_packed(blob(2.0), 2)
     replicas["b"].may_answer.set()
     thread.join(60)
