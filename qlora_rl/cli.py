@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
     def _options(self) -> set[str]:
-        found = set()
+        found: set[str] = set()
         for action in self._actions:
             found.update(action.option_strings)
             if isinstance(action, argparse._SubParsersAction):

@@ -44,6 +44,7 @@ def make(
             "rollout",
             "optimizers",
             "max_staleness",
+            "canary_every",
         )
         if k in fields
     }

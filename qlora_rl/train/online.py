@@ -125,7 +125,7 @@ class OnlineTrainer(TrainedRun):
         refused = self._one_process or ("full weights are pushed by one" if options.sync == "weights" else "")
         refused = refused or ("engines on Ray are pushed to by one" if rollout == "ray" else "")
         check_processes(args, "choosing the engine", refused=refused)
-        if rollout != "colocate":
+        if isinstance(rollout, str) and rollout != "colocate":
             check_turns(args, of_trl)
         with join(args.ddp_timeout).one_outcome("preparing the training"):
             if getattr(args, "cast_lm_head_to_fp32", False) and not options.allow_base_mismatch:

@@ -48,11 +48,13 @@ def said(out: Path, rank: int) -> dict[str, Any]:
 
 
 def adapter_of(out: Path) -> Any:
-    """The trained tensors of a run, as one vector."""
+    """The trained tensors of a run, or of a checkpoint, as one vector."""
     import torch
     from safetensors.torch import load_file
 
-    tensors = load_file(out / "adapter" / "adapter_model.safetensors")
+    tensors = load_file(
+        (out if (out / "trainer_state.json").exists() else out / "adapter") / "adapter_model.safetensors"
+    )
     return torch.cat([tensors[name].flatten().double() for name in sorted(tensors)])
 
 

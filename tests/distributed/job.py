@@ -109,6 +109,17 @@ def strike(trainer: Any, rank: int, step: int, how: str) -> None:
     trainer.compute_loss = struck
 
 
+def forget(engine: Any, rank: int, push: int) -> None:
+    """From that push on the engine of one rank holds nothing."""
+    held, asked = engine.held_adapter, []
+
+    def forgotten(*args: Any) -> Any:
+        asked.append(1)
+        return {} if rank == RANK and len(asked) >= push else held(*args)
+
+    engine.held_adapter = forgotten
+
+
 def offline(base: str, out: Path, method: str, **fields: Any) -> Any:
     """SFT or DPO on a few sums."""
     from datasets import Dataset
@@ -126,6 +137,7 @@ def offline(base: str, out: Path, method: str, **fields: Any) -> Any:
         model=base,
         args=config(**tiny_training(output_dir=str(out), bf16=False, max_length=32, **fields)),
         train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:4]) if fields.get("eval_strategy") else None,
         peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]),
     )
 
@@ -153,6 +165,7 @@ def main(call: dict[str, Any]) -> None:
 
     out, base = Path(call.pop("out")), call.pop("base")
     kept, struck, fails = call.pop("kept", None), call.pop("strike", None), call.pop("fails", None)
+    forgets = call.pop("forgets", None)
     record, method = call.pop("record", None), call.pop("method", "grpo")
     weighs, learns = call.pop("weighs", False), call.pop("learns", False)
     torch.manual_seed(5)
@@ -161,6 +174,8 @@ def main(call: dict[str, Any]) -> None:
         cpu_as_accelerator()
         call["use_cpu"] = False
     engine = call.pop("rollout", None) or replayed(base, Path(kept) if kept else None)
+    if forgets:
+        forget(engine, *forgets)
     try:
         if method in ("sft", "dpo"):
             trainer = offline(base, out, method, **call)

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.full
 
 LEARNS = {"learns": True, "max_steps": 30, "save_strategy": "no", "lr_scheduler_type": "constant"}
 ONE = {"per_device_train_batch_size": 8, "max_steps": 4}
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
 TWO = {"per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 2}
 
 
@@ -26,12 +27,16 @@ def sharded(exact_base, recorded, tmp_path_factory):
         {**common, "out": str(back), "existing": "resume"},
         {**common, "out": str(root / "weighed"), "weighs": True, "save_strategy": "no"},
         {"base": exact_base, "out": str(root / "learns"), **TWO, **LEARNS},
+        {"base": exact_base, "out": str(root / "best"), "method": "sft", **TWO, **BEST},
     ]
     for method in METHODS:
         kept = {"record": str(root / "kept-rloo.json")} if method == "rloo" else {}
         main({"base": exact_base, "out": str(root / f"one-{method}"), "method": method, **ONE, **kept})
         kept = {"kept": str(root / "kept-rloo.json")} if method == "rloo" else {}
         calls.append({"base": exact_base, "out": str(root / f"two-{method}"), "method": method, **TWO, **kept})
+    # Last, as its ranks end with an error. Scored at the second push, in whose forward all ranks would meet.
+    forgets = {"forgets": [1, 2], "canary_every": 1, "ddp_timeout": 120}
+    calls.append({**common, "out": str(root / "forgets"), **forgets})
     done = launch(calls, **FSDP2)
     assert done.returncode == 0, done.stderr[-3000:]
     return root
@@ -79,6 +84,32 @@ def test_a_checkpoint_is_one_processs_whoever_writes_or_reads_it(sharded, exact_
     call = {"base": exact_base, "kept": kept, **TWO, "per_device_train_batch_size": 8}
     main({**call, "out": str(alone), "existing": "resume"})
     assert distance(alone, one) < 1e-3
+    parts = until_step_2(sharded / "two", tmp_path / "two-parts")  # the same step in two parts
+    main(
+        {
+            **call,
+            "out": str(parts),
+            "existing": "resume",
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+        }
+    )
+    assert distance(parts, one) < 1e-3
+
+
+def test_what_one_ranks_engine_has_lost_ends_both_at_once(sharded):
+    ends = [said(sharded / "forgets", rank) for rank in (0, 1)]
+    assert ends[0]["error"] == ends[1]["error"]
+    assert ends[0]["error"].startswith("CanaryError: checking the push: ")
+    assert ends[0]["notes"] == ["raised on rank 1"]
+    assert json.loads((sharded / "forgets" / "summary.json").read_text())["steps"] == 1
+
+
+def test_the_best_model_is_loaded_at_the_end(sharded):
+    run = sharded / "best"
+    best = json.loads((run / "checkpoint-4" / "trainer_state.json").read_text())["best_model_checkpoint"]
+    assert best.endswith("checkpoint-2")  # of the higher loss, so that it is not the last
+    assert distance(run, run / "checkpoint-2") == 0.0 < distance(run, run / "checkpoint-4")
 
 
 def test_it_learns_from_what_it_draws(sharded):
