@@ -16,7 +16,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -97,8 +97,7 @@ class Ranks:
             try:
                 made = make()
             except Exception as raised:
-                if is_marked(raised):
-                    raise
+                _raise_known(raised)
                 error = raised
         return self._exchange(made, error, doing)[0]
 
@@ -116,8 +115,9 @@ class Ranks:
         try:
             yield
         except Exception as raised:
-            if self.size == 1 or is_marked(raised):
+            if self.size == 1:
                 raise
+            _raise_known(raised)
             error = raised
         self.agree(error, doing)
 
@@ -349,9 +349,43 @@ def is_sharded(model: Any) -> bool:
 def whole(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Each tensor in full, on every rank; called by all, with the same tensors in the same order.
 
-    One that is not sharded is returned itself. For what is trained: the base has no business here.
+    One that is not sharded is returned itself. For what is trained; of the base only full weights have need (`gathered`).
     """
     return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+@contextlib.contextmanager
+def gathered(parts: Iterable[tuple[Any, str]], doing: str) -> Iterator[None]:
+    """A block in which these parameters are whole, to be read; entered by all ranks, with the same ones in the same order.
+
+    The ranks meet before anything is gathered: what has ended one of them is raised on all, and nobody waits in a collective alone.
+    Of what is not sharded nothing is touched, and nobody is met.
+
+    Args:
+        parts: module and name of each parameter.
+        doing: for the message; no two gatherings of one push have the same.
+    """
+    sharded = [(module, name, module._parameters[name]) for module, name in parts]
+    sharded = [each for each in sharded if isinstance(each[2], DTensor)]
+    if sharded:
+        ranks().barrier(doing)
+    try:
+        for module, name, parameter in sharded:
+            full = torch.nn.Parameter(*whole([parameter]), requires_grad=False)
+            # A sharded parameter has no room for what bitsandbytes keeps with its codes: the layer has it.
+            if name == "weight" and getattr(module, "quant_state", None) is not None:
+                full.quant_state = module.quant_state
+            module._parameters[name] = full
+            del full
+        yield
+    finally:
+        for module, name, parameter in sharded:
+            module._parameters[name] = parameter
+
+
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of it that lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -383,6 +417,15 @@ def mark(error: BaseException) -> BaseException:
 def is_marked(error: BaseException) -> bool:
     """See `mark`."""
     return getattr(error, _KNOWN, False)
+
+
+def _raise_known(error: BaseException) -> None:
+    """Raise what all ranks know already, where `error` was raised from it: an engine says in its own words why weights broke off."""
+    known: BaseException | None = error
+    while known is not None and not is_marked(known):
+        known = known.__cause__
+    if known is not None:
+        raise known
 
 
 def _whole(store: Any, key: str) -> bytes:

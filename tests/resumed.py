@@ -45,6 +45,7 @@ def make(
             "optimizers",
             "max_staleness",
             "canary_every",
+            "sync",
         )
         if k in fields
     }

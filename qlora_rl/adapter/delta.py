@@ -4,12 +4,15 @@ A layer that PEFT has wrapped is affine in its input (`methods.CHANGES_WEIGHTS`)
 They are found on a float32 stand-in of that one layer, which is thrown away: its base is the exactly dequantised weight, and its
 own forward pass, whatever the method, is asked for the identity. Plain LoRA, whose answer is known, is added up instead.
 Nothing is merged; every number of the model is only read. Rounded once, to the dtype that was asked for.
+
+Where the model lies in parts on several ranks, each weight is made while what it is made of is gathered: one layer, no more.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +20,12 @@ import torch
 from qlora_rl.adapter.subject import is_lora_layer, own_name
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.quant import dequantised_rows, dequantised_weight
+from qlora_rl.distributed import gathered, is_sharded
 from qlora_rl.errors import AdapterRefusedError, collected
 
+# Makes a weight, given the dtype that is wanted; module and name of each parameter that it reads.
+Maker = Callable[[torch.dtype], torch.Tensor]
+Parts = list[tuple[Any, str]]
 # Rows of the identity, or of an embedding, that a stand-in answers at once.
 _BLOCK = 1024
 # Share of the largest output by which a layer may differ from the weight that was found for it, in float32.
@@ -40,6 +47,24 @@ def iter_weights(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tu
         AdapterRefusedError: no weights give this function; names every reason, or the layer.
     """
     dtype = dtype or torch.float32
+    for name, weight, parts in _walk(model):
+        # Not a decorator around the generator: torch's would hold each weight while the next one is made.
+        with torch.no_grad(), gathered(parts, f"gathering {name}"):
+            made = weight(dtype).to(dtype)
+        yield name, made
+        del made
+
+
+def follow_weights(model: Any) -> None:
+    """Take part in what `iter_weights` gathers on another rank, to the end; nothing is made here."""
+    if is_sharded(model):
+        for name, _, parts in _walk(model):
+            with gathered(parts, f"gathering {name}"):
+                pass
+
+
+def _walk(model: Any) -> Iterator[tuple[str, Maker, Parts]]:
+    """Name, maker and what it is made of, of every weight; on every rank of a sharded model the same."""
     if hasattr(model, "peft_config"):
         verdict = judge_adapter(model)
         if verdict.kind == "refuse":
@@ -48,45 +73,48 @@ def iter_weights(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tu
     with torch.no_grad():
         left_out = _tied_head(base)
     seen: set[int] = set()
-    for name, source, weight in _weights(base, ""):
+    for name, source, weight, parts in _weights(base, ""):
         if name == left_out or id(source) in seen:
             continue
         if source is not None:
             seen.add(id(source))
-        # Not a decorator around the generator: torch's would hold each weight while the next one is made.
-        with torch.no_grad():
-            made = weight(dtype).to(dtype)
-        yield own_name(name), made
-        del made
+        yield own_name(name), weight, parts
 
 
-def _weights(module: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Name, parameter of the base (`None` if adapted) and maker (of a dtype) of the effective weight, of every parameter below `module`."""
+def _weights(module: Any, path: str) -> Iterator[tuple[str, Any, Maker, Parts]]:
+    """Name, parameter of the base (`None` if adapted), maker (of a dtype) of the effective weight, and what that reads, of every
+    parameter below `module`."""
     if _is_wrapped(module):
         yield from _wrapped(module, path)
         return
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            yield _join(path, name), parameter, lambda dtype, parameter=parameter: _own(parameter, dtype)
+            yield _join(path, name), parameter, partial(_own, module, name), [(module, name)]
     for name, child in module._modules.items():
         if child is not None:
             yield from _weights(child, _join(path, name))
 
 
-def _own(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _own(module: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
     """What a parameter stands for; itself where it has that dtype already."""
-    return parameter.detach() if parameter.dtype == dtype else dequantised_weight(parameter)
+    parameter = module._parameters[name]
+    is_plain = parameter.dtype == dtype and getattr(parameter, "quant_state", None) is None
+    return parameter.detach() if is_plain else dequantised_weight(parameter)
 
 
-def _wrapped(layer: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+def _all_of(layer: Any) -> Parts:
+    return [(module, name) for module in layer.modules() for name in module._parameters]
+
+
+def _wrapped(layer: Any, path: str) -> Iterator[tuple[str, Any, Maker, Parts]]:
     """The same of a module that PEFT has wrapped."""
     copied = _active_copy(layer)
     if copied is not None:
-        yield from ((name, None, weight) for name, _, weight in _weights(copied, path))
+        yield from ((name, None, weight, parts) for name, _, weight, parts in _weights(copied, path))
         return
     tokens = getattr(layer, "token_adapter", layer)
     if hasattr(tokens, "trainable_tokens_delta"):
-        yield _join(path, "weight"), None, lambda _: _with_tokens(tokens)
+        yield _join(path, "weight"), None, lambda _: _with_tokens(tokens), _all_of(tokens)
         return
     base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer.original_module
     if not hasattr(layer, "get_base_layer") or not layer.active_adapters:
@@ -97,21 +125,23 @@ def _wrapped(layer: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
         for name, parameter in base._parameters.items():
             if parameter is not None:
                 own = [wrapper for wrapper in chain if wrapper.parameter_name == name]
-                source = None if own else parameter
-                yield _join(path, name), source, lambda _, p=parameter, own=own: _with_parameter_deltas(p, own)
+                source, parts = None if own else parameter, [(base, name), *_added_by(own)]
+                yield _join(path, name), source, partial(_with_parameter_deltas, base, name, own), parts
         for name, child in base._modules.items():
             yield from _weights(child, _join(path, name))
         return
     if _is_plain_lora(layer, base):
-        yield _join(path, "weight"), None, lambda dtype: _with_lora(layer, base, dtype)
+        parts = _all_of(layer)
+        yield _join(path, "weight"), None, partial(_with_lora, layer, base), parts
         if base.bias is not None:
-            yield _join(path, "bias"), None, lambda _: _with_lora_bias(layer, base)
+            small = [(module, name) for module, name in parts if name == "bias"]
+            yield _join(path, "bias"), None, lambda _: _with_lora_bias(layer, base), small
         return
     # Found together, since both come out of one stand-in; the bias is small.
     found = _Found(layer, base, path)
     for name in ("weight", "bias"):
         if getattr(base, name, None) is not None:
-            yield _join(path, name), None, lambda _, name=name: found(name)
+            yield _join(path, name), None, lambda _, name=name: found(name), _all_of(layer)
 
 
 def _is_wrapped(module: Any) -> bool:
@@ -138,8 +168,14 @@ def _parameter_wrappers(layer: Any) -> Iterator[Any]:
         layer = layer.base_layer
 
 
-def _with_parameter_deltas(parameter: torch.Tensor, wrappers: list[Any]) -> torch.Tensor:
-    weight = dequantised_weight(parameter)
+def _added_by(wrappers: list[Any]) -> Parts:
+    """Of wrappers around wrappers what each of them has added itself."""
+    added = (m for w in wrappers for name, child in w._modules.items() if name != "base_layer" for m in child.modules())
+    return [(module, name) for module in added for name in module._parameters]
+
+
+def _with_parameter_deltas(base: Any, name: str, wrappers: list[Any], _: torch.dtype) -> torch.Tensor:
+    weight = dequantised_weight(base._parameters[name])
     for wrapper in wrappers:
         for adapter in wrapper.active_adapters:
             if adapter in wrapper.lora_A:
@@ -300,11 +336,13 @@ def _tied_head(base: Any) -> str | None:
     names = {id(module): name for name, module in base.named_modules(remove_duplicate=False)}
     where = names[id(head)]
     if _is_wrapped(head) or _is_wrapped(embedding) or head.weight is not embedding.weight:
-        ours, theirs = (
-            next(weight for name, _, weight in _weights(m, names[id(m)]) if name.endswith("weight"))
+        (ours, of_ours), (theirs, of_theirs) = (
+            next(found[2:] for found in _weights(m, names[id(m)]) if found[0].endswith("weight"))
             for m in (head, embedding)
         )
-        if not torch.equal(ours(torch.float32).float(), theirs(torch.float32).float()):
+        with gathered([*of_ours, *of_theirs], "gathering head and embedding"):
+            is_equal = torch.equal(ours(torch.float32).float(), theirs(torch.float32).float())
+        if not is_equal:
             raise AdapterRefusedError(
                 f"making full weights: the model ties {where} to {names[id(embedding)]} (tie_word_embeddings), and the adapter "
                 "has made them different; an engine that ties them too cannot hold both. Adapt both in the same way (PEFT: "

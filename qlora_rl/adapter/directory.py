@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.store import CONFIG, ORIGIN, WEIGHTS
-from qlora_rl.adapter.subject import method_of
+from qlora_rl.adapter.subject import active_adapter, method_of
 from qlora_rl.adapter.verdict import Finding, judge_method
 from qlora_rl.errors import AdapterRefusedError
 
@@ -68,6 +68,20 @@ def read_saved(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(directory / WEIGHTS)
+
+
+def saved_names(model: Any) -> dict[str, str]:
+    """By which names `save_pretrained` writes what is trained, by the names that it has in the live model.
+
+    PEFT is asked, with numbers for values: it renames what DoRA, `modules_to_save` and others train, each in a way of its own.
+    """
+    from peft import get_peft_model_state_dict
+
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    numbers = {name: torch.tensor([i]) for i, name in enumerate(trained)}
+    adapter = active_adapter(model)
+    saved = get_peft_model_state_dict(model, numbers, adapter_name=adapter, save_embedding_layers=False)
+    return {trained[int(number)]: name for name, number in saved.items()}
 
 
 def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> OpenedAdapter:

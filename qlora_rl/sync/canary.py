@@ -20,6 +20,7 @@ import torch
 
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngine, RolloutEngine
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import CanaryError, ConfigConflictError
 from qlora_rl.sync.forward import plain_forward
 
@@ -132,7 +133,10 @@ class Canary:
         """
         is_scored = self.is_due() or scored
         try:
-            self._compare_held(bundle)
+            with ranks().together(
+                "checking the push"
+            ):  # before the forward pass, in which the ranks of a sharded trainer meet
+                self._compare_held(bundle)
             return self._scored() if is_scored else None
         except BaseException:
             self.doubt()
@@ -151,15 +155,18 @@ class Canary:
             CanaryError: it does not; says which.
         """
         self.doubt()
-        held = self.engine.describe_base().leaves
-        wrong = sorted(name for name in {*sent, *held} if sent.get(name) != held.get(name))
-        if wrong:
-            raise CanaryError(
-                f"checking the push: {len(wrong)} of {len(sent)} weights in the engine are not what was pushed, first {wrong[0]}. A "
-                "broken stream or another model would look like this; push again.",
-                reasons=wrong,
-                module=wrong[0].rpartition(".")[0],
-            )
+        with ranks().together(
+            "checking the push"
+        ):  # before the forward pass, in which the ranks of a sharded trainer meet
+            held = self.engine.describe_base().leaves
+            wrong = sorted(name for name in {*sent, *held} if sent.get(name) != held.get(name))
+            if wrong:
+                raise CanaryError(
+                    f"checking the push: {len(wrong)} of {len(sent)} weights in the engine are not what was pushed, first {wrong[0]}. A "
+                    "broken stream or another model would look like this; push again.",
+                    reasons=wrong,
+                    module=wrong[0].rpartition(".")[0],
+                )
         return self._scored()
 
     def is_due(self) -> bool:
@@ -222,7 +229,9 @@ class Canary:
             each = self.engine.score_each(sequences, bare=bare)
         else:
             each = [self.engine.score(sequences, bare=bare)]
-        found = [_distance(ours, theirs) for theirs in each]
+        # Of all ranks: they decide alike whether to ask further.
+        parts = ranks().gather([_distance(ours, theirs) for theirs in each], "comparing logprobs")
+        found = [difference for part in parts for difference in part]
         return math.nan if any(map(math.isnan, found)) else max(found)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

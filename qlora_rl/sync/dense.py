@@ -1,4 +1,8 @@
-"""`DenseSync`: the whole policy travels as dense weights; for adapters that cannot travel alone. The trainer is only read."""
+"""`DenseSync`: the whole policy travels as dense weights; for adapters that cannot travel alone. The trainer is only read.
+
+In several processes each rank pushes into its own engine, or rank 0 alone into a server. Where the trainer lies in parts all ranks
+gather the same layer at the same time, whether they push it or not; a rank that fails is heard of at the next one.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.delta import iter_weights
+from qlora_rl.adapter.delta import follow_weights, iter_weights
 from qlora_rl.base.fingerprint import digest_plain
 from qlora_rl.contracts import DenseEngine, Leaf, SyncReport
+from qlora_rl.distributed import here, ranks
 from qlora_rl.errors import AdapterRefusedError, SyncError
 from qlora_rl.sync.canary import Canary
 
@@ -59,12 +64,13 @@ class DenseSync:
             raise
 
     def _push(self, *, is_scored: bool) -> SyncReport:
-        self._refuse_broken()
+        with ranks().together("pushing weights"):
+            self._refuse_broken()
         started, incarnation = time.perf_counter(), self.engine.incarnation
         try:
             stream, version, nbytes = self._load(digests=is_scored)
         except SyncError:
-            if self.engine.incarnation == incarnation:
+            if ranks().size > 1 or self.engine.incarnation == incarnation:
                 raise
             # A server was started anew in the middle: there is somebody to send it to, from the beginning.
             stream, version, nbytes = self._load(digests=is_scored)
@@ -106,16 +112,16 @@ class DenseSync:
     def _refuse_broken(self) -> None:
         """Before anything is sent: whatever is trained, by an adapter or itself, must be finite."""
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and not _is_finite(parameter):
+            if parameter.requires_grad and not _is_finite(here(parameter)):
                 raise AdapterRefusedError(
                     f"pushing weights: {name} holds NaN or infinity. Lower the learning rate, or clip gradients.",
                     module=name.rpartition(".")[0],
                 )
 
-    def _load(self, *, digests: bool) -> tuple[_Stream, int, int]:
-        stream = _Stream(self.model, self._dtype, digests=digests)
+    def _load(self, *, digests: bool) -> tuple[DenseStream, int, int]:
+        stream = DenseStream(self.model, self._dtype, digests=digests)
         version = max(self.after, self.engine.version) + 1  # one that was lost does not come again
-        with self._shared_cores():
+        with ranks().together("pushing weights"), self._shared_cores():
             nbytes = self.engine.load_dense(stream, version)
         self.after = version
         return stream, version, nbytes
@@ -148,8 +154,15 @@ def _is_finite(weight: torch.Tensor) -> bool:
     return not weight.numel() or bool(torch.isfinite(torch.stack(weight.detach().aminmax())).all())
 
 
-class _Stream:
-    """`iter_weights`, with a stop-watch and digests of what went through."""
+class DenseStream:
+    """`iter_weights`, with a stop-watch and digests of what went through.
+
+    Attributes:
+        seconds: of making the weights.
+        digest_seconds: of digesting them.
+        count: of weights.
+        digests: of each, if they are taken.
+    """
 
     def __init__(self, model: Any, dtype: torch.dtype, *, digests: bool):
         self._model, self._dtype, self._takes_digests = model, dtype, digests
@@ -175,3 +188,7 @@ class _Stream:
             yield name, weight
             del weight  # or two modules would be held while the next one is made
             started = time.perf_counter()
+
+    def follow(self) -> None:
+        """Another rank sends them: take part in what it has to gather."""
+        follow_weights(self._model)

@@ -69,7 +69,7 @@ class EngineChoice:
                 "choosing the engine: rollout='ray' takes adapters, and this policy needs full weights (see the reasons of its verdict: "
                 "judge_adapter). Use rollout='server' or 'colocate'."
             )
-        baked = bake_base(base) if base.spec.is_4bit else base
+        baked = ranks().in_turn(lambda: bake_base(base), "baking the base") if base.spec.is_4bit else base
         return _STARTS[self.rollout](baked, 0, {**self.options, "max_lora_rank": 0})
 
     def closer(self, engine: RolloutEngine | None) -> Callable[[], None] | None:

@@ -17,6 +17,7 @@ from qlora_rl.contracts import (
     Transport,
 )
 from qlora_rl.distributed import Ranks
+from qlora_rl.sync.dense import DenseStream
 
 
 class EngineForAll:
@@ -126,6 +127,25 @@ class EngineForAll:
     def withdraw_adapter(self, reason: str) -> None:
         """Serve nothing."""
         self._ask(lambda engine: engine.withdraw_adapter(reason), "withdrawing the adapter")
+
+    def load_dense(self, weights: DenseStream, version: int) -> int:
+        """Rank 0 sends the weights; the others take part in what is gathered for them, and learn what was sent."""
+        if self.inner is None:
+            weights.follow()
+        nbytes, weights.count, weights.digests = self._ask(
+            lambda engine: (engine.load_dense(weights, version), weights.count, weights.digests), "loading the weights"
+        )
+        return nbytes
+
+    @property
+    def holds_dense(self) -> bool:
+        """The full weights that were pushed last may serve."""
+        return self._ask(lambda engine: engine.holds_dense, "asking the engine")
+
+    def withdraw_dense(self, reason: str) -> None:
+        """Serve nothing until the next push; what has led here may have ended one rank alone, so nobody is waited for."""
+        if self.inner is not None:
+            self.inner.withdraw_dense(reason)
 
     def sleep(self) -> None:
         """Give memory back."""

@@ -122,8 +122,7 @@ class OnlineTrainer(TrainedRun):
         rollout = settings.as_one(options.rollout)
         settings.check(args, rollout)
         is_whole = trains_whole(model, peft_config, options.sync)
-        refused = self._one_process or ("full weights are pushed by one" if options.sync == "weights" else "")
-        refused = refused or ("engines on Ray are pushed to by one" if rollout == "ray" else "")
+        refused = self._one_process or ("engines on Ray are pushed to by one" if rollout == "ray" else "")
         check_processes(args, "choosing the engine", refused=refused)
         if isinstance(rollout, str) and rollout != "colocate":
             check_turns(args, of_trl)

@@ -169,13 +169,15 @@ class Resumable:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """The adapter of a checkpoint, in the dtype in which it is trained; PEFT would cast it."""
         model = self.model if model is None else model
-        if is_bare(model):
+        if is_bare(model) and not is_sharded(model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         if is_sharded(model):
             load_weights(model, Path(resume_from_checkpoint))
         else:
             load_adapters(model, Path(resume_from_checkpoint))
+        if is_bare(model):
+            return
         if self._resumed is not None and _digest(trained_weights(model)) != self._resumed["adapter"]:
             raise RunDirectoryError(
                 f"resuming from {resume_from_checkpoint}: the adapter that PEFT has read is not the one that was trained. Pass the same "
@@ -221,7 +223,7 @@ class Resumable:
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """transformers', which would gather a sharded base; here the adapter is gathered, and rank 0 writes it."""
+        """transformers', which would gather a sharded base; here what is trained is gathered, and rank 0 writes it."""
         if not is_sharded(self.model):
             super().save_model(output_dir, _internal_call)
             return

@@ -203,18 +203,19 @@ class RunDirectory:
             raise _unwritable(target, error) from error
         return target
 
-    def save_model(self, model: Any, base: Path) -> Path:
+    def save_model(self, model: Any, base: Path, weights: Mapping[str, Any] | None = None) -> Path:
         """Save a model that was trained itself to `model/`, with the tokenizer of its base; an older one goes first.
 
         Args:
             model: of transformers.
             base: directory of the base that it was.
+            weights: of the model, where they were gathered.
         """
         target, staging = self.path / MODEL, self.path / f".{MODEL}"
         try:
             for directory in (staging, target):
                 shutil.rmtree(directory, ignore_errors=True)
-            model.save_pretrained(staging)
+            model.save_pretrained(staging, **({} if weights is None else {"state_dict": dict(weights)}))
             for file in (*base.glob("*token*"), *base.glob("*.jinja"), *base.glob("vocab*"), *base.glob("merges*")):
                 if file.is_file():
                     shutil.copy(file, staging / file.name)

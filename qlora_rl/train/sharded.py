@@ -1,4 +1,4 @@
-"""Adapter and optimizer of several processes, on disk as one process writes them: another number of them can go on from there."""
+"""What is trained, and its optimizer, of several processes, on disk as one process writes them: another number of them can go on from there."""
 
 from __future__ import annotations
 
@@ -7,26 +7,38 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.directory import read_saved
-from qlora_rl.adapter.subject import active_adapter
-from qlora_rl.distributed import put, ranks, whole
+from qlora_rl.adapter.directory import read_saved, saved_names
+from qlora_rl.base.stored import StoredTensors
+from qlora_rl.distributed import is_sharded, put, ranks, whole
+from qlora_rl.train.whole import is_bare
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 def trained_weights(model: Any) -> dict[str, torch.Tensor]:
-    """What is trained, in full, by name; gathered by all ranks, where it is sharded. The base stays where it is."""
+    """What is trained, in full, by name; gathered by all ranks, where it is sharded. The base stays where it is.
+
+    A model that is trained itself is gathered weight by weight, into the memory of rank 0's host.
+    """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return dict(zip(trained, whole(list(trained.values())), strict=True))
+    if not (is_bare(model) and is_sharded(model)):
+        return dict(zip(trained, whole(list(trained.values())), strict=True))
+    found = {}
+    for name, parameter in trained.items():
+        (full,) = whole([parameter])
+        if ranks().is_first:
+            found[name] = full.cpu()
+    return found
 
 
 def load_weights(model: Any, directory: Path) -> None:
-    """Give a sharded adapter the values that `save_pretrained` has written; every rank reads them, and keeps its part."""
-    saved = read_saved(directory)
-    adapter = active_adapter(model)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            put(saved[name.replace(f".{adapter}.", ".")], parameter)
+    """Give sharded weights the values that `save_pretrained` has written; every rank reads them, and keeps its part."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    is_whole = is_bare(model)
+    saved = StoredTensors(directory) if is_whole else read_saved(directory)
+    names = {name: name for name in trained} if is_whole else saved_names(model)
+    for name, of_file in names.items():
+        put(saved[of_file], trained[name])
 
 
 def save_optimizer(optimizer: Any, scheduler: Any, directory: Path) -> None:

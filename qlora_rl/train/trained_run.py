@@ -82,7 +82,9 @@ class TrainedRun(Resumable):
         weights = None
         if is_sharded(trained):
             if status != "finished":  # the ranks no longer meet
-                logger.warning("the adapter of the last step is not saved: it is sharded; the last checkpoint holds it")
+                logger.warning(
+                    "what was trained in the last step is not saved: it is sharded; the last checkpoint holds it"
+                )
                 trained = None
             else:
                 weights = trained_weights(trained)
@@ -95,7 +97,7 @@ class TrainedRun(Resumable):
             if trained is None:
                 return
             if is_bare(trained):
-                self.run.save_model(trained, self.base.path)
+                self.run.save_model(trained, self.base.path, weights)
             else:
                 self.run.save_adapter(trained, self.base.parent or self.base.digest, weights)
         except OSError:

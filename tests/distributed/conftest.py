@@ -47,21 +47,19 @@ def said(out: Path, rank: int) -> dict[str, Any]:
     return json.loads(Path(f"{out}-rank{rank}.json").read_text())
 
 
-def adapter_of(out: Path) -> Any:
-    """The trained tensors of a run, or of a checkpoint, as one vector."""
+def adapter_of(out: Path, only: str = "", file: str = "adapter_model.safetensors") -> Any:
+    """The trained tensors of a run, or of a checkpoint, as one vector; `only` those whose names hold it."""
     import torch
     from safetensors.torch import load_file
 
-    tensors = load_file(
-        (out if (out / "trainer_state.json").exists() else out / "adapter") / "adapter_model.safetensors"
-    )
-    return torch.cat([tensors[name].flatten().double() for name in sorted(tensors)])
+    tensors = load_file((out if (out / "trainer_state.json").exists() else out / "adapter") / file)
+    return torch.cat([tensors[name].flatten().double() for name in sorted(tensors) if only in name])
 
 
-def distance(one: Path, other: Path) -> float:
+def distance(one: Path, other: Path, **which: str) -> float:
     """Relative, of two trained adapters."""
-    theirs = adapter_of(other)
-    return float((adapter_of(one) - theirs).norm() / theirs.norm())
+    theirs = adapter_of(other, **which)
+    return float((adapter_of(one, **which) - theirs).norm() / theirs.norm())
 
 
 @pytest.fixture(scope="session")

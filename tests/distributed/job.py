@@ -39,12 +39,52 @@ def broken(rank: int, step: int) -> Any:
     return reward
 
 
-def replayed(base: str, file: Path | None) -> Any:
+def takes_weights(engine: type, breaks: tuple[int, int] | None) -> type:
+    """An engine of this kind that full weights can be written into; `breaks`: rank and version that never arrives whole."""
+    from dataclasses import replace
+
+    from qlora_rl import SyncError
+
+    class Dense(engine):
+        def capabilities(self) -> Any:
+            return replace(super().capabilities(), takes_adapters=False, takes_dense=True, takes_in_place=False)
+
+        @property
+        def holds_dense(self) -> bool:
+            return bool(self._version) and not self._lost
+
+        def load_dense(self, weights: Any, version: int) -> int:
+            places, nbytes = dict(self.model.named_parameters()), 0
+            self._version, self._lost = version, f"only a part of version={version} arrived"
+            try:
+                for name, weight in weights:
+                    places.pop(name).data.copy_(weight)
+                    nbytes += weight.numel() * weight.element_size()
+                    del weight  # or two would be held while the next one is made
+                    if breaks == (RANK, version) and "layers.1" in name:
+                        raise OSError("the engine is gone")
+            except Exception as error:
+                raise SyncError(f"loading weights version={version}: {error}. Push again.") from error
+            assert not places, f"nothing came for {list(places)}"
+            self._lost = ""
+            return nbytes
+
+        def withdraw_dense(self, reason: str) -> None:
+            self._lost = reason
+
+    return Dense
+
+
+def replayed(base: str, file: Path | None, dense: bool = False, breaks: tuple[int, int] | None = None) -> Any:
     """An engine that keeps what it draws under its seed and place, or returns what is kept in `file`."""
-    from qlora_rl import FakeEngine, load_base
+    from qlora_rl import FakeEngine, bake_base, load_base
+    from qlora_rl.base.checkpoint import open_base
     from qlora_rl.contracts import Rollout
 
-    class Replayed(FakeEngine):
+    if dense and open_base(base).spec.is_4bit:
+        base = bake_base(base)
+
+    class Replayed(takes_weights(FakeEngine, breaks) if dense else FakeEngine):
         kept: dict[str, Any] = json.loads(file.read_text()) if file else {}
         pushes = 0
 
@@ -63,7 +103,8 @@ def replayed(base: str, file: Path | None) -> Any:
 
 
 def weigh_pushes(trainer: Any, report: dict[str, Any]) -> None:
-    """Note by how many adapters this rank's tensors grow at most during each push; the canary's forward is no part of it."""
+    """Note by how many adapters (of full weights: by how many modules, the largest in float32) this rank's tensors grow at most
+    during each push; the canary's forward is no part of it."""
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -76,8 +117,10 @@ def weigh_pushes(trainer: Any, report: dict[str, Any]) -> None:
         with tracker:
             pushed = push()
         peak = tracker.get_tracker_snapshot("peak").get(torch.device("cpu"), {"Total": 0})["Total"]
-        adapter = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
-        report["growth"].append(peak / adapter)
+        unit = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
+        if strategy.mode == "weights":
+            unit = 4 * max(p.numel() for p in trainer.engine.model.parameters())
+        report["growth"].append(peak / unit)
         return pushed
 
     strategy.push = weighed
@@ -91,8 +134,17 @@ def shares(trainer: Any) -> dict[str, float]:
     for name, is_trained in (("base", False), ("adapter", True)):
         parts = [p for p in trainer.model.parameters() if p.requires_grad is is_trained]
         here = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parts)
-        found[name] = here / sum(p.numel() for p in parts)
+        found[name] = here / max(1, sum(p.numel() for p in parts))
     return found
+
+
+def prove(trainer: Any, report: dict[str, Any]) -> None:
+    """Push what was trained last, and have the engine's weights compared with it, one by one."""
+    trainer.bridge.sync_weights()
+    trainer.bridge.strategy.verify()
+    report["held"] = trainer.engine.describe_base().digest
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    report["trained"], report["plan"] = trained, trainer.plan.strategy
 
 
 def strike(trainer: Any, rank: int, step: int, how: str) -> None:
@@ -151,7 +203,11 @@ def online(base: str, out: Path, engine: Any, method: str, reward: Any, **fields
     from qlora_rl import QLoRAGRPOTrainer, QLoRARLOOTrainer
 
     kind, config = {"grpo": (QLoRAGRPOTrainer, GRPOConfig), "rloo": (QLoRARLOOTrainer, RLOOConfig)}[method]
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    kinds = {"dora": {"use_dora": True}, "norms": {"modules_to_save": ["norm", "input_layernorm"]}}
+    adapter = fields.pop("adapter", "lora")
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **kinds.get(adapter, {}))
+    if adapter == "none":
+        lora, fields["sync"] = None, "weights"
     fields = {"bf16": False, "peft_config": lora, **fields}
     return make(base, out, engine, reward=reward, trainer=kind, config=config, **fields)
 
@@ -167,13 +223,14 @@ def main(call: dict[str, Any]) -> None:
     kept, struck, fails = call.pop("kept", None), call.pop("strike", None), call.pop("fails", None)
     forgets = call.pop("forgets", None)
     record, method = call.pop("record", None), call.pop("method", "grpo")
-    weighs, learns = call.pop("weighs", False), call.pop("learns", False)
+    weighs, learns, proves = call.pop("weighs", False), call.pop("learns", False), call.pop("proves", False)
+    dense, breaks = call.get("adapter", "lora") != "lora", tuple(call.pop("breaks", ())) or None
     torch.manual_seed(5)
     report: dict[str, Any] = {"error": None}
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         cpu_as_accelerator()
         call["use_cpu"] = False
-    engine = call.pop("rollout", None) or replayed(base, Path(kept) if kept else None)
+    engine = call.pop("rollout", None) or replayed(base, Path(kept) if kept else None, dense, breaks)
     if forgets:
         forget(engine, *forgets)
     try:
@@ -188,6 +245,8 @@ def main(call: dict[str, Any]) -> None:
             if weighs:
                 weigh_pushes(trainer, report)
             trainer.train()
+            if proves:
+                prove(trainer, report)
         report["shares"] = shares(trainer)
         report["pushes"] = trainer.bridge._pushed[0] if hasattr(trainer, "bridge") else 0
     except BaseException as error:

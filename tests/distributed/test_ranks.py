@@ -9,7 +9,9 @@ import torch
 
 from qlora_rl import distributed
 from qlora_rl.distributed import Ranks
-from qlora_rl.errors import NotYetSupportedError, RankLostError, RunDirectoryError
+from qlora_rl.errors import NotYetSupportedError, RankLostError, RunDirectoryError, SyncError
+from qlora_rl.sync.dense import DenseStream
+from qlora_rl.train.for_all import EngineForAll
 from qlora_rl.train.processes import check_turns, sharding_of
 
 
@@ -70,6 +72,56 @@ def test_a_block_that_fails_on_one_rank_fails_on_all_wherever_the_others_are(pai
 
     assert [str(each) for each in both(pair, enter)] == ["only here", "only here"]
     assert both(pair, lambda r: r.gather(r.rank, "afterwards")) == [[0, 1]] * 2
+
+
+def test_what_another_rank_has_failed_with_is_raised_although_an_engine_says_it_in_its_own_words(pair):
+    def enter(ranks):
+        with ranks.together("pushing"):
+            if ranks.rank == 1:
+                raise ValueError("only here")
+            try:
+                ranks.barrier("gathering a layer")
+            except ValueError as error:
+                raise RuntimeError("the stream broke") from error
+
+    assert [repr(each) for each in both(pair, enter)] == ["ValueError('only here')"] * 2
+    assert both(pair, lambda r: r.gather(r.rank, "afterwards")) == [[0, 1]] * 2
+
+
+class Takes:
+    """Rank 0's engine, as far as full weights need it."""
+
+    url, version, incarnation = "here", 0, 1
+
+    def capabilities(self):
+        return None
+
+    def load_dense(self, weights, version):
+        self.held = dict(weights)
+        if version == 2:
+            raise SyncError("loading weights version=2: the disk is full.")
+        self.version = version
+        return 24
+
+    def close(self):
+        pass
+
+
+def test_rank_0_alone_sends_full_weights_and_all_learn_what_was_sent_or_why_not(pair):
+    engines = both(pair, lambda ranks: EngineForAll(Takes, ranks))
+    model, made = torch.nn.Linear(2, 2), []
+
+    def push(ranks, version):
+        stream = DenseStream(model, torch.float32, digests=True)
+        nbytes = engines[ranks.rank].load_dense(stream, version)
+        made.append(stream.seconds > 0)
+        return nbytes, stream.count, sorted(stream.digests), engines[ranks.rank].version
+
+    assert both(pair, lambda ranks: push(ranks, 1)) == [(24, 2, ["bias", "weight"], 1)] * 2
+    assert sorted(made) == [False, True]
+    assert torch.equal(engines[0].inner.held["weight"], model.weight)
+    ends = both(pair, lambda ranks: push(ranks, 2))
+    assert [repr(each) for each in ends] == ["SyncError('loading weights version=2: the disk is full.')"] * 2
 
 
 def test_an_error_that_cannot_travel_is_told_in_words(pair):

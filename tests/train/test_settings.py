@@ -162,8 +162,8 @@ def two_processes(config):
 
 def test_what_several_processes_cannot_do_is_refused_with_what_they_can(two_processes):
     check_processes(two_processes, "choosing the engine")  # DDP
-    with pytest.raises(NotYetSupportedError, match=r"2 processes, and full weights are pushed by one.*GRPO"):
-        check_processes(two_processes, "choosing the engine", refused="full weights are pushed by one")
+    with pytest.raises(NotYetSupportedError, match=r"2 processes, and engines on Ray are pushed to by one.*GRPO"):
+        check_processes(two_processes, "choosing the engine", refused="engines on Ray are pushed to by one")
 
 
 def test_an_engine_that_each_of_several_processes_would_own_is_refused(two_processes, engine, monkeypatch):

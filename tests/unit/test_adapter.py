@@ -11,7 +11,8 @@ from kinds import lora
 from peft import PeftModel, get_peft_model
 from support import randomise
 
-from qlora_rl import SyncError, export_adapter, judge_adapter
+from qlora_rl import SyncError, export_adapter, judge_adapter, load_base
+from qlora_rl.adapter.directory import read_saved, saved_names
 from qlora_rl.adapter.store import AdapterStore, pack_adapter, unpack_adapter, write_adapter
 from qlora_rl.contracts import EngineCapabilities
 
@@ -175,6 +176,19 @@ def test_a_full_disk_says_how_much_is_needed_and_how_much_is_free(adapted, tmp_p
         assert list(store.root.iterdir()) == []
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"use_dora": True}, {"modules_to_save": ["norm"]}, {"trainable_token_indices": [3, 4]}], ids=str
+)
+def test_what_is_trained_is_found_again_in_the_file_that_peft_writes(base, fields, tmp_path):
+    model = get_peft_model(load_base(base), lora(**fields))
+    randomise(model)
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    live, saved, names = dict(model.named_parameters()), read_saved(tmp_path), saved_names(model)
+    assert set(names) == {name for name, parameter in live.items() if parameter.requires_grad}
+    assert sorted(names.values()) == sorted(saved)
+    assert all(torch.equal(live[name], saved[of_file]) for name, of_file in names.items())
 
 
 def test_a_ring_of_one_is_refused():

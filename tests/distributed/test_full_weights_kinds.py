@@ -1,0 +1,133 @@
+"""Full weights from two processes, further: other kinds of policies, checkpoints, memory, and vLLM itself. Long."""
+
+import json
+import shutil
+
+import pytest
+from conftest import FSDP2, distance, launch, said
+from job import main
+from resumed import lines
+from support import make_model
+
+pytestmark = pytest.mark.full
+
+ONE = {"per_device_train_batch_size": 8, "max_steps": 4, "save_steps": 2}
+TWO = {"per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 2}
+WAYS = {"ddp": {}, "fsdp2": FSDP2}
+# A base that is not 4-bit is trained itself, and much faster than an adapter.
+KINDS = {"dora": {}, "norms": {}, "none": {"learning_rate": 1e-4}}
+
+
+@pytest.fixture(scope="module")
+def plain_base(model_dir):
+    from qlora_rl import prepare_base
+
+    return str(prepare_base(model_dir, quant="none", compute_dtype="float32").path)
+
+
+@pytest.fixture(scope="module")
+def bases(exact_base, plain_base):
+    return {"dora": exact_base, "norms": exact_base, "none": plain_base}
+
+
+@pytest.fixture(scope="module")
+def alone(bases, tmp_path_factory):
+    """Each kind by one process, and what it has drawn."""
+    root = tmp_path_factory.mktemp("alone")
+    for kind, fields in KINDS.items():
+        call = {"base": bases[kind], "out": str(root / kind), "record": str(root / f"{kind}.json"), "adapter": kind}
+        main({**call, **ONE, **fields})
+    return root
+
+
+@pytest.fixture(scope="module")
+def wide_base(tmp_path_factory):
+    """Weights that are much larger than what is dequantised at once."""
+    from qlora_rl import prepare_base
+
+    model = make_model(tmp_path_factory.mktemp("wide") / "model", head_dim=256)
+    return str(prepare_base(model, compute_dtype="float32").path)
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def two(request, bases, wide_base, alone, tmp_path_factory):
+    """Recorded rollouts replayed; one process's checkpoint gone on from; pushes weighed."""
+    root = tmp_path_factory.mktemp(request.param)
+    calls = []
+    for kind, fields in KINDS.items():
+        call = {"base": bases[kind], "kept": str(alone / f"{kind}.json"), "adapter": kind, **TWO, **fields}
+        calls.append({**call, "out": str(root / kind), "proves": True})
+        back = root / f"{kind}-resumed"
+        shutil.copytree(alone / kind, back)
+        for left in ("checkpoint-4", "adapter", "model"):
+            shutil.rmtree(back / left, ignore_errors=True)
+        (back / "summary.json").unlink()
+        calls.append({**call, "out": str(back), "existing": "resume"})
+    weighed = {"base": wide_base, "out": str(root / "weighed"), "adapter": "dora", "weighs": True}
+    calls.append({**weighed, **TWO, "max_steps": 3, "save_strategy": "no"})
+    done = launch(calls, **WAYS[request.param])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return request.param, root
+
+
+def apart(kind, one, other):
+    """Relative distance of what was trained, of the parts that move."""
+    if kind == "none":
+        return distance(one, other, file="../model/model.safetensors")
+    return distance(one, other, only="lora_B" if kind == "dora" else "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_train_what_one_trains_on_the_doubled_batch(kind, two, alone):
+    _, root = two
+    assert apart(kind, root / kind, alone / kind) < 1e-3
+    assert [push["version"] for push in lines(root / kind, "sync.jsonl")] == [1, 2, 3, 4]
+    ends = [said(root / kind, rank) for rank in (0, 1)]
+    assert [end["error"] for end in ends] == [None, None]
+    assert ends[0]["held"] == ends[1]["held"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_checkpoint_of_one_process_goes_on_in_two(kind, two, alone):
+    _, root = two
+    assert apart(kind, root / f"{kind}-resumed", alone / kind) < 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_checkpoint_of_two_processes_goes_on_in_one(kind, two, alone, bases, tmp_path):
+    _, root = two
+    back = tmp_path / "back"
+    shutil.copytree(root / kind, back)
+    for left in ("checkpoint-4", "adapter", "model"):
+        shutil.rmtree(back / left, ignore_errors=True)
+    (back / "summary.json").unlink()
+    call = {"base": bases[kind], "kept": str(alone / f"{kind}.json"), "adapter": kind, **ONE, **KINDS[kind]}
+    main({**call, "out": str(back), "existing": "resume"})
+    assert apart(kind, back, alone / kind) < 1e-3
+
+
+def test_the_base_lies_in_parts_and_a_push_holds_two_modules_at_most(two):
+    way, root = two
+    for rank in (0, 1):
+        found = said(root / "weighed", rank)
+        assert found["shares"]["base"] == pytest.approx(0.5 if way == "fsdp2" else 1.0, abs=0.01)
+        assert len(found["growth"]) == 3
+        assert all(0.5 < each <= 2.0 for each in found["growth"]), found["growth"]
+
+
+@pytest.mark.parametrize("rollout", ["colocate", "server"])
+@pytest.mark.parametrize("way", WAYS)
+def test_vllm_is_given_full_weights(way, rollout, base, tmp_path):
+    out = tmp_path / "run"
+    call = {"base": str(base.path), "out": str(out), "rollout": rollout, "adapter": "dora", "vllm_max_model_length": 32}
+    done = launch(
+        [call | TWO | {"max_steps": 2, "save_strategy": "no", "proves": True, "bf16": way == "ddp"}], **WAYS[way]
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ends = [said(out, rank) for rank in (0, 1)]
+    assert [end["error"] for end in ends] == [None, None]
+    assert [push["version"] for push in lines(out, "sync.jsonl")] == [1, 2]
+    assert ends[0]["held"] == ends[1]["held"]
+    assert [end["pushes"] for end in ends] == [3, 3]
+    assert all(step["mismatch_kl"] < 1e-2 and step["base_is_proven"] for step in lines(out))
+    assert json.loads((out / "config.json").read_text())["plan"]["strategy"] == "weights"
