@@ -20,7 +20,7 @@ import torch
 from qlora_rl.adapter.subject import is_lora_layer, own_name
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.quant import dequantised_rows, dequantised_weight
-from qlora_rl.distributed import gathered, is_sharded
+from qlora_rl.distributed import gathered, is_sharded, ranks
 from qlora_rl.errors import AdapterRefusedError, collected
 
 # Makes a weight, given the dtype that is wanted; module and name of each parameter that it reads.
@@ -65,6 +65,8 @@ def follow_weights(model: Any) -> None:
 
 def _walk(model: Any) -> Iterator[tuple[str, Maker, Parts]]:
     """Name, maker and what it is made of, of every weight; on every rank of a sharded model the same."""
+    if is_sharded(model):
+        ranks().barrier("judging the adapter")  # whether a tensor in parts is finite is asked of all ranks
     if hasattr(model, "peft_config"):
         verdict = judge_adapter(model)
         if verdict.kind == "refuse":

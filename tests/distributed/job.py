@@ -113,10 +113,13 @@ def weigh_pushes(trainer: Any, report: dict[str, Any]) -> None:
     report["growth"] = []
 
     def weighed() -> Any:
-        tracker = MemTracker()
+        tracker, nothing = MemTracker(), {"Total": 0}
+        if strategy.mode == "weights":  # which read every weight of one model, and write those of the other
+            tracker.track_external(trainer.model, trainer.engine.model)
+        before = tracker.get_tracker_snapshot().get(torch.device("cpu"), nothing)["Total"]
         with tracker:
             pushed = push()
-        peak = tracker.get_tracker_snapshot("peak").get(torch.device("cpu"), {"Total": 0})["Total"]
+        peak = tracker.get_tracker_snapshot("peak").get(torch.device("cpu"), nothing)["Total"] - before
         unit = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
         if strategy.mode == "weights":
             unit = 4 * max(p.numel() for p in trainer.engine.model.parameters())

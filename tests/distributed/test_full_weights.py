@@ -49,6 +49,7 @@ def test_every_step_pushes_once_and_every_engine_holds_what_was_trained(two, alo
     assert [end["error"] for end in ends] == [None, None]
     assert ends[0]["held"] == ends[1]["held"]
     assert [end["pushes"] for end in ends] == [4, 4]
+    assert [round(end["shares"]["base"], 2) for end in ends] == [0.5 if two.name.startswith("fsdp2") else 1.0] * 2
     assert ends[0]["plan"] == said(alone[0], 0)["plan"] == "weights"
 
 

@@ -73,8 +73,8 @@ def two(request, bases, wide_base, alone, tmp_path_factory):
 def apart(kind, one, other):
     """Relative distance of what was trained, of the parts that move."""
     if kind == "none":
-        return distance(one, other, file="../model/model.safetensors")
-    return distance(one, other, only="lora_B" if kind == "dora" else "")
+        return distance(one, other, file="model/model.safetensors")
+    return max(distance(one, other, only=part) for part in ("lora_B", "norm" if kind == "norms" else "lora_A"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
