@@ -46,6 +46,7 @@ def make(
             "max_staleness",
             "canary_every",
             "sync",
+            "canary_every",
         )
         if k in fields
     }

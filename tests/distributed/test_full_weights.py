@@ -7,7 +7,7 @@ from conftest import FSDP2, distance, launch, said
 from job import main
 from resumed import lines
 
-STEPS = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no"}
+STEPS = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no", "canary_every": 2}
 DORA = {"adapter": "dora"}
 
 

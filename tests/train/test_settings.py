@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train import settings
-from qlora_rl.train.processes import check_processes
+from qlora_rl.train.processes import check_full_weights, check_processes
 
 # field -> a value that is not the default, and the argument of LocalEngine in which it arrives
 ARRIVES = {
@@ -164,6 +164,16 @@ def test_what_several_processes_cannot_do_is_refused_with_what_they_can(two_proc
     check_processes(two_processes, "choosing the engine")  # DDP
     with pytest.raises(NotYetSupportedError, match=r"2 processes, and engines on Ray are pushed to by one.*GRPO"):
         check_processes(two_processes, "choosing the engine", refused="engines on Ray are pushed to by one")
+
+
+def test_full_weights_are_refused_where_they_cannot_be_made_yet(two_processes, monkeypatch):
+    check_full_weights(two_processes, "choosing the engine")  # DDP
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    check_full_weights(two_processes, "choosing the engine")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(NotYetSupportedError, match=r"full weights, which are not made under zero2 yet.*fsdp2\.yaml"):
+        check_full_weights(two_processes, "choosing the engine")
 
 
 def test_an_engine_that_each_of_several_processes_would_own_is_refused(two_processes, engine, monkeypatch):
