@@ -248,9 +248,9 @@ def main(call: dict[str, Any]) -> None:
             if weighs:
                 weigh_pushes(trainer, report)
             trainer.train()
+            report["shares"] = shares(trainer)
             if proves:
                 prove(trainer, report)
-        report["shares"] = shares(trainer)
         report["pushes"] = trainer.bridge._pushed[0] if hasattr(trainer, "bridge") else 0
     except BaseException as error:
         report["error"] = f"{type(error).__name__}: {error}"
