@@ -46,7 +46,6 @@ def make(
             "max_staleness",
             "canary_every",
             "sync",
-            "canary_every",
         )
         if k in fields
     }

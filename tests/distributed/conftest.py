@@ -47,12 +47,13 @@ def said(out: Path, rank: int) -> dict[str, Any]:
     return json.loads(Path(f"{out}-rank{rank}.json").read_text())
 
 
-def adapter_of(out: Path, only: str = "", file: str = "adapter_model.safetensors") -> Any:
-    """The trained tensors of a run, or of a checkpoint, as one vector; `only` those whose names hold it."""
+def adapter_of(out: Path, only: str = "", file: str = "") -> Any:
+    """The trained tensors of a run, of a checkpoint, or in `file`, as one vector; `only` those whose names hold it."""
     import torch
     from safetensors.torch import load_file
 
-    tensors = load_file((out if (out / "trainer_state.json").exists() else out / "adapter") / file)
+    home = out if (out / "trainer_state.json").exists() else out / "adapter"
+    tensors = load_file(out / file if file else home / "adapter_model.safetensors")
     return torch.cat([tensors[name].flatten().double() for name in sorted(tensors) if only in name])
 
 
