@@ -45,6 +45,7 @@ def make(
             "optimizers",
             "max_staleness",
             "canary_every",
+            "engine_options",
         )
         if k in fields
     }

@@ -123,7 +123,6 @@ class OnlineTrainer(TrainedRun):
         settings.check(args, rollout)
         is_whole = trains_whole(model, peft_config, options.sync)
         refused = self._one_process or ("full weights are pushed by one" if options.sync == "weights" else "")
-        refused = refused or ("engines on Ray are pushed to by one" if rollout == "ray" else "")
         check_processes(args, "choosing the engine", refused=refused)
         if isinstance(rollout, str) and rollout != "colocate":
             check_turns(args, of_trl)
@@ -139,7 +138,7 @@ class OnlineTrainer(TrainedRun):
 
                 vllm_version()  # before minutes of loading
             if rollout == "ray":
-                from qlora_rl.engine.ray_fleet import require_ray
+                from qlora_rl.engine.ray_replica import require_ray
 
                 require_ray()
             self.run = open_run(args.output_dir, options.existing_run)
