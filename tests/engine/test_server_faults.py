@@ -411,7 +411,7 @@ def test_ctrl_c_while_vllms_engine_starts_ends_all_of_it_with_one_line(base, tmp
     assert said.count("qlora-rl: interrupted") == 1
 
 
-@pytest.mark.parametrize("when", ["", "Starting to load model"])
+@pytest.mark.parametrize("when", [pytest.param("", marks=pytest.mark.full), "Starting to load model"])
 def test_a_server_that_is_killed_while_vllms_engine_starts_leaves_no_process_behind(base, tmp_path, when):
     """As soon as the engine's process is there, and when it loads the model: only later would our worker extension see to it."""
     log = tmp_path / "log"
