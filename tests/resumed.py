@@ -46,6 +46,7 @@ def make(
             "max_staleness",
             "canary_every",
             "sync",
+            "engine_options",
         )
         if k in fields
     }

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from qlora_rl.engine.leftovers import EndsWithParent
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -329,6 +330,8 @@ def server_arguments(arguments: dict[str, Any], host: str, port: int, more: Sequ
             "options of `qlora-rl serve`, or leave it out.",
             reasons=taken,
         )
+    if "additional_config" not in changed:
+        own["additional_config"] = EndsWithParent()  # an object of any class, handed to every process
     for name, value in own.items():
         setattr(asked, name, value)
     validate_parsed_serve_args(asked)

@@ -172,6 +172,7 @@ class Fleet:
         logprobs: list[list[float | None]] = [[] for _ in ids]
         left, end = list(range(len(ids))), time.monotonic() + self.wait_s
         without: dict[Replica, VersionGoneError] = {}
+        has_waited = False
         while left:
             able = [each for each in self._team.present(end) if each not in without]
             if not able:
@@ -192,6 +193,10 @@ class Fleet:
             # One that was taken back has the newest version alone: the others draw with the one before it.
             without |= {each: found for each, found in answers.items() if isinstance(found, VersionGoneError)}
             done = {each: found for each, found in answers.items() if each not in without}
+            if (
+                not answers and not has_waited
+            ):  # all were lost in it: what they had drawn until then was no waiting for them
+                has_waited, end = True, time.monotonic() + self.wait_s
             versions |= {rollout.version: each.url for each, rollout in done.items()}
             if len(versions) > 1:
                 self._withdrawn = "; ".join(f"{url} serves version {version}" for version, url in versions.items())

@@ -17,6 +17,8 @@ from qlora_rl.contracts import BaseFingerprint, EngineCapabilities
 from qlora_rl.engine.leftovers import hold, sweep
 from qlora_rl.errors import QloraRLError
 
+# What a launcher like torchrun has told the process that made the actor: an engine in an actor is nobody's rank.
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Versions on disk: vLLM may read the two that it holds again, and the next one comes beside them.
 _KEPT = 3
 
@@ -65,6 +67,8 @@ class HostedEngine:
     """
 
     def __init__(self, base: str, options: dict[str, Any], make: Callable[..., Any] | None = None):
+        for name in [n for n in os.environ if n in _OF_LAUNCHERS or n.startswith("TORCHELASTIC_")]:
+            del os.environ[name]
         # Several engines on one host: each has the threads that Ray gives it, on whatever cores are free.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -88,6 +92,7 @@ class HostedEngine:
             "state": self._state,
             "load_packed": self._load_packed,
             "describe_base": self._describe_base,
+            "is_alive": lambda: True,  # a thread of this process has had its turn, whatever the engine is busy with
         }
         ask = own.get(method) or getattr(self._engine, method)
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from qlora_rl.engine import compat
 from qlora_rl.engine.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.gate import Gate, Visits
 from qlora_rl.engine.interrupt import interrupts_for_sure, no_child_left
-from qlora_rl.engine.leftovers import hold, sweep
+from qlora_rl.engine.leftovers import end_with, hold, sweep
 from qlora_rl.engine.options import StartOptions, start_options
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError
 
@@ -72,8 +71,8 @@ def serve(
         EngineUnsupportedError, MissingDependencyError, BaseIncompleteError: as with `LocalEngine`.
         KeyboardInterrupt: it was interrupted before it answered.
     """
-    if parent := os.environ.pop(_WITH_PARENT, None):
-        _end_with_parent(int(parent))
+    if (parent := os.environ.pop(_WITH_PARENT, None)) and not end_with(int(parent), signal.SIGTERM):
+        sys.exit(1)  # it has ended before
     check_wish(base_compute)
     key_path = Path(api_key_file) if api_key_file is not None else None
     if host not in LOOPBACK and (key_path is None or not key_path.is_file()):
@@ -285,14 +284,6 @@ def _bind(host: str, port: int) -> socket.socket:
             f"starting the server: {host}:{port}: {error.strerror}. Use another --port."
         ) from error
     return sock
-
-
-def _end_with_parent(parent: int) -> None:
-    """SIGTERM when the thread that started this process ends, however it ends (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    if os.getppid() != parent:  # it has ended before
-        sys.exit(1)
 
 
 @dataclass

@@ -97,7 +97,7 @@ def start_ray(base: PreparedBase, rank: int, options: dict[str, Any]) -> Rollout
     """vLLM in `replicas` actors of a Ray cluster, which end with the engine."""
     from qlora_rl.engine.ray_fleet import RayFleet
 
-    return RayFleet(base, **{"max_lora_rank": rank, **_elsewhere(options)})
+    return _for_all(lambda: RayFleet(base, **{"max_lora_rank": rank, **_elsewhere(options)}))
 
 
 def _elsewhere(options: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _elsewhere(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_all(make: Callable[[], RolloutEngine]) -> Any:
-    """A server is rank 0's."""
+    """A server is rank 0's, and so are actors."""
     return make() if ranks().size == 1 else EngineForAll(make, ranks())
 
 

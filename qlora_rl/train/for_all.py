@@ -1,4 +1,4 @@
-"""What rank 0 owns and all ranks use: a server as an engine, and the way to it. Every method that asks it is called by all ranks."""
+"""What rank 0 owns and all ranks use: a server, or a fleet, as an engine, and the way to it. All ranks call every method that asks it."""
 
 from __future__ import annotations
 

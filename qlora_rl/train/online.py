@@ -122,8 +122,7 @@ class OnlineTrainer(TrainedRun):
         rollout = settings.as_one(options.rollout)
         settings.check(args, rollout)
         is_whole = trains_whole(model, peft_config, options.sync)
-        refused = self._one_process or ("engines on Ray are pushed to by one" if rollout == "ray" else "")
-        check_processes(args, "choosing the engine", refused=refused)
+        check_processes(args, "choosing the engine", refused=self._one_process)
         if isinstance(rollout, str) and rollout != "colocate":
             check_turns(args, of_trl)
         with join(args.ddp_timeout).one_outcome("preparing the training"):
@@ -138,7 +137,7 @@ class OnlineTrainer(TrainedRun):
 
                 vllm_version()  # before minutes of loading
             if rollout == "ray":
-                from qlora_rl.engine.ray_fleet import require_ray
+                from qlora_rl.engine.ray_replica import require_ray
 
                 require_ray()
             self.run = open_run(args.output_dir, options.existing_run)

@@ -23,9 +23,10 @@ from trl.trainer.utils import is_async_callable, use_adapter
 from qlora_rl.adapter.start import REFERENCE, copy_adapter, start_adapter
 from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train import settings
-from qlora_rl.train.measure import MeasuredSteps
+from qlora_rl.train.measure import MeasuredSteps, batch_of_all_ranks, of_all_ranks
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.whole import is_bare
 
@@ -54,7 +55,6 @@ class SampledPairs:
 
     _is_planned = False  # TRL holds logits of B x T x V here, which the ledger does not know
     _refers = False  # the reference is made here
-    _one_process = "online DPO is trained by one"
     _drawn: list[list[float]] | None = None
 
     def _engine_options(self, args: Any) -> dict[str, Any]:
@@ -92,6 +92,7 @@ class SampledPairs:
                 f"reading the arguments: the reward {waits[0]!r} is asynchronous, which TRL's OnlineDPOTrainer does not wait for. "
                 "Make it a plain function."
             )
+        self._failures = [] if ranks().size > 1 else None
         self._guard_rewards()
 
     @property
@@ -116,8 +117,12 @@ class SampledPairs:
             self._last_loaded_step = self.state.global_step
         texts = [maybe_apply_chat_template({"prompt": prompt}, self.processing_class)["prompt"] for prompt in prompts]
         ids = self.processing_class(text=texts, add_special_tokens=False)["input_ids"]
-        prompt_ids, completion_ids, _, _ = self.bridge.generate(ids * settings.PAIR)
-        self._drawn = self.bridge.last.logprobs
+        # On their way the two of a prompt are neighbours: so the place of each, which its seed depends on, is its place in one process too.
+        prompt_ids, completion_ids, _, _ = self.bridge.generate([row for row in ids for _ in range(settings.PAIR)])
+        prompt_ids, completion_ids, self._drawn = (
+            [row for first in range(settings.PAIR) for row in rows[first :: settings.PAIR]]
+            for rows in (prompt_ids, completion_ids, self.bridge.last.logprobs)
+        )
         prompts_BT, prompt_mask_BT = self._padded(prompt_ids, "left")
         completions_BT, completion_mask_BT = self._padded(completion_ids, "right")
         return prompts_BT, prompt_mask_BT, completions_BT, completion_mask_BT, None
@@ -149,7 +154,8 @@ class SampledPairs:
         finally:
             hook.remove()
         logits_BTV = seen[0][:, -completion_ids.shape[1] - 1 : -1]
-        if logits_BTV.shape[1] < completion_ids.shape[1]:  # max_length has left nothing of the prompts
+        is_cut = logits_BTV.shape[1] < completion_ids.shape[1]  # max_length has left nothing of the prompts
+        if any(ranks().gather(is_cut, "measuring a rollout")):
             return logprobs_BT
         ours_BT = torch.stack(
             [
@@ -168,15 +174,16 @@ class SampledPairs:
         return logprobs_BT
 
     def _observe(self, ours_BT: torch.Tensor, rollout: dict[str, Any], mask_BT: torch.Tensor) -> None:
-        fidelity = self.fidelity.observe(ours_BT, rollout["sampling_per_token_logps"], mask_BT)
-        measured = dict(self._rollout_facts())
+        ours_BT, theirs_BT, of_all_BT = batch_of_all_ranks(ours_BT, rollout["sampling_per_token_logps"], mask_BT)
+        fidelity = self.fidelity.observe(ours_BT, theirs_BT, of_all_BT)
+        measured = of_all_ranks(dict(self._rollout_facts()))
         measured |= {k: v for k, v in fidelity.as_dict().items() if k != "tokens"}
         if self.alarm is not None and self.alarm.threshold is not None:
             measured["mismatch_threshold"] = self.alarm.threshold
         for name, value in measured.items():
             if name != "by_position":  # TRL's log takes numbers
                 self._metrics["train"][f"qlora_rl/{name}"].append(value)
-        self._record.add(completion_length=float(mask_BT.sum(1).float().mean()), **measured)
+        self._record.add(completion_length=float(of_all_BT.sum(1).float().mean()), **measured)
         if self.alarm is not None:
             self._watch(fidelity, rollout, mask_BT)
 
@@ -190,8 +197,14 @@ class SampledPairs:
         self.stats |= saved["stats"]
 
     def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's; what a reward function has raised on one rank is raised on all."""
         rewards_B = super()._calculate_rewards_from_functions(*args, **kwargs)
-        self._record.add(reward=float(rewards_B.mean()), reward_std=float(rewards_B.std()))
+        failed = self._failures.pop(0) if self._failures else None
+        if self._failures is not None:
+            self._failures.clear()
+        ranks().agree(failed, "scoring completions")
+        (of_all_1B,) = batch_of_all_ranks(rewards_B[None])
+        self._record.add(reward=float(of_all_1B.mean()), reward_std=float(of_all_1B.std()))
         return rewards_B
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -50,7 +50,7 @@ def check_processes(args: Any, doing: str, *, refused: str = "") -> None:
     if refused:
         raise NotYetSupportedError(
             f"{doing}: {args.world_size} processes, and {refused}. Start it with plain python, on one GPU (CUDA_VISIBLE_DEVICES=0); "
-            "GRPO, RLOO, SFT and DPO train in several (docs/distributed.md)."
+            "GRPO, RLOO, online DPO, SFT and DPO train in several (docs/distributed.md)."
         )
     if sharding not in SUPPORTED:
         raise NotYetSupportedError(

@@ -109,7 +109,7 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
     if args.world_size > 1 and hasattr(rollout, "url"):
         raise ConfigConflictError(
             f"choosing the engine: rollout is a {type(rollout).__name__}, which each of {args.world_size} processes would own. Pass the "
-            "URL: rank 0 connects to it, for all."
+            "URL, or 'ray': rank 0 connects to it, or starts it, for all."
         )
     if not isinstance(rollout, str) and not isinstance(rollout, RolloutEngine):
         raise ConfigConflictError(

@@ -26,12 +26,17 @@ FSDP2 = {
 HERE = Path(__file__).resolve().parent
 
 
-def launch(calls: list[dict[str, Any]], *, processes: int = 2, timeout: float = 600, **environment: str) -> Any:
-    """Start `job.py` under torchrun, and wait for its end."""
+def free_port() -> int:
+    """Of this host, free a moment ago."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+        return free.getsockname()[1]
+
+
+def launch(calls: list[dict[str, Any]], *, processes: int = 2, timeout: float = 600, **environment: str) -> Any:
+    """Start `job.py` under torchrun, and wait for its end."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+    command += [f"--master_port={free_port()}"]
     known = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path]), **environment}
     return subprocess.run(
         [*command, str(HERE / "job.py"), json.dumps(calls)],

@@ -198,17 +198,26 @@ def offline(base: str, out: Path, method: str, **fields: Any) -> Any:
 
 
 def online(base: str, out: Path, engine: Any, method: str, reward: Any, **fields: Any) -> Any:
-    """GRPO or RLOO; an engine of the test's own, or a word."""
+    """GRPO, RLOO or online DPO; an engine of the test's own, or a word."""
     from peft import LoraConfig
     from resumed import make
     from trl import GRPOConfig, RLOOConfig
 
     from qlora_rl import QLoRAGRPOTrainer, QLoRARLOOTrainer
 
-    kind, config = {"grpo": (QLoRAGRPOTrainer, GRPOConfig), "rloo": (QLoRARLOOTrainer, RLOOConfig)}[method]
-    kinds = {"dora": {"use_dora": True}, "norms": {"modules_to_save": ["norm", "input_layernorm"]}}
+    kinds = {"grpo": (QLoRAGRPOTrainer, GRPOConfig), "rloo": (QLoRARLOOTrainer, RLOOConfig)}
+    if method == "online_dpo":
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+        from trl.experimental.online_dpo import OnlineDPOConfig
+
+        from qlora_rl import QLoRAOnlineDPOTrainer
+
+        kinds[method] = QLoRAOnlineDPOTrainer, OnlineDPOConfig
+        fields = {"max_new_tokens": 4, "max_length": 32, **fields}
+    kind, config = kinds[method]
+    adapters = {"dora": {"use_dora": True}, "norms": {"modules_to_save": ["norm", "input_layernorm"]}}
     adapter = fields.pop("adapter", "lora")
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **kinds.get(adapter, {}))
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **adapters.get(adapter, {}))
     if adapter == "none":
         lora, fields["sync"] = None, "weights"
     fields = {"bf16": False, "peft_config": lora, **fields}
@@ -252,6 +261,9 @@ def main(call: dict[str, Any]) -> None:
             if proves:
                 prove(trainer, report)
         report["pushes"] = trainer.bridge._pushed[0] if hasattr(trainer, "bridge") else 0
+        report["owns_engine"] = (
+            hasattr(trainer, "engine") and getattr(trainer.engine, "inner", trainer.engine) is not None
+        )
     except BaseException as error:
         report["error"] = f"{type(error).__name__}: {error}"
         report["notes"] = getattr(error, "__notes__", [])

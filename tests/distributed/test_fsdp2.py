@@ -6,7 +6,7 @@ import pytest
 from conftest import FSDP2, distance, launch, said
 from job import main
 from resumed import lines
-from test_ddp_methods import METHODS, until_step_2
+from test_ddp_methods import DRAW, METHODS, until_step_2
 
 pytestmark = pytest.mark.full
 
@@ -30,9 +30,9 @@ def sharded(exact_base, recorded, tmp_path_factory):
         {"base": exact_base, "out": str(root / "best"), "method": "sft", **TWO, **BEST},
     ]
     for method in METHODS:
-        kept = {"record": str(root / "kept-rloo.json")} if method == "rloo" else {}
+        kept = {"record": str(root / f"kept-{method}.json")} if method in DRAW else {}
         main({"base": exact_base, "out": str(root / f"one-{method}"), "method": method, **ONE, **kept})
-        kept = {"kept": str(root / "kept-rloo.json")} if method == "rloo" else {}
+        kept = {"kept": str(root / f"kept-{method}.json")} if method in DRAW else {}
         calls.append({"base": exact_base, "out": str(root / f"two-{method}"), "method": method, **TWO, **kept})
     # Last, as its ranks end with an error. Scored at the second push, in whose forward all ranks would meet.
     forgets = {"forgets": [1, 2], "canary_every": 1, "ddp_timeout": 120}

@@ -6,8 +6,11 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from test_async_training import make as make_async
@@ -27,6 +30,7 @@ from qlora_rl import (
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.contracts import CancellableEngine, ReplicatedEngine, RolloutEngine, SamplingSpec
+from qlora_rl.engine.ray_replica import RayReplica
 from qlora_rl.sync.transports import transport_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +99,30 @@ class StruckInARollout:
         self.timer.join()
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """One that was started anew has the usual time again."""
+    begin = RayReplica._begin
+
+    def begun(replica):
+        replica.health_check_timeout_s = 60.0
+        begin(replica)
+
+    monkeypatch.setattr(RayReplica, "_begin", begun)
+
+
+def stop_in_the_middle(replica, rollout):
+    """Its process stands still when it has computed for a while; from then on there is little patience with it."""
+    process = psutil.Process(replica.pid)
+    before, end = sum(process.cpu_times()[:2]), time.monotonic() + 300
+    while sum(process.cpu_times()[:2]) < before + 0.2:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    os.kill(replica.pid, signal.SIGSTOP)
+    assert not rollout.done()
+    replica.health_check_timeout_s = 2.0
+
+
 # First, while no other fleet takes the cluster's two CPUs.
 
 
@@ -156,15 +184,44 @@ def test_a_training_goes_on_when_an_actor_is_killed_in_a_rollout(cluster, base, 
 
 
 @pytest.mark.full
-def test_the_demo_learns_on_two_actors(cluster, tmp_path):
-    """Sums: right answers, on ones that were never trained on, from a quarter to four fifths."""
+@pytest.mark.parametrize("is_struck", [False, True])
+def test_the_demo_learns_on_two_actors_also_when_one_is_killed_in_a_rollout(cluster, tmp_path, monkeypatch, is_struck):
+    """Sums: right answers, on ones that were never trained on, from a quarter to four fifths; nothing is counted twice."""
     from qlora_rl.demo.job import DemoSettings, run_demo
 
+    real, steps, killed, seen = RayFleet.generate, [], [], {}
+
+    def generate(self, prompts, *args, **named):
+        if len(prompts) != 128:  # the sums that it never trains on
+            return real(self, prompts, *args, **named)
+        if is_struck and len(steps) == 20:
+            killed.append(self.live[1].pid)
+            with StruckInARollout(self.live[1]):
+                rollout = real(self, prompts, *args, **named)
+            seen["left"] = len(self.live)
+        else:
+            if killed and len(steps) == 40:
+                wait_for_all(self)  # however long the other one takes to start
+            rollout = real(self, prompts, *args, **named)
+        assert len(rollout.completion_ids) == len(rollout.logprobs) == 128
+        steps.append(sum(len(ids) for ids in rollout.completion_ids))
+        seen["pids"] = {each.pid for each in self.replicas}
+        return rollout
+
+    monkeypatch.setattr(RayFleet, "generate", generate)
     summary = run_demo(DemoSettings(steps=60, rollout="ray"), tmp_path / "run", say=print, show_progress=False)
     assert summary["accuracy_before"] <= 0.5
     assert summary["accuracy_after"] > 0.8
     assert summary["reward_last"] > summary["reward_first"] + 0.2
     assert json.loads((tmp_path / "run" / "config.json").read_text())["engine"].startswith("2 replicas: vllm")
+    found = lines(tmp_path / "run")
+    assert [line["step"] for line in found] == [line["policy_version"] for line in found] == list(range(1, 61))
+    assert [line["rollout_tokens"] for line in found] == steps
+    assert summary["mismatch_kl_median"] < 1e-4
+    assert len(seen["pids"]) == 2
+    if is_struck:
+        assert seen["left"] == 1
+        assert not seen["pids"] & {*killed}
 
 
 def test_two_actors_draw_to_the_last_bit_what_one_draws_and_a_push_is_put_once(both, bundle, prompts):
@@ -229,9 +286,54 @@ def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_i
     assert victim.generate(prompts * 4, SAMPLING).completion_ids == served[0]
 
 
+def test_an_actor_that_stands_still_in_a_rollout_is_ended_and_the_one_in_its_place_is_proven(
+    both, bundle, prompts, caplog, patient
+):
+    """Nobody kills it: it is looked at while it is waited for. Every prompt is answered once, as the whole fleet would."""
+    both.load_packed(pack_adapter(bundle), 1)
+    long = replace(SAMPLING, max_tokens=48, extra={"ignore_eos": True})
+    whole = both.generate(prompts * 64, long)
+    victim = both.live[1]
+    stopped, starts = victim.pid, victim.incarnation
+    with ThreadPoolExecutor(1) as thread:
+        rollout = thread.submit(both.generate, prompts * 64, long)
+        stop_in_the_middle(victim, rollout)
+        found = rollout.result()
+    assert (found.completion_ids, found.logprobs, found.version) == (whole.completion_ids, whole.logprobs, 1)
+    assert "no sign of life within health_check_timeout_s=2 s" in caplog.text
+    assert [each.url for each in both.live] == [both.replicas[0].url]
+    both.load_packed(pack_adapter(scaled(bundle, 2.0)), 2)
+    wait_for_all(both)
+    assert not psutil.pid_exists(stopped)
+    assert (both.replicas[1], victim.incarnation, victim.version) == (victim, starts + 1, 2)
+    assert victim.describe_base().digest == both.replicas[0].base
+    assert victim.held_adapter(8) == both.replicas[0].held_adapter(8) == digests(scaled(bundle, 2.0))
+    one = both.live[0].generate(prompts, SAMPLING)
+    assert victim.generate(prompts, SAMPLING).completion_ids == one.completion_ids
+
+
+@pytest.mark.full
+def test_a_rollout_in_which_all_actors_stand_still_is_drawn_by_those_in_their_place(
+    both, bundle, prompts, caplog, patient
+):
+    both.load_packed(pack_adapter(bundle), 1)
+    served = drawn(both, prompts)
+    stopped = {each.pid for each in both.replicas}
+    for each in both.replicas:
+        os.kill(each.pid, signal.SIGSTOP)
+        each.health_check_timeout_s = 2.0
+    assert drawn(both, prompts) == served
+    wait_for_all(both)
+    assert not stopped & {each.pid for each in both.replicas}
+    assert {each.version for each in both.replicas} == {1}
+    assert caplog.text.count("no sign of life within") == 2
+
+
 def test_what_contradicts_is_said_before_an_actor_is_placed(base, monkeypatch):
     with pytest.raises(ConfigConflictError, match="replicas=0"):
         RayFleet(base, replicas=0)
+    with pytest.raises(ConfigConflictError, match="health_check_timeout_s=0"):
+        RayFleet(base, health_check_timeout_s=0)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'qlora-rl\[ray\]'"):
         RayFleet(base)

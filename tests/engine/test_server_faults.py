@@ -411,6 +411,36 @@ def test_ctrl_c_while_vllms_engine_starts_ends_all_of_it_with_one_line(base, tmp
     assert said.count("qlora-rl: interrupted") == 1
 
 
+@pytest.mark.parametrize("when", [pytest.param("", marks=pytest.mark.full), "Starting to load model"])
+def test_a_server_that_is_killed_while_vllms_engine_starts_leaves_no_process_behind(base, tmp_path, when):
+    """As soon as the engine's process is there, and when it loads the model: only later would our worker extension see to it."""
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        job = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(base)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},
+        )
+    offspring = []
+    try:
+        end = time.monotonic() + 300
+        while not (offspring and when in log.read_text()):
+            assert job.poll() is None, log.read_text()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+            offspring = offspring_of(job.pid)
+        assert "serving" not in log.read_text()
+        job.kill()
+        job.wait()
+        assert ended([child.pid for child in offspring], 240) == []
+    finally:
+        for each in [*offspring, job]:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        job.wait()
+
+
 # --- under a trainer ---------------------------------------------------------------------------------------------------------
 
 

@@ -271,6 +271,29 @@ def test_when_all_are_away_one_that_comes_back_in_time_draws_everything(connect,
     timer.join()
 
 
+def test_all_that_die_in_a_rollout_longer_than_wait_s_are_waited_for(connect, replicas):
+    """What they have drawn with until then was no waiting for them."""
+    whole = drawn(connect("c"))
+    fleet = connect("ab", wait_s=1.0)
+    for each in (replicas["a"], replicas["b"]):
+        each.rate, each.breaks_at = 0.5, "/generate"  # 3 prompts and more in each
+
+    def start_again():
+        for each in (replicas["a"], replicas["b"]):
+            each.rate = 0.0
+            each.start_again()
+
+    real = fleet._team.drop
+
+    def drop(each, fault):
+        real(each, fault)
+        if not fleet.live:
+            start_again()
+
+    fleet._team.drop = drop
+    assert drawn(fleet) == whole
+
+
 def test_when_all_stay_away_the_error_names_each_and_what_to_do(connect, replicas):
     fleet = connect()
     for each in replicas.values():
