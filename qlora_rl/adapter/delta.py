@@ -143,7 +143,11 @@ def _wrapped(layer: Any, path: str) -> Iterator[tuple[str, Any, Maker, Parts]]:
     found = _Found(layer, base, path)
     for name in ("weight", "bias"):
         if getattr(base, name, None) is not None:
-            yield _join(path, name), None, lambda _, name=name: found(name), _all_of(layer)
+            yield _join(path, name), None, partial(_found, found, name), _all_of(layer)
+
+
+def _found(found: _Found, name: str, _: Any) -> torch.Tensor:
+    return found(name)
 
 
 def _is_wrapped(module: Any) -> bool:

@@ -24,7 +24,7 @@ from qlora_rl.adapter.start import REFERENCE, copy_adapter, start_adapter
 from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.train import settings
 from qlora_rl.train.measure import MeasuredSteps, batch_of_all_ranks, of_all_ranks
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
@@ -56,6 +56,7 @@ class SampledPairs:
     _is_planned = False  # TRL holds logits of B x T x V here, which the ledger does not know
     _refers = False  # the reference is made here
     _drawn: list[list[float]] | None = None
+    _failures: list[RewardFunctionError] | None = None
 
     def _engine_options(self, args: Any) -> dict[str, Any]:
         limit = AutoConfig.from_pretrained(self.base.path, trust_remote_code=args.trust_remote_code)

@@ -12,7 +12,13 @@ pytestmark = pytest.mark.full
 
 LEARNS = {"learns": True, "max_steps": 30, "save_strategy": "no", "lr_scheduler_type": "constant"}
 ONE = {"per_device_train_batch_size": 8, "max_steps": 4}
-BEST = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+BEST = {
+    "save_strategy": "steps",
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "greater_is_better": True,
+}
 TWO = {"per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 2}
 
 
