@@ -10,6 +10,7 @@ import ctypes
 import gc
 import importlib.metadata
 import importlib.util
+import multiprocessing
 import os
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -225,6 +226,7 @@ def shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     client = llm.llm_engine.engine_core
     if _alive == 0 and owns_process_group:
         client.shutdown()
+        multiprocessing.active_children()  # ranks that have ended are forgotten by the system only when they are asked for
         return
     client._finalizer.detach()
     core = client.engine_core
@@ -232,6 +234,7 @@ def shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     core.model_executor.shutdown()
     core.scheduler.shutdown()
     gc.unfreeze()
+    multiprocessing.active_children()
     if _alive == 0:
         destroy_model_parallel()
 

@@ -49,7 +49,7 @@ def started(base, **options):
 
 def children(of):
     """vLLM's ranks, and of a server its engine."""
-    found = psutil.Process(of).children(recursive=True)
+    found = [child for child in psutil.Process(of).children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
     return {child for child in found if "resource_tracker" not in " ".join(child.cmdline())}
 
 
