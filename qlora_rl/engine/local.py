@@ -418,7 +418,7 @@ class LocalEngine:
         compat.started()
         try:
             if ranks > 1:
-                self._llm.collective_rpc("qlora_ignore_interrupts")
+                self._llm.collective_rpc("qlora_begin_as_rank")
             if self._repair_scales:
                 self._repair()
             self.base_compute = BaseCompute(

@@ -152,7 +152,7 @@ class _Server:
         await engine.collective_rpc("qlora_end_with_server", args=(os.getpid(),))
         ranks = self.start.ranks
         if ranks > 1:
-            await engine.collective_rpc("qlora_ignore_interrupts")
+            await engine.collective_rpc("qlora_begin_as_rank")
         repaired = (await engine.collective_rpc("qlora_repair_scales"))[0] if self.start.is_4bit else {}
         wish = {"wish": self.base_compute, "rows": self.start.arguments["max_num_seqs"]}
         compute = BaseCompute(**(await engine.collective_rpc("qlora_multiply_directly", kwargs=wish))[0])

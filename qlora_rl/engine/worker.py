@@ -227,9 +227,16 @@ class BaseExtension:
         modules = self.model_runner.lora_manager._adapter_manager.modules
         return adapted_layers(self.model_runner.get_model(), modules)
 
-    def qlora_ignore_interrupts(self) -> None:
-        """Leave Ctrl-C to the process that drives the ranks: vLLM's own ones end at it, in the middle of a step."""
+    def qlora_begin_as_rank(self) -> None:
+        """What a rank among several does first.
+
+        Ctrl-C is left to the process that drives the ranks: vLLM's own end at it, in the middle of a step. And its CPU backend leaves the
+        shared memory through which they add up behind, 4 MiB a rank: all have opened it by now, and it needs no name any more.
+        """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if (run := os.environ.get("VLLM_DIST_IDENT", "")).startswith("vllm_dist_"):
+            for file in Path("/dev/shm").glob(f"{run}-*-cpushm_*"):
+                file.unlink(missing_ok=True)
 
     def qlora_end_with_server(self, server: int) -> None:
         """Have this process, and vLLM's engine process above it, end when the server's process has ended, however it did.

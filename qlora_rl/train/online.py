@@ -335,8 +335,6 @@ def _budget(
             f"reading the arguments: gpu_memory={options.gpu_memory} with peft_config=None: the memory of training all weights "
             "is not planned. Leave gpu_memory out."
         )
-    size = (options.engine_options or {}).get("tensor_parallel_size", args.vllm_tensor_parallel_size)
-    full = expects_full_weights(model, peft_config, options.sync, trust_remote_code=args.trust_remote_code)
     return MemoryBudget(
         options.gpu_memory,
         model,
@@ -346,9 +344,9 @@ def _budget(
         engine_options=options.engine_options,
         optimizer=optimizer,
         adapter_dtype=options.adapter_dtype,
-        shared=size == 1 and expects_one_copy(model, rollout, options.share_base),
+        shared=expects_one_copy(model, rollout, options.share_base),
         has_engine=rollout == "colocate",
-        baked=full or size > 1,
+        baked=expects_full_weights(model, peft_config, options.sync, trust_remote_code=args.trust_remote_code),
     )
 
 

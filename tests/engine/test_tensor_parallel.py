@@ -7,6 +7,7 @@ trainer and engine differ by 1e-6, so that a wrong part of anything stands out.
 import logging
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -66,8 +67,9 @@ def exact(model_dir):
 
 @pytest.fixture(scope="module")
 def ranks(exact):
-    before = dict(os.environ), torch.get_num_threads()
+    before, shared = (dict(os.environ), torch.get_num_threads()), set(Path("/dev/shm").glob("vllm_dist_*"))
     with started(exact) as engine:
+        assert not set(Path("/dev/shm").glob("vllm_dist_*")) - shared  # vLLM would leave it behind
         changed = {key for key in {*before[0], *os.environ} if before[0].get(key) != os.environ.get(key)}
         assert not changed & {"OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "LOCAL_WORLD_SIZE"}
         assert torch.get_num_threads() == before[1]
