@@ -24,7 +24,12 @@ OWN = frozenset(
     {"model", "dtype", "enable_lora", "load_format", "logprobs_mode", "lora_target_modules", "worker_extension_cls"}
 )
 # And those that cut weights or adapters in ways that `parallel.places_of` does not know.
-_UNKNOWN_CUTS = ("fully_sharded_loras", "pipeline_parallel_size", "enable_expert_parallel", "quantization")
+_UNKNOWN_CUTS = {
+    "fully_sharded_loras": False,
+    "pipeline_parallel_size": 1,
+    "enable_expert_parallel": False,
+    "quantization": None,
+}
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,7 @@ def _for_ranks(prepared: PreparedBase, ranks: int, vllm_options: Mapping[str, An
     Raises:
         EngineUnsupportedError: an option with which it could not be said what a rank holds.
     """
-    if taken := sorted(name for name in _UNKNOWN_CUTS if vllm_options.get(name) not in (None, False, 1)):
+    if taken := sorted(name for name, plain in _UNKNOWN_CUTS.items() if vllm_options.get(name, plain) != plain):
         raise EngineUnsupportedError(
             f"starting vLLM: tensor_parallel_size={ranks} with {', '.join(taken)}: what each rank holds then cannot be told here, and so not "
             "proven. Leave it out."
