@@ -129,10 +129,12 @@ class BaseFingerprint:
         leaves: by the name that transformers gives the parameter.
         facts: digests of what belongs to a base beside its weights: "config", "tokenizer", "chat_template", "skip_modules".
             A side that does not know one leaves it out.
+        faults: of weights that lie in parts on several ranks of an engine, and not as in its directory: which rank holds what.
     """
 
     leaves: Mapping[str, Leaf]
     facts: Mapping[str, str] = field(default_factory=dict)
+    faults: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -143,13 +145,14 @@ class BaseFingerprint:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         leaves = {name: asdict(leaf) for name, leaf in self.leaves.items()}
-        return {"digest": self.digest, "facts": dict(self.facts), "leaves": leaves}
+        faults = {"faults": dict(self.faults)} if self.faults else {}
+        return {"digest": self.digest, "facts": dict(self.facts), **faults, "leaves": leaves}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> BaseFingerprint:
         """Inverse of `as_dict`."""
         leaves = {n: Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for n, leaf in content["leaves"].items()}
-        return cls(leaves, content.get("facts", {}))
+        return cls(leaves, content.get("facts", {}), content.get("faults", {}))
 
 
 @dataclass(frozen=True)

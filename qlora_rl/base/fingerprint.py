@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,15 +34,18 @@ class LeafDiff:
     Attributes:
         how: "codes", "scales", "table", "blocksize", "type", "shape", "values", "missing" (theirs has none), "unexpected";
             or the name of a fact beside the weights, such as "tokenizer".
+        where: which rank of an engine that holds the weight in parts has others, in words.
     """
 
     name: str
     how: str
     ours: str
     theirs: str
+    where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.how} differ (ours {self.ours}, theirs {self.theirs})"
+        where = f": {self.where}" if self.where else ""
+        return f"{self.name}: {self.how} differ (ours {self.ours}, theirs {self.theirs}{where})"
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,8 @@ def compare(ours: BaseFingerprint, theirs: BaseFingerprint) -> Diff:
     for fact in sorted({*ours.facts} & {*theirs.facts}):
         if ours.facts[fact] != theirs.facts[fact]:
             entries.append(LeafDiff(f"({fact})", fact, _short(ours.facts[fact]), _short(theirs.facts[fact])))
-    return Diff(tuple(entries))
+    faults = {**ours.faults, **theirs.faults}
+    return Diff(tuple(replace(entry, where=faults.get(entry.name, "")) for entry in entries))
 
 
 def digest_plain(weight: torch.Tensor) -> Leaf:

@@ -35,6 +35,12 @@ def add(commands: Any) -> None:
         choices=["nf4", "baked", "auto", "vllm"],
         help="what linears multiply with on the CPU: the codes (default), decoded copies beside them, or what is fastest; on a GPU only 'auto' changes anything",
     )
+    serve.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="GPUs that hold a part of the base each; a 4-bit base is served in its baked form then (default: 1)",
+    )
     serve.add_argument("--kv-cache-gib", type=float, metavar="GIB", help="size of the KV cache")
     serve.add_argument(
         "--max-body-mib", type=float, metavar="MIB", help="largest request (default: by the largest adapter)"

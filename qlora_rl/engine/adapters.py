@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from qlora_rl.contracts import AdapterSlots
 from qlora_rl.engine import compat
+from qlora_rl.engine.parallel import held_digests
 from qlora_rl.errors import EngineBrokenError, SyncError, VersionGoneError
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class Adapters:
         """Digests of what the serving slot holds."""
         if self.served is None:
             return {}
-        return llm.collective_rpc("qlora_held_adapter", args=(self.served.request.lora_int_id, rank))[0]
+        return held_digests(llm.collective_rpc("qlora_held_adapter", args=(self.served.request.lora_int_id, rank)))
 
     def withdraw(self, reason: str) -> None:
         """Serve nothing until the next push."""

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import importlib.metadata
 import importlib.util
+import multiprocessing
 import os
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -116,8 +117,8 @@ def require_head_size(config: Any) -> None:
 
 
 @contextlib.contextmanager
-def construction() -> Iterator[None]:
-    """What must hold while an engine is built in this process, and is put back afterwards.
+def construction(ranks: int = 1) -> Iterator[None]:
+    """What must hold while an engine is built in this process, and is put back afterwards; see `room_for` for several ranks.
 
     - `VLLM_ENABLE_V1_MULTIPROCESSING=0`: the engine core runs here, where adapters and weights can be reached.
     - vLLM seeds the global random generators; the trainer's state is kept out of that.
@@ -133,7 +134,8 @@ def construction() -> Iterator[None]:
     set_threads = torch.set_num_threads
     os.environ[key] = "0"
     try:
-        yield
+        with room_for(ranks):
+            yield
     finally:
         if before is None:
             os.environ.pop(key, None)
@@ -147,32 +149,53 @@ def construction() -> Iterator[None]:
         torch.set_num_threads = set_threads
 
 
-def unreached_modules(llm: LLM, adapter_id: int) -> list[str] | None:
-    """Modules of a loaded adapter that no layer of the engine multiplies with; `None` where that cannot be seen.
+@contextlib.contextmanager
+def room_for(ranks: int) -> Iterator[None]:
+    """What must hold while vLLM starts several ranks on this machine, each a process of its own, and is put back afterwards.
 
-    vLLM serves an adapter whose names match nothing as the bare base, with one DEBUG line (vllm#55193). Private path of
-    the in-process engine; remove when `add_lora` reports it.
+    - 0.31 binds the threads of each rank on the CPU to a NUMA node of its own, and refuses where there are fewer. They get an equal share
+      of the cores instead, and run on any; `VLLM_CPU_OMP_THREADS_BIND` by hand counts.
+    - vLLM remembers the environment that the first engine of a process has seen, and sets threads and variables for its ranks.
     """
-    manager = _adapter_manager(llm)
-    if manager is None:
-        return None
-    adapter = manager.get_adapter(adapter_id)
-    if adapter is None:
-        return ["(all)"]
-    lost = sorted(name for name in adapter.loras if name not in manager.modules)
-    return lost or ([] if adapter.loras else ["(all)"])
+    if ranks == 1:
+        yield
+        return
+    from vllm import envs
+
+    # A version without them remembers nothing.
+    forget, remember = getattr(envs, "disable_envs_cache", None), getattr(envs, "enable_envs_cache", None)
+    bind, threads = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
+    before = {key: os.environ.get(key) for key in (bind, threads, "OMP_NUM_THREADS_SET_BY_VLLM", "LOCAL_WORLD_SIZE")}
+    count, set_threads = torch.get_num_threads(), torch.set_num_threads
+    if platform_is_cpu():
+        if os.environ.get(bind, "auto") == "auto":
+            os.environ[bind] = "nobind"
+        os.environ.setdefault(threads, str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    if forget is not None:
+        forget()
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+        if forget is not None and remember is not None:
+            forget()
+            remember()
+        set_threads(count)
+
+
+def unreached_modules(llm: LLM, adapter_id: int) -> list[str]:
+    """Modules of a loaded adapter that no layer of the engine multiplies with. Remove when `add_lora` reports it."""
+    answers = llm.collective_rpc("qlora_unreached_modules", args=(adapter_id,))
+    return sorted({name for answer in answers for name in answer})
 
 
 def holds_adapters(llm: LLM, ids: Sequence[int]) -> bool:
-    """All of these adapters lie in slots of the engine. Private path; remove when vLLM lends adapter buffers itself."""
-    manager = _adapter_manager(llm)
-    return manager is not None and set(ids) <= set(manager.lora_index_to_id)
-
-
-def _adapter_manager(llm: LLM) -> Any:
-    executor = getattr(llm.llm_engine, "model_executor", None)
-    runner = getattr(getattr(executor, "driver_worker", None), "model_runner", None)
-    return getattr(getattr(runner, "lora_manager", None), "_adapter_manager", None)
+    """All of these adapters lie in slots of the engine. Remove when vLLM lends adapter buffers itself."""
+    return all(llm.collective_rpc("qlora_holds_adapters", args=(list(ids),)))
 
 
 # Engines of this process that are not shut down. vLLM keeps its process groups in module globals that all of them share.
@@ -203,6 +226,7 @@ def shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     client = llm.llm_engine.engine_core
     if _alive == 0 and owns_process_group:
         client.shutdown()
+        multiprocessing.active_children()  # ranks that have ended are forgotten by the system only when they are asked for
         return
     client._finalizer.detach()
     core = client.engine_core
@@ -210,6 +234,7 @@ def shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     core.model_executor.shutdown()
     core.scheduler.shutdown()
     gc.unfreeze()
+    multiprocessing.active_children()
     if _alive == 0:
         destroy_model_parallel()
 
@@ -255,14 +280,15 @@ class PolicyNames(dict[str, Any]):
         return [SimpleNamespace(lora_name=name, path="", base_model_name=None) for name in self]
 
 
-def executor_of_server() -> dict[str, Any]:
-    """The argument that keeps vLLM's worker in the process of its engine, on the CPU; nothing where threads are bound by hand.
+def executor_of_server(ranks: int = 1) -> dict[str, Any]:
+    """The argument that keeps vLLM's worker in the process of its engine, on the CPU; nothing where threads are bound by hand, or for
+    several ranks.
 
     0.31 gives a CPU server's worker a process of its own, to bind its threads, and one core less than there are. Between two
     requests that process waits awake for a second: a trainer beside it loses a core. It takes "uni" back to "mp", and a
     name of a class as it is. Remove when an idle worker sleeps.
     """
-    if os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto":
+    if ranks > 1 or os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto":
         return {}
     return {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 

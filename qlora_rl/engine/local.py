@@ -20,6 +20,7 @@ from qlora_rl.engine.dense import DenseWeights
 from qlora_rl.engine.drive import Driver, alone
 from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
 from qlora_rl.engine.options import start_options
+from qlora_rl.engine.parallel import IN_PROCESSES, described
 from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled_logprobs, sampling_params
 from qlora_rl.engine.shared import Borrowers
 from qlora_rl.engine.worker import Lending
@@ -46,7 +47,7 @@ class LocalEngine:
         max_lora_rank: largest rank that will be served, rounded up to one of vLLM's classes; 0 switches LoRA off.
         max_model_length: prompt plus completion, in tokens; by default what the model was made for.
         max_num_seqs: sequences in flight.
-        tensor_parallel_size: GPUs; a 4-bit base needs 1.
+        tensor_parallel_size: processes that hold a part of the base each, on a GPU each; a 4-bit base is served in its baked form then.
         gpu_memory_utilization: share of the card that vLLM may fill (weights and KV cache).
         kv_cache_gib: size of the KV cache; on a GPU it replaces `gpu_memory_utilization`. On the CPU the default is what
             `max_num_seqs` sequences of full length need, at most 4 GiB.
@@ -122,7 +123,7 @@ class LocalEngine:
             **vllm_options,
         )
         self._options = start.arguments
-        self._vllm_version, self._is_cpu = start.vllm_version, start.is_cpu
+        self._start, self._vllm_version, self._is_cpu = start, start.vllm_version, start.is_cpu
         self._max_model_length = start.max_model_length
         self._is_4bit = start.is_4bit
         self._base_compute = {
@@ -163,13 +164,13 @@ class LocalEngine:
         return EngineCapabilities(
             name=f"vllm {self._vllm_version} ({'cpu' if self._is_cpu else 'gpu'})",
             takes_adapters=bool(self.max_lora_rank),
-            takes_dense=not self._is_4bit and self._options["tensor_parallel_size"] == 1,
+            takes_dense=not self._is_4bit and self._start.ranks == 1,
             max_lora_rank=self.max_lora_rank,
             max_model_length=self._max_model_length,
             adapter_dtype=dtype,
             can_sleep=self._enable_sleep and not self._is_cpu,
             holds_two=bool(self.max_lora_rank),
-            takes_in_place=bool(self.max_lora_rank) and self._options["tensor_parallel_size"] == 1,
+            takes_in_place=bool(self.max_lora_rank) and self._start.ranks == 1,
         )
 
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
@@ -201,7 +202,7 @@ class LocalEngine:
     def describe_base(self) -> BaseFingerprint:
         """The base as vLLM holds it, read from its own weights."""
         self.wake()
-        return BaseFingerprint.from_dict(self.llm.collective_rpc("qlora_describe_base")[0])
+        return described(self.llm.collective_rpc("qlora_describe_base"), self._start.base)
 
     @alone
     def repair_base(self) -> dict[str, float]:
@@ -404,16 +405,20 @@ class LocalEngine:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        with compat.construction():
+        ranks = self._start.ranks
+        with compat.construction(ranks):
             from vllm import LLM
 
             try:
                 self._llm = LLM(**self._options)
             except Exception as error:
                 compat.trim_memory()
-                raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}") from error
+                hint = IN_PROCESSES if ranks > 1 else ""
+                raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}{hint}") from error
         compat.started()
         try:
+            if ranks > 1:
+                self._llm.collective_rpc("qlora_begin_as_rank")
             if self._repair_scales:
                 self._repair()
             self.base_compute = BaseCompute(

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.base.checkpoint import open_base
+from qlora_rl.base.bake import bake_base
+from qlora_rl.base.checkpoint import PreparedBase, open_base
 from qlora_rl.base.fingerprint import linear_names
 from qlora_rl.contracts import rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.cache import kv_cache_needed
-from qlora_rl.errors import EngineUnsupportedError, NotYetSupportedError
+from qlora_rl.errors import EngineUnsupportedError
+
+logger = logging.getLogger(__name__)
 
 # Of vLLM's arguments, those that nobody else may set: with another value an engine would hold or report something else.
 OWN = frozenset(
     {"model", "dtype", "enable_lora", "load_format", "logprobs_mode", "lora_target_modules", "worker_extension_cls"}
 )
+# And those that cut weights or adapters in ways that `parallel.places_of` does not know.
+_UNKNOWN_CUTS = {
+    "fully_sharded_loras": False,
+    "pipeline_parallel_size": 1,
+    "enable_expert_parallel": False,
+    "quantization": None,
+}
 
 
 @dataclass(frozen=True)
@@ -26,14 +38,18 @@ class StartOptions:
 
     Attributes:
         arguments: of `vllm.LLM`, or of the server's engine.
+        base: directory that is loaded: the one that was asked for, or its baked form.
+        ranks: processes that hold a part of it each.
         vllm_version: that is installed.
-        is_4bit: the base is.
+        is_4bit: what is loaded is.
         is_cpu: vLLM runs on the CPU.
         max_lora_rank: one of vLLM's classes; 0 without LoRA.
         max_model_length: prompt plus completion, in tokens.
     """
 
     arguments: dict[str, Any]
+    base: Path
+    ranks: int
     vllm_version: str
     is_4bit: bool
     is_cpu: bool
@@ -89,22 +105,14 @@ def start_options(
     version = compat.vllm_version()
     from transformers import AutoConfig
 
-    is_4bit = open_base(base, verify=False).spec.is_4bit
-    config = AutoConfig.from_pretrained(Path(base), trust_remote_code=trust_remote_code)
+    prepared, ranks = open_base(base, verify=False), tensor_parallel_size
+    config = AutoConfig.from_pretrained(prepared.path, trust_remote_code=trust_remote_code)
+    compat.require_head_size(config)
+    if ranks > 1:
+        prepared = _for_ranks(prepared, ranks, vllm_options)
+    base, is_4bit, is_cpu = prepared.path, prepared.spec.is_4bit, compat.platform_is_cpu()
     if is_4bit:
         compat.require_bitsandbytes_support()
-    is_cpu = compat.platform_is_cpu()
-    compat.require_head_size(config)
-    if tensor_parallel_size > 1 and not is_4bit:
-        raise NotYetSupportedError(
-            f"starting vLLM: tensor_parallel_size={tensor_parallel_size}: what several GPUs hold cannot be proven yet. Use "
-            "tensor_parallel_size=1."
-        )
-    if is_4bit and tensor_parallel_size > 1:
-        raise EngineUnsupportedError(
-            f"starting vLLM: tensor_parallel_size={tensor_parallel_size} with a 4-bit base: vLLM cannot shard what was "
-            "quantised beforehand. Use tensor_parallel_size=1, or a base with quant='none'."
-        )
     if is_4bit and str(config.dtype).endswith("float32"):
         raise EngineUnsupportedError(
             "starting vLLM: the base is 4-bit with compute_dtype=float32, which vLLM's bitsandbytes kernels do not take. "
@@ -115,15 +123,15 @@ def start_options(
     text = config.get_text_config()
     length = max_model_length or int(text.max_position_embeddings)
     if is_cpu and kv_cache_gib is None:
-        kv_cache_gib = kv_cache_needed(text, length, max_num_seqs)
+        kv_cache_gib = max(1 / 16, kv_cache_needed(text, length, max_num_seqs) / ranks)  # of each
     arguments: dict[str, Any] = {
-        "model": str(Path(base)),
+        "model": str(base),
         # Said aloud: "auto" would serve a float32 base in 16 bits.
         "dtype": str(config.dtype).removeprefix("torch."),
         "enable_lora": bool(rank),
         "max_model_len": length,
         "max_num_seqs": max_num_seqs,
-        "tensor_parallel_size": tensor_parallel_size,
+        "tensor_parallel_size": ranks,
         "gpu_memory_utilization": gpu_memory_utilization,
         "enforce_eager": is_cpu if enforce_eager is None else enforce_eager,
         "enable_sleep_mode": enable_sleep and not is_cpu,
@@ -146,6 +154,34 @@ def start_options(
         arguments["worker_cls"] = "qlora_rl.engine.gpu_worker.Worker"
         # Part of the key of vLLM's cache of compiled code: a graph with other linears must not be taken from there.
         arguments["additional_config"] = {"qlora_rl": {"base_compute": base_compute}}
+    if ranks > 1:
+        arguments["distributed_executor_backend"] = "mp"  # also where Ray runs, which would place them by itself
     if kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-    return StartOptions(arguments | vllm_options, version, is_4bit, is_cpu, rank, length)
+    return StartOptions(arguments | vllm_options, base, ranks, version, is_4bit, is_cpu, rank, length)
+
+
+def _for_ranks(prepared: PreparedBase, ranks: int, vllm_options: Mapping[str, Any]) -> PreparedBase:
+    """The base that several ranks load: their parts of a 4-bit weight could not be decoded, so its decoded form is cut.
+
+    Raises:
+        EngineUnsupportedError: an option with which it could not be said what a rank holds.
+    """
+    if taken := sorted(name for name, plain in _UNKNOWN_CUTS.items() if vllm_options.get(name, plain) != plain):
+        raise EngineUnsupportedError(
+            f"starting vLLM: tensor_parallel_size={ranks} with {', '.join(taken)}: what each rank holds then cannot be told here, and so not "
+            "proven. Leave it out."
+        )
+    if not prepared.spec.is_4bit:
+        return prepared
+    baked = bake_base(prepared)
+    logger.info(
+        "tensor_parallel_size=%d: vLLM cannot cut 4-bit weights, so its ranks load what the codes of %s stand for, in %s (four times the "
+        "bytes, shared by %d ranks): %s. The trainer keeps the codes; both sides multiply with the same numbers.",
+        ranks,
+        prepared,
+        baked.spec.compute_dtype,
+        ranks,
+        baked,
+    )
+    return baked

@@ -24,6 +24,7 @@ from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, unpack_adapter
 from qlora_rl.contracts import AdapterBundle, SamplingSpec
 from qlora_rl.engine import compat
 from qlora_rl.engine.gate import Visits
+from qlora_rl.engine.parallel import described, held_digests
 from qlora_rl.engine.sampling import (
     SCORING,
     check_lengths,
@@ -90,6 +91,7 @@ class ServedPolicy:
         max_length: prompt plus completion, in tokens.
         visits: which requests are inside.
         weights: that lie in the engine.
+        base: directory that the engine has loaded.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class ServedPolicy:
         max_length: int,
         visits: Visits,
         weights: ServedWeights | None = None,
+        base: Path | None = None,
     ):
+        self.base = base
         self.weights = weights or ServedWeights(engine, store.root.parent, {})
         self.engine, self.names, self.store, self.visits = engine, names, store, visits
         self.sizes, self.max_rank, self.max_length = sizes, max_rank, max_length
@@ -218,7 +222,12 @@ class ServedPolicy:
                 return {}
             # Loads it again if requests for older ones have pushed it out of its slot.
             await self.engine.add_lora(self.held.request)
-            return (await self.engine.collective_rpc("qlora_held_adapter", args=(self.held.number, rank)))[0]
+            return held_digests(await self.engine.collective_rpc("qlora_held_adapter", args=(self.held.number, rank)))
+
+    async def describe_base(self) -> dict[str, Any]:
+        """The base as vLLM holds it (`BaseFingerprint.as_dict`)."""
+        answers = await self.engine.collective_rpc("qlora_describe_base")
+        return answers[0] if len(answers) == 1 else (await asyncio.to_thread(described, answers, self.base)).as_dict()
 
     async def generate(
         self,

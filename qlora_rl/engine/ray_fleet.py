@@ -13,7 +13,7 @@ from typing import Any
 from qlora_rl.engine.fleet import Fleet
 from qlora_rl.engine.hosted import HostedEngine
 from qlora_rl.engine.ray_replica import Parcels, RayReplica, require_ray
-from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError, QloraRLError
+from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError, NotYetSupportedError, QloraRLError
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,10 @@ class RayFleet(Fleet):
         if health_check_timeout_s <= 0:
             raise ConfigConflictError(
                 f"placing engines on Ray: health_check_timeout_s={health_check_timeout_s} is no time. Use seconds, 60 for example."
+            )
+        if (size := options.get("tensor_parallel_size", 1)) > 1:
+            raise NotYetSupportedError(
+                f"placing engines on Ray: tensor_parallel_size={size}: an actor has one GPU. Start servers with --tensor-parallel-size."
             )
         ray = require_ray()
         self.parcels = Parcels()

@@ -130,7 +130,7 @@ class Api:
 
     async def base(self, request: Request) -> dict[str, Any]:
         """The base as vLLM holds it (`BaseFingerprint.as_dict`)."""
-        return (await self.policy.engine.collective_rpc("qlora_describe_base"))[0]
+        return await self.policy.describe_base()
 
     async def repair(self, request: Request) -> dict[str, Any]:
         """Write the exact scales back; the largest relative error of each weight."""

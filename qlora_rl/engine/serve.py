@@ -96,9 +96,10 @@ def serve(
         stack.enter_context(interrupts_for_sure(is_starting, lambda: shutil.rmtree(own, ignore_errors=True)))
         stack.enter_context(no_child_left())
         start = start_options(base, base_compute=base_compute, **{"disable_log_stats": False, **options})
-        if start.is_4bit and not start.max_lora_rank:
+        if not start.max_lora_rank and (start.is_4bit or start.ranks > 1):
+            held = "on a 4-bit base" if start.is_4bit else f"with tensor_parallel_size={start.ranks}"
             raise ConfigConflictError(
-                "starting the server: max_lora_rank=0 on a 4-bit base: neither an adapter nor full weights can be pushed. Use at least 1, "
+                f"starting the server: max_lora_rank=0 {held}: neither an adapter nor full weights can be pushed. Use at least 1, "
                 "or serve the baked base (bake_base)."
             )
         key_path, key = read_or_make_key(key_path or own / "api-key")
@@ -110,9 +111,10 @@ def serve(
         sock = _bind(host, port)
         stack.callback(sock.close)
         url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-        own_arguments = start.arguments | (compat.executor_of_server() if start.is_cpu else {})
+        own_arguments = start.arguments | (compat.executor_of_server(start.ranks) if start.is_cpu else {})
         arguments = compat.server_arguments(own_arguments, host, sock.getsockname()[1], vllm_options)
         server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file, base_compute)
+        stack.enter_context(compat.room_for(start.ranks))
         try:
             asyncio.run(compat.run_openai_server(arguments, server.prepare, sock))
         except (KeyboardInterrupt, asyncio.CancelledError):
@@ -142,20 +144,23 @@ class _Server:
 
     async def prepare(self, app: Any, engine: Any) -> None:
         """Repair the scales, ask for the base, add our routes, and close the gate around everything."""
-        from qlora_rl.contracts import BaseFingerprint
+        from qlora_rl.engine.parallel import adapter_sizes, described
         from qlora_rl.engine.policy import ServedPolicy
         from qlora_rl.engine.routes import PREFIX, Api, Lease
         from qlora_rl.engine.weights import ServedWeights, Shutter
 
         await engine.collective_rpc("qlora_end_with_server", args=(os.getpid(),))
+        ranks = self.start.ranks
+        if ranks > 1:
+            await engine.collective_rpc("qlora_begin_as_rank")
         repaired = (await engine.collective_rpc("qlora_repair_scales"))[0] if self.start.is_4bit else {}
         wish = {"wish": self.base_compute, "rows": self.start.arguments["max_num_seqs"]}
         compute = BaseCompute(**(await engine.collective_rpc("qlora_multiply_directly", kwargs=wish))[0])
         logger.info("%s", compute)
-        found = BaseFingerprint.from_dict((await engine.collective_rpc("qlora_describe_base"))[0])
+        found = described(await engine.collective_rpc("qlora_describe_base"), self.start.base)
         rank = self.start.max_lora_rank
-        sizes = (await engine.collective_rpc("qlora_adapter_sizes"))[0] if rank else {}
-        weights = ServedWeights(engine, self.store.root.parent, {} if rank else found.leaves)
+        sizes = adapter_sizes(await engine.collective_rpc("qlora_adapter_sizes"), found) if rank else {}
+        weights = ServedWeights(engine, self.store.root.parent, {} if rank or ranks > 1 else found.leaves)
         limit = self.max_body_mib
         if limit is None:
             limit = max(16.0, 1.1 * 4 * rank * sum(i + o for i, o in sizes.values()) / _MIB + 1)
@@ -163,7 +168,7 @@ class _Server:
         visits, models = Visits(), app.state.openai_serving_models
         models.lora_requests = names = compat.PolicyNames(models.lora_requests)
         length = self.start.max_model_length
-        policy = ServedPolicy(engine, names, self.store, sizes, rank, length, visits, weights)
+        policy = ServedPolicy(engine, names, self.store, sizes, rank, length, visits, weights, self.start.base)
         about = {
             "name": f"vllm {self.start.vllm_version} ({'cpu' if self.start.is_cpu else 'gpu'}) at {self.url}",
             "base": found.digest,

@@ -69,6 +69,7 @@ class ServerProbe:
             raise EngineUnsupportedError(f"{doing}: it does not answer like vLLM. {_HOW}") from error
         if len(results) != 1:
             raise EngineUnsupportedError(
-                f"{doing}: {len(results)} workers hold it in parts, which cannot be proven yet. Use tensor_parallel_size=1."
+                f"{doing}: {len(results)} ranks hold it in parts, which only a server of `qlora-rl serve` compares with its own directory. "
+                "Start it with that, and pass its --api-key-file."
             )
         return results[0]

@@ -21,6 +21,8 @@ from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, f
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 from qlora_rl.engine.base_compute import install
+from qlora_rl.engine.held import parts, quantised, shard_names, unquantised
+from qlora_rl.engine.parallel import adapted_layers, held_pieces, held_shards
 from qlora_rl.engine.reload import reload_dense
 from qlora_rl.engine.stage import read_parts
 
@@ -57,11 +59,17 @@ class BaseExtension:
     """Mixed into vLLM's worker."""
 
     model_runner: Any
+    parallel_config: Any
 
     def qlora_describe_base(self) -> dict[str, Any]:
-        """The *function* of the base as this worker holds it (`BaseFingerprint.as_dict`)."""
+        """The *function* of the base as this worker holds it (`BaseFingerprint.as_dict`); of one among several ranks its parts.
+
+        `parallel.described` reads the answers of all of them.
+        """
         model = self.model_runner.get_model()
         config = self.model_runner.model_config
+        if self.parallel_config.tensor_parallel_size > 1:
+            return held_shards(model, config.dtype)
         leaves: dict[str, Leaf] = dict(_leaves(model, config.dtype))
         facts = facts_of(config.model) if Path(config.model).is_dir() else {}
         return BaseFingerprint(dict(sorted(leaves.items())), facts).as_dict()
@@ -74,13 +82,13 @@ class BaseExtension:
         """
         stored = StoredTensors(self.model_runner.model_config.model)
         repaired: dict[str, float] = {}
-        for name, _, state in _quantised(self.model_runner.get_model()):
+        for name, _, state in quantised(self.model_runner.get_model()):
             if name not in stored:
                 continue
-            quantised = stored.read_4bit(name)
-            if quantised is None:
+            wanted = stored.read_4bit(name)
+            if wanted is None:
                 continue
-            exact = quantised.absmax.to(state.absmax.device)
+            exact = wanted.absmax.to(state.absmax.device)
             held = state.absmax.flatten()
             if held.shape != exact.shape or torch.equal(held, exact):
                 continue
@@ -103,11 +111,13 @@ class BaseExtension:
         return done.as_dict()
 
     def qlora_lend_base(self) -> Lending:
-        """The base as vLLM's own tensors, fused ones as views of their shards; nothing is copied."""
+        """The base as vLLM's own tensors, fused ones as views of their shards; nothing is copied. A rank among several lends none."""
+        if self.parallel_config.tensor_parallel_size > 1:
+            return Lending(os.getpid(), {}, {})
         model = self.model_runner.get_model()
         dtype = self.model_runner.model_config.dtype
         modules = dict(model.named_modules())
-        weights = {name: Lent(codes, state) for name, codes, state in _quantised(model)}
+        weights = {name: Lent(codes, state) for name, codes, state in quantised(model)}
         withheld: dict[str, str] = {}
         for name, parameter in model.named_parameters():
             if getattr(parameter, "bnb_quant_state", None) is not None:
@@ -118,9 +128,9 @@ class BaseExtension:
             elif weight.dtype != dtype:
                 why = f"vLLM holds it as {str(weight.dtype).removeprefix('torch.')}"
             if why is not None:
-                withheld |= dict.fromkeys(_shard_names(model, name), why)
+                withheld |= dict.fromkeys(shard_names(model, name), why)
                 continue
-            weights |= {shard: Lent(part) for shard, part in _parts(model, name, weight, owner)}
+            weights |= {shard: Lent(part) for shard, part in parts(model, name, weight, owner)}
         return Lending(os.getpid(), weights, withheld)
 
     def qlora_load_dense(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
@@ -142,7 +152,7 @@ class BaseExtension:
         missing: set[str] = set()
         for name, _ in model.named_parameters():
             # vLLM calls a fused weight written when one of its shards was.
-            shards = set(_shard_names(model, name))
+            shards = set(shard_names(model, name))
             if name.replace(".base_layer.", ".") not in written:
                 missing |= shards
             missing |= shards - came
@@ -161,42 +171,72 @@ class BaseExtension:
         for tensor in torch.utils._pytree.tree_leaves(self.model_runner.kv_caches):
             tensor.zero_()
 
-    def qlora_held_adapter(self, adapter_id: int, rank: int) -> dict[str, str]:
+    def qlora_held_adapter(self, adapter_id: int, rank: int) -> dict[str, Any]:
         """Digests of the A [rank, I] and B [O, rank] that the slot of an adapter holds now, by canonical name.
 
-        Read from the buffers that the layers multiply with, not from the file. Parts that are all zero are left out.
+        Read from the buffers that the layers multiply with, not from the file. Parts that are all zero are left out. One among
+        several ranks gives its pieces of them; `parallel.held_digests` reads the answers of all.
         """
         places = self.qlora_lend_adapter(adapter_id, rank)
-        return {name: digest_bytes(place) for name, place in places.items() if bool(place.any())}
+        size = self.parallel_config.tensor_parallel_size
+        if size == 1:
+            return {name: digest_bytes(place) for name, place in places.items() if bool(place.any())}
+        owners = {
+            f"base_model.model.{name}.lora_{part}.weight": (layer.base_layer, count, number)
+            for name, layer, count, number in self._qlora_adapted()
+            for part in "AB"
+        }
+        return held_pieces(places, owners, self.parallel_config.rank % size)
 
     def qlora_lend_adapter(self, adapter_id: int, rank: int) -> dict[str, torch.Tensor]:
         """The buffers A [rank, I] and B [O, rank] of an adapter's slot, by canonical name; views, of all layers there are."""
-        model = self.model_runner.get_model()
         manager = self.model_runner.lora_manager._adapter_manager
         places: dict[str, torch.Tensor] = {}
         if adapter_id not in manager.lora_index_to_id:
             return places
         slot = manager.lora_index_to_id.index(adapter_id)
-        for path, layer in manager.modules.items():
-            if not isinstance(layer.lora_a_stacked, tuple):
-                continue  # an embedding or a head, which we never fill
-            for i, shard in enumerate(_shard_names(model, f"{path}.weight")):
-                name = f"base_model.model.{shard.removesuffix('.weight')}"
-                places[f"{name}.lora_A.weight"] = layer.lora_a_stacked[i][slot, 0, :rank]
-                places[f"{name}.lora_B.weight"] = layer.lora_b_stacked[i][slot, 0, :, :rank]
+        for name, layer, _, i in self._qlora_adapted():
+            places[f"base_model.model.{name}.lora_A.weight"] = layer.lora_a_stacked[i][slot, 0, :rank]
+            places[f"base_model.model.{name}.lora_B.weight"] = layer.lora_b_stacked[i][slot, 0, :, :rank]
         return places
 
     def qlora_adapter_sizes(self) -> dict[str, list[int]]:
-        """[I, O] of every linear that can be adapted, by the base model's name."""
-        model = self.model_runner.get_model()
-        sizes: dict[str, list[int]] = {}
-        for path, layer in self.model_runner.lora_manager._adapter_manager.modules.items():
-            if not isinstance(layer.lora_a_stacked, tuple):
-                continue  # an embedding or a head, which we never fill
-            for i, shard in enumerate(_shard_names(model, f"{path}.weight")):
-                a, b = layer.lora_a_stacked[i], layer.lora_b_stacked[i]
-                sizes[shard.removesuffix(".weight")] = [a.shape[-1], b.shape[-2]]
-        return sizes
+        """[I, O] of every linear that can be adapted, as far as it lies here, by the base model's name."""
+        return {
+            name: [layer.lora_a_stacked[i].shape[-1], layer.lora_b_stacked[i].shape[-2]]
+            for name, layer, _, i in self._qlora_adapted()
+        }
+
+    def qlora_unreached_modules(self, adapter_id: int) -> list[str]:
+        """Modules of a loaded adapter that no layer multiplies with.
+
+        vLLM serves an adapter whose names match nothing as the bare base, with one DEBUG line (vllm#55193).
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        adapter = manager.get_adapter(adapter_id)
+        if adapter is None:
+            return ["(all)"]
+        lost = sorted(name for name in adapter.loras if name not in manager.modules)
+        return lost or ([] if adapter.loras else ["(all)"])
+
+    def qlora_holds_adapters(self, ids: list[int]) -> bool:
+        """All of these adapters lie in slots."""
+        return set(ids) <= set(self.model_runner.lora_manager._adapter_manager.lora_index_to_id)
+
+    def _qlora_adapted(self) -> Iterator[tuple[str, Any, int, int]]:
+        modules = self.model_runner.lora_manager._adapter_manager.modules
+        return adapted_layers(self.model_runner.get_model(), modules)
+
+    def qlora_begin_as_rank(self) -> None:
+        """What a rank among several does first.
+
+        Ctrl-C is left to the process that drives the ranks: vLLM's own end at it, in the middle of a step. And its CPU backend leaves the
+        shared memory through which they add up behind, 4 MiB a rank: all have opened it by now, and it needs no name any more.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if (run := os.environ.get("VLLM_DIST_IDENT", "")).startswith("vllm_dist_"):
+            for file in Path("/dev/shm").glob(f"{run}-*-cpushm_*"):
+                file.unlink(missing_ok=True)
 
     def qlora_end_with_server(self, server: int) -> None:
         """Have this process, and vLLM's engine process above it, end when the server's process has ended, however it did.
@@ -215,63 +255,7 @@ class BaseExtension:
 
 
 def _leaves(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Leaf]]:
-    for name, codes, state in _quantised(model):
+    for name, codes, state in quantised(model):
         yield name, digest_4bit(codes, state)
-    for name, weight in _unquantised(model, dtype):
+    for name, weight in unquantised(model, dtype):
         yield name, digest_plain(weight)
-
-
-def _quantised(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Any]]:
-    """Name, packed codes and QuantState of every 4-bit weight; fused ones split back into their shards."""
-    for name, parameter in model.named_parameters():
-        states = getattr(parameter, "bnb_quant_state", None)
-        if states is None:
-            continue
-        offsets = parameter.bnb_shard_offsets.tolist()
-        for i, shard in enumerate(_shard_names(model, name)):
-            yield shard, parameter.data[offsets[i] : offsets[i + 1]], states[i]
-
-
-def _unquantised(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and values of every other weight; fused ones split, the padding of the vocabulary cut off."""
-    modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "bnb_quant_state", None) is not None:
-            continue
-        owner = modules[name.rpartition(".")[0]]
-        yield from _parts(model, name, _as_loaded(parameter.data, owner, dtype), owner)
-
-
-def _parts(model: torch.nn.Module, name: str, weight: torch.Tensor, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """An unquantised weight of vLLM's, in the parts that transformers knows; views."""
-    shards = _shard_names(model, name)
-    if len(shards) > 1:
-        yield from zip(shards, weight.split(list(owner.output_sizes), dim=0), strict=True)
-        return
-    rows = getattr(owner, "org_vocab_size", None)
-    yield shards[0], weight if rows is None else weight[:rows]
-
-
-def _as_loaded(weight: torch.Tensor, owner: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """Undo what vLLM's CPU backend does to unquantised linears after loading.
-
-    It packs the weight away and leaves an empty parameter: the weight is read back through the layer, as its product with
-    the identity, which is exact. It may lift a bias to float32: taken back where that loses nothing.
-    """
-    if weight.numel() == 0 and hasattr(owner, "cpu_linear"):
-        size, device = owner.input_size_per_partition, weight.device
-        columns = [
-            owner.cpu_linear(eye, owner.weight, None) for eye in torch.eye(size, dtype=dtype, device=device).split(1024)
-        ]
-        return torch.cat(columns).T.contiguous()
-    if weight.dtype == torch.float32 != dtype and torch.equal(weight.to(dtype).float(), weight):
-        return weight.to(dtype)
-    return weight
-
-
-def _shard_names(model: torch.nn.Module, name: str) -> list[str]:
-    """What transformers calls the parts of a vLLM parameter: q, k and v of `qkv_proj`, and so on."""
-    path, _, what = name.replace(".base_layer.", ".").rpartition(".")
-    parent, _, own = path.rpartition(".")
-    packed = getattr(model, "packed_modules_mapping", {}).get(own)
-    return [f"{parent}.{part}.{what}" for part in packed] if packed else [f"{path}.{what}" if path else what]

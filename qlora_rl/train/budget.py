@@ -74,6 +74,8 @@ class MemoryBudget:
         on_gpu = torch.cuda.is_available() and not args.use_cpu
         limit = _limit(gpu_memory, on_gpu)
         options = {**trl_engine_options(args), **(engine_options or {})}
+        if options["tensor_parallel_size"] > 1:  # its ranks are other processes, and hold the decoded base
+            shared, baked = False, True
         self.ledger: MemoryLedger | None = None
         self.reason = ""
         self.is_limit = limit is not None

@@ -33,6 +33,7 @@ class EngineChoice:
 
     Raises:
         EngineBrokenError, AccessDeniedError, ServerTakenError: a server that cannot be used.
+        NotYetSupportedError: an engine of several ranks where it cannot be.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class EngineChoice:
         sync_dir: str | os.PathLike[str] | None = None,
         session: Callable[[], str] | None = None,
     ):
+        refuse_ranks(rollout, options.get("tensor_parallel_size", 1))
         self.rollout = rollout
         self.options = options
         self.is_ours = isinstance(rollout, str)
@@ -62,12 +64,17 @@ class EngineChoice:
         """An engine that can be given all weights: on the baked base, or on one that is not 4-bit.
 
         Raises:
-            NotYetSupportedError: several engines cannot.
+            NotYetSupportedError: several engines cannot, nor one of several ranks.
         """
         if self.rollout == "ray":
             raise NotYetSupportedError(
                 "choosing the engine: rollout='ray' takes adapters, and this policy needs full weights (see the reasons of its verdict: "
                 "judge_adapter). Use rollout='server' or 'colocate'."
+            )
+        if (size := self.options.get("tensor_parallel_size", 1)) > 1:
+            raise NotYetSupportedError(
+                f"choosing the engine: tensor_parallel_size={size} takes adapters, and this policy needs full weights (see the reasons of its "
+                "verdict: judge_adapter). Use tensor_parallel_size=1."
             )
         baked = ranks().in_turn(lambda: bake_base(base), "baking the base") if base.spec.is_4bit else base
         return _STARTS[self.rollout](baked, 0, {**self.options, "max_lora_rank": 0})
@@ -75,6 +82,24 @@ class EngineChoice:
     def closer(self, engine: RolloutEngine | None) -> Callable[[], None] | None:
         """What closes `engine`; `None` where that is its owner's business."""
         return closer(engine) if self.is_ours and engine is not None else None
+
+
+def refuse_ranks(rollout: Any, size: int) -> None:
+    """Refuse an engine of several ranks where this version has none.
+
+    Raises:
+        NotYetSupportedError: with what can be done instead.
+    """
+    if size > 1 and rollout == "colocate" and ranks().size > 1:
+        raise NotYetSupportedError(
+            f"choosing the engine: tensor_parallel_size={size} under rollout='colocate' in {ranks().size} processes: an engine whose ranks are "
+            "the trainer's own is not there yet. Use rollout='server': one engine of several ranks, for all of them."
+        )
+    if size > 1 and rollout == "ray":
+        raise NotYetSupportedError(
+            f"choosing the engine: tensor_parallel_size={size} under rollout='ray': an actor has one GPU. Use rollout='server', or start "
+            "servers with --tensor-parallel-size and pass their URLs."
+        )
 
 
 def start_local(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:

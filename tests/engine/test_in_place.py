@@ -10,7 +10,6 @@ from peft import get_peft_model
 from support import make_model, randomise
 
 from qlora_rl import AdapterSync, Canary, CanaryError, LocalEngine, bake_base, prepare_base
-from qlora_rl.engine import compat
 from qlora_rl.sync.in_place import InPlaceTransport
 from qlora_rl.sync.transports import DirectoryTransport
 
@@ -143,7 +142,7 @@ def test_after_a_nap_the_adapter_is_as_it_was(pushed, monkeypatch, is_lost):
 def test_slots_are_the_buffers_that_vllm_multiplies_with(pushed):
     _, engine, strategy = pushed
     strategy.push()
-    manager = compat._adapter_manager(engine.llm)
+    manager = engine.llm.llm_engine.model_executor.driver_worker.model_runner.lora_manager._adapter_manager
     storages = {
         t.untyped_storage().data_ptr()
         for layer in manager.modules.values()

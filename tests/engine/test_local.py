@@ -293,8 +293,8 @@ def test_a_head_size_that_the_cpu_cannot_serve_is_refused_with_the_sizes(tmp_pat
 def test_settings_that_cannot_work_are_refused_before_vllm_starts(base, model_dir):
     with pytest.raises(EngineUnsupportedError, match="rank=513 > max_lora_rank=512"):
         LocalEngine(base, max_lora_rank=513)
-    with pytest.raises(EngineUnsupportedError, match="tensor_parallel_size=2 with a 4-bit base"):
-        LocalEngine(base, tensor_parallel_size=2)
+    with pytest.raises(EngineUnsupportedError, match="tensor_parallel_size=2 with fully_sharded_loras"):
+        LocalEngine(base, tensor_parallel_size=2, fully_sharded_loras=True)
     with pytest.raises(EngineUnsupportedError, match="compute_dtype=float32"):
         LocalEngine(prepare_base(model_dir, compute_dtype="float32"))
 

@@ -171,6 +171,13 @@ def test_the_plan_of_a_dora_run_holds_the_baked_base_beside_the_4_bit_one(make_t
     assert "baked" in str(caught.value)
 
 
+def test_the_plan_of_an_engine_of_several_ranks_holds_the_baked_base_and_shares_nothing(make_trainer, config):
+    with pytest.raises(MemoryBudgetError) as caught:
+        make_trainer(rollout="colocate", gpu_memory=0.001, args=config(vllm_tensor_parallel_size=2))
+    assert "base, engine" in str(caught.value)
+    assert "baked" in str(caught.value)
+
+
 def test_an_engine_that_chooses_how_to_multiply_is_told_what_the_run_will_hold(make_trainer, config, colocate):
     """Baked copies are made only where the ledger leaves room for them."""
     trainer = make_trainer(rollout="colocate", gpu_memory=2.0, engine_options={"base_compute": "auto"})

@@ -270,3 +270,21 @@ def test_without_a_config_the_correction_is_ours_and_a_config_that_is_given_is_n
         given.vllm_importance_sampling_mode == settings.own_copy(given).vllm_importance_sampling_mode == "sequence_mask"
     )
     assert settings.own_copy(given).vllm_importance_sampling_clip_max == 3.0
+
+
+def test_an_engine_of_several_ranks_is_refused_where_there_is_none(monkeypatch):
+    from types import SimpleNamespace
+
+    from qlora_rl.train import engines
+
+    size = {"tensor_parallel_size": 2}
+    with pytest.raises(NotYetSupportedError, match="rollout='ray': an actor has one GPU"):
+        engines.EngineChoice("ray", size)
+    full = SimpleNamespace(spec=SimpleNamespace(is_4bit=True))
+    with pytest.raises(NotYetSupportedError, match="tensor_parallel_size=2 takes adapters"):
+        engines.EngineChoice("colocate", size).start_dense(full)
+    monkeypatch.setattr(engines, "ranks", lambda: SimpleNamespace(size=2))
+    with pytest.raises(NotYetSupportedError, match=r"in 2 processes: .* Use rollout='server'"):
+        engines.EngineChoice("colocate", size)
+    engines.EngineChoice("server", size)
+    engines.EngineChoice("colocate", {"tensor_parallel_size": 1})

@@ -1,0 +1,75 @@
+"""vLLM's weights by the names that transformers gives them: fused ones split, what its CPU backend has packed away read back.
+
+Runs inside vLLM's worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def quantised(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Any]]:
+    """Name, packed codes and QuantState of every 4-bit weight; fused ones split back into their shards."""
+    for name, parameter in model.named_parameters():
+        states = getattr(parameter, "bnb_quant_state", None)
+        if states is None:
+            continue
+        offsets = parameter.bnb_shard_offsets.tolist()
+        for i, shard in enumerate(shard_names(model, name)):
+            yield shard, parameter.data[offsets[i] : offsets[i + 1]], states[i]
+
+
+def unquantised(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and values of every other weight; fused ones split, the padding of the vocabulary cut off."""
+    for name, weight, owner in unquantised_parameters(model, dtype):
+        yield from parts(model, name, weight, owner)
+
+
+def unquantised_parameters(
+    model: torch.nn.Module, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor, torch.nn.Module]]:
+    """vLLM's own name, values and layer of every parameter that is not 4-bit."""
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "bnb_quant_state", None) is not None:
+            continue
+        owner = modules[name.rpartition(".")[0]]
+        yield name, _as_loaded(parameter.data, owner, dtype), owner
+
+
+def parts(model: torch.nn.Module, name: str, weight: torch.Tensor, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """An unquantised weight of vLLM's, in the parts that transformers knows; views."""
+    shards = shard_names(model, name)
+    if len(shards) > 1:
+        yield from zip(shards, weight.split(list(owner.output_sizes), dim=0), strict=True)
+        return
+    rows = getattr(owner, "org_vocab_size", None)
+    yield shards[0], weight if rows is None else weight[:rows]
+
+
+def shard_names(model: torch.nn.Module, name: str) -> list[str]:
+    """What transformers calls the parts of a vLLM parameter: q, k and v of `qkv_proj`, and so on."""
+    path, _, what = name.replace(".base_layer.", ".").rpartition(".")
+    parent, _, own = path.rpartition(".")
+    packed = getattr(model, "packed_modules_mapping", {}).get(own)
+    return [f"{parent}.{part}.{what}" for part in packed] if packed else [f"{path}.{what}" if path else what]
+
+
+def _as_loaded(weight: torch.Tensor, owner: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """Undo what vLLM's CPU backend does to unquantised linears after loading.
+
+    It packs the weight away and leaves an empty parameter: the weight is read back through the layer, as its product with
+    the identity, which is exact. It may lift a bias to float32: taken back where that loses nothing.
+    """
+    if weight.numel() == 0 and hasattr(owner, "cpu_linear"):
+        size, device = owner.input_size_per_partition, weight.device
+        columns = [
+            owner.cpu_linear(eye, owner.weight, None) for eye in torch.eye(size, dtype=dtype, device=device).split(1024)
+        ]
+        return torch.cat(columns).T.contiguous()
+    if weight.dtype == torch.float32 != dtype and torch.equal(weight.to(dtype).float(), weight):
+        return weight.to(dtype)
+    return weight
