@@ -341,8 +341,8 @@ def _joined() -> Ranks:
 
 
 def is_sharded(model: Any) -> bool:
-    """Its parameters lie in parts on the ranks (FSDP2)."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
+    """Its parameters lie in parts on the ranks (FSDP2, ZeRO-3)."""
+    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
 @torch.no_grad()
@@ -351,7 +351,31 @@ def whole(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     One that is not sharded is returned itself. For what is trained; of the base only full weights have need (`gathered`).
     """
-    return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [_joined_parts(tensor) for tensor in tensors]
+
+
+def _joined_parts(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    if not hasattr(tensor, "ds_tensor"):
+        return tensor
+    # Of the parts, not of the parameter: what DeepSpeed holds of it, gathered or not, stays as it is.
+    part, group = tensor.ds_tensor, tensor.ds_process_group
+    flat = part.new_empty(torch.distributed.get_world_size(group) * part.numel())
+    torch.distributed.all_gather_into_tensor(flat, part, group=group)
+    return flat[: tensor.ds_numel].view(tensor.ds_shape)
+
+
+def shape_of(tensor: torch.Tensor) -> torch.Size:
+    """Of the whole: a tensor of ZeRO-3 is empty where it is not being multiplied with."""
+    return getattr(tensor, "ds_shape", tensor.shape)
+
+
+def part_of(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """What this rank holds, flat, of a tensor of ZeRO-3 whose `values` are these; zeros behind the last one."""
+    size, rank = target.ds_tensor.numel(), torch.distributed.get_rank(target.ds_process_group)
+    part = values.flatten()[rank * size : (rank + 1) * size]
+    return torch.nn.functional.pad(part, (0, size - part.numel()))
 
 
 @contextlib.contextmanager
@@ -392,6 +416,10 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
 def put(values: torch.Tensor, target: torch.Tensor) -> None:
     """Write `values`, which every rank holds in full, over the part of `target` that lies here."""
     values = values.to(target.device, target.dtype)
+    if hasattr(target, "ds_tensor"):
+        target.ds_tensor.copy_(part_of(values, target))
+        if target.shape != target.ds_shape:  # gathered when it is needed
+            return
     if isinstance(target, DTensor):
         values = distribute_tensor(values, target.device_mesh, target.placements, src_data_rank=None).to_local()
         target = target.to_local()

@@ -16,7 +16,7 @@ from qlora_rl.adapter.export import export_subject, is_folded_after
 from qlora_rl.adapter.subject import Subject, active_adapter, not_finite
 from qlora_rl.adapter.verdict import Verdict, judge_adapter
 from qlora_rl.contracts import AdapterBundle
-from qlora_rl.distributed import whole
+from qlora_rl.distributed import shape_of, whole
 from qlora_rl.errors import AdapterRefusedError, collected
 
 
@@ -146,7 +146,7 @@ class LiveAdapter:
         self._verdict, self._subject = verdict, Subject(self.model, active_adapter(self.model))
         self._seen = self._signature()
         names = self._subject.layers
-        self._shape = tuple((name, entry[0].shape[0]) for name, entry in zip(names, self._seen, strict=True))
+        self._shape = tuple((name, shape_of(entry[0])[0]) for name, entry in zip(names, self._seen, strict=True))
 
     def _signature(self) -> list[tuple[Any, ...]]:
         """What each layer multiplies with, as objects: A, B, scale; empty where one of them is merged or switched off."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qlora_rl.contracts import EngineCapabilities
+from qlora_rl.distributed import shape_of
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -135,7 +136,7 @@ def method_of(config: Any) -> str:
 def ranks_of(layer: LoraLayer, adapter: str) -> int:
     """R of one live layer: of its matrices, which may have been padded since they were made."""
     weight = getattr(layer.lora_A[adapter], "weight", None) if adapter in layer.lora_A else None
-    return int(layer.r[adapter] if weight is None else weight.shape[0])
+    return int(layer.r[adapter] if weight is None else shape_of(weight)[0])
 
 
 @torch.no_grad()

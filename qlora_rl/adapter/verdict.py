@@ -17,6 +17,7 @@ import torch
 from qlora_rl.adapter import methods
 from qlora_rl.adapter.subject import Subject, active_adapter, is_lora_layer, method_of, not_finite, ranks_of
 from qlora_rl.contracts import LORA_RANK_CLASSES, EngineCapabilities
+from qlora_rl.distributed import shape_of
 
 if TYPE_CHECKING:
     from qlora_rl.adapter.directory import OpenedAdapter
@@ -217,6 +218,14 @@ def _is_on(subject: Subject) -> Iterator[Finding]:
             return
 
 
+def _is_hooked(module: Any) -> bool:
+    """More than its own forward runs in it; hooks by which ZeRO-3 gathers its weights, and frees them, compute nothing."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return "forward" in vars(module) or any(
+        not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks
+    )
+
+
 def _is_untouched(subject: Subject) -> Iterator[Finding]:
     """Nothing that changes what a layer computes, beyond what PEFT has put there."""
     for name, layer in subject.layers.items():
@@ -225,7 +234,7 @@ def _is_untouched(subject: Subject) -> Iterator[Finding]:
         a, b = layer.lora_A[subject.adapter], layer.lora_B[subject.adapter]
         dropout = layer.lora_dropout[subject.adapter] if subject.adapter in layer.lora_dropout else torch.nn.Identity()
         what = ""
-        if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in (layer, a, b)):
+        if any(_is_hooked(module) for module in (layer, a, b)):
             what = "has a hook or another forward"
         elif not isinstance(dropout, torch.nn.Identity | torch.nn.Dropout):
             what = f"has a {type(dropout).__name__} where dropout should be"
@@ -400,10 +409,10 @@ def _keeps_the_tie(subject: Subject) -> Iterator[Finding]:
 def _keeps_the_vocabulary(subject: Subject) -> Iterator[Finding]:
     embedding = subject.base.get_input_embeddings() if hasattr(subject.base, "get_input_embeddings") else None
     before, now = getattr(subject.base, "qlora_vocabulary", None), getattr(embedding, "weight", None)
-    if before is not None and now is not None and now.shape[0] != before:
+    if before is not None and now is not None and shape_of(now)[0] != before:
         yield (
             "refuse",
-            f"The embedding has {now.shape[0]} rows and the base {before}: tokens were added after it was prepared, and the "
+            f"The embedding has {shape_of(now)[0]} rows and the base {before}: tokens were added after it was prepared, and the "
             "engine has no rows for them. Resize the embedding of the original model, then prepare it.",
         )
 

@@ -238,15 +238,34 @@ def load_base(
     prepared = open_base(base)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(
-        prepared.path,
-        dtype=prepared.spec.dtype,
-        device_map={"": device},
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-    )
+    with models_are_whole():
+        model = AutoModelForCausalLM.from_pretrained(
+            prepared.path,
+            dtype=prepared.spec.dtype,
+            device_map={"": device},
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
     adopt(model, prepared)
     return model
+
+
+@contextlib.contextmanager
+def models_are_whole() -> Iterator[None]:
+    """While it lasts transformers makes models whole, where DeepSpeed's ZeRO-3 would have it part them from the start.
+
+    What a base holds is proven first; it is parted when training begins.
+    """
+    from transformers.integrations import deepspeed as known
+
+    told = known._hf_deepspeed_config_weak_ref  # nothing public gives it back
+    held = told() if told is not None else None
+    known.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if held is not None and known.deepspeed_config() is None:
+            known.set_hf_deepspeed_config(held)
 
 
 def outline(base: PreparedBase, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -263,7 +282,7 @@ def empty_model(
     """The model of a transformers config, every tensor on the meta device."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with models_are_whole(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 

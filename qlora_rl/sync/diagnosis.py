@@ -23,7 +23,7 @@ from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.adapter.subject import Subject, active_adapter
 from qlora_rl.base.fingerprint import compare, digest_bytes, fingerprint_base
 from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncStrategy
-from qlora_rl.distributed import is_sharded, put, ranks, whole
+from qlora_rl.distributed import is_sharded, put, ranks, shape_of, whole
 from qlora_rl.errors import QloraRLError
 from qlora_rl.fidelity import scaled_differences
 from qlora_rl.sync.admission import Admission
@@ -347,7 +347,7 @@ class Examiner:
                 scale = float(layer.scaling[adapter]) if is_b else 1.0
                 if scale == 0.0:
                     continue
-                cut = tensor[:, : parameter.shape[1]] if is_b else tensor[: parameter.shape[0]]
+                cut = tensor[:, : shape_of(parameter)[1]] if is_b else tensor[: shape_of(parameter)[0]]
                 values = (cut.to(parameter.device, torch.float32) / scale).to(parameter.dtype)
                 if was_sharded:
                     own.append((parameter, whole([parameter])[0].clone()))
@@ -371,7 +371,7 @@ def _scored(model: Any, drawn: Drawn) -> Iterator[tuple[torch.Tensor, list[int],
     device = next(base.parameters()).device
     rows = list(zip(drawn.prompts, drawn.completions, drawn.logprobs, strict=True))
     longest = max((len(ids) for ids in drawn.completions), default=0) + 1
-    vocabulary = base.get_output_embeddings().weight.shape[0]
+    vocabulary = shape_of(base.get_output_embeddings().weight)[0]
     size = max(1, _LOGITS // (longest * vocabulary)) if "position_ids" in takes else 1
     for start in range(0, len(rows), size):
         part = rows[start : start + size]

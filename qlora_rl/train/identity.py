@@ -45,7 +45,8 @@ def identity_of(trainer: Any) -> dict[str, Any]:
         "base": trainer.base.digest,
         "train_dataset": digest_dataset(trainer.train_dataset),
         "reward_funcs": list(getattr(trainer, "reward_func_names", [])),
-        "adapter_dtype": sorted({str(p.dtype).removeprefix("torch.") for p in trained.parameters() if p.requires_grad}),
+        # DeepSpeed trains a float32 copy, whatever it multiplies with.
+        "adapter_dtype": ["float32"] if trainer.is_deepspeed_enabled else _dtypes(trained),
         "args": args,
         "processes": ranks().size,
     }
@@ -107,6 +108,10 @@ def digest_dataset(dataset: Any) -> str | None:
     for i in range(0, len(dataset), max(1, math.ceil(len(dataset) / ROWS))):
         digest.update(json.dumps(dataset[i], sort_keys=True, default=_plain).encode())
     return digest.hexdigest()[:32]
+
+
+def _dtypes(model: Any) -> list[str]:
+    return sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad})
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import functools
 import types
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from trl.kernels import ChunkedLogProbFunction
-from trl.trainer.utils import FusedCausalLMOutput
+from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from qlora_rl.ledger.lines import HEAD_VOCABULARY, SMALL_TILE
 
@@ -56,9 +57,11 @@ def use_small_tiles(model: Any, temperature: float) -> bool:
         hidden_BTH = self.base_model(*args, **kwargs).last_hidden_state[:, :-1]
         wanted_BT = labels[:, 1:] != -100
         head = self.get_output_embeddings()
-        logprobs, entropy = score(
-            hidden_BTH[wanted_BT], head.weight, head.bias, labels[:, 1:][wanted_BT], temperature, softcap
-        )
+        # The head itself is not called, so ZeRO-3 would not gather it.
+        with maybe_gather_lm_head_ctx(head.weight, head.bias) if hasattr(head.weight, "ds_id") else nullcontext():
+            logprobs, entropy = score(
+                hidden_BTH[wanted_BT], head.weight, head.bias, labels[:, 1:][wanted_BT], temperature, softcap
+            )
 
         def spread(values_N: torch.Tensor) -> torch.Tensor:
             # Stays connected to the model where nothing is scored at all.

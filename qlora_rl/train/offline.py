@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from qlora_rl.adapter.verdict import judge_adapter
+from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_fingerprint
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import BaseMismatchError
@@ -60,7 +61,7 @@ class OfflineTrainer(TrainedRun):
         args = settings.own_copy(args)
         check_processes(args, "starting the training")
         settings.check_datasets(train_dataset, eval_dataset)
-        with join(args.ddp_timeout).one_outcome("preparing the training"):
+        with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
             self.run = open_run(args.output_dir, existing_run)
             source = ranks().in_turn(
                 lambda: resolve_model(

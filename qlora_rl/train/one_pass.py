@@ -18,6 +18,7 @@ import torch
 
 from qlora_rl.fidelity import importance_ratio
 from qlora_rl.train.measure import drawn_mask
+from qlora_rl.train.zero import before_step
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +123,19 @@ class OnePass:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; after the backward pass of a batch's last part, what the trainer thinks of the whole batch is measured."""
-        loss = super().training_step(*args, **kwargs)
-        if self._parts and not self._unscored:
-            parts, self._parts = self._parts, ()
-            names = [name for name in _ROWS if parts[0][0].get(name) is not None]
-            batch = {name: torch.cat([inputs[name] for inputs, _ in parts]) for name in names}
-            logprobs_BT = torch.cat([logprobs for _, logprobs in parts])
-            ratios = torch.cat([inputs["importance_sampling_ratio"] for inputs, _ in parts])
-            self._log_ratios(batch, logprobs_BT, ratios)
-            self._look_at("train", batch, logprobs_BT)
-        return loss
+        with before_step(self.accelerator, self._look_at_parts):
+            return super().training_step(*args, **kwargs)
+
+    def _look_at_parts(self) -> None:
+        if not self._parts or self._unscored:
+            return
+        parts, self._parts = self._parts, ()
+        names = [name for name in _ROWS if parts[0][0].get(name) is not None]
+        batch = {name: torch.cat([inputs[name] for inputs, _ in parts]) for name in names}
+        logprobs_BT = torch.cat([logprobs for _, logprobs in parts])
+        ratios = torch.cat([inputs["importance_sampling_ratio"] for inputs, _ in parts])
+        self._log_ratios(batch, logprobs_BT, ratios)
+        self._look_at("train", batch, logprobs_BT)
 
     def _log_ratios(self, batch: dict[str, Any], logprobs_BT: torch.Tensor, ratios: torch.Tensor) -> None:
         """TRL's own metrics, of [B, T] ratios, or [B, 1] of sequences."""

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
 from qlora_rl.sync.plan import WISHES, plan_sync
-from qlora_rl.train import settings
+from qlora_rl.train import settings, zero
 from qlora_rl.train.alarm import alarm_for, check_word
 from qlora_rl.train.budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.engines import EngineChoice
@@ -122,10 +123,11 @@ class OnlineTrainer(TrainedRun):
         rollout = settings.as_one(options.rollout)
         settings.check(args, rollout)
         is_whole = trains_whole(model, peft_config, options.sync)
-        check_processes(args, "choosing the engine", refused=self._one_process)
+        refused = self._one_process or zero.unproven(args, rollout, self._config_name)
+        check_processes(args, "choosing the engine", refused=refused)
         if isinstance(rollout, str) and rollout != "colocate":
             check_turns(args, of_trl)
-        with join(args.ddp_timeout).one_outcome("preparing the training"):
+        with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
             if getattr(args, "cast_lm_head_to_fp32", False) and not options.allow_base_mismatch:
                 raise ConfigConflictError(
                     "reading the config: cast_lm_head_to_fp32=True lifts the output head of the trainer's base to float32, and the engine "
@@ -209,18 +211,19 @@ class OnlineTrainer(TrainedRun):
                 self.make_resumable()
                 show_progress(self)
                 owned, engine = engine, None  # from here on the link closes it
-                link = link_policy(
-                    self.model,
-                    self.base,
-                    choice,
-                    owned,
-                    args,
-                    sampling,
-                    sync=options.sync,
-                    sync_dir=options.sync_dir,
-                    canary_every=options.canary_every,
-                    allow_base_mismatch=options.allow_base_mismatch,
-                )
+                with models_are_whole():  # TRL has told transformers of ZeRO-3; an engine may begin here
+                    link = link_policy(
+                        self.model,
+                        self.base,
+                        choice,
+                        owned,
+                        args,
+                        sampling,
+                        sync=options.sync,
+                        sync_dir=options.sync_dir,
+                        canary_every=options.canary_every,
+                        allow_base_mismatch=options.allow_base_mismatch,
+                    )
                 self._take(link)
                 self.bridge.install(self)
                 rollout_func = of_trl.get("rollout_func")

@@ -11,9 +11,10 @@ import torch
 
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import BaseMismatchError, NotYetSupportedError
+from qlora_rl.train import zero
 from qlora_rl.train.entry import Source
 
-SUPPORTED = ("ddp", "fsdp2")
+SUPPORTED = ("ddp", "fsdp2", "zero2", "zero3")
 
 
 def sharding_of(args: Any) -> str:
@@ -46,6 +47,11 @@ def check_processes(args: Any, doing: str, *, refused: str = "") -> None:
     """
     sharding = sharding_of(args)
     if sharding == "none":
+        if zero.is_asked_for(args):
+            raise NotYetSupportedError(
+                f"{doing}: one process under DeepSpeed, which has nothing to spread. Start it with plain python, or with num_processes of 2 "
+                "or more."
+            )
         return
     if refused:
         raise NotYetSupportedError(
@@ -54,9 +60,11 @@ def check_processes(args: Any, doing: str, *, refused: str = "") -> None:
         )
     if sharding not in SUPPORTED:
         raise NotYetSupportedError(
-            f"{doing}: {args.world_size} processes under {sharding}: of accelerate's ways to spread a trainer this version has DDP and "
-            "FSDP2. Start it with examples/accelerate/ddp.yaml or fsdp2.yaml."
+            f"{doing}: {args.world_size} processes under {sharding}: of accelerate's ways to spread a trainer this version has DDP, FSDP2, "
+            "and DeepSpeed's ZeRO-2 and ZeRO-3. Start it with examples/accelerate/ddp.yaml, fsdp2.yaml, zero2.yaml or zero3.yaml."
         )
+    if zero.is_asked_for(args):
+        zero.settle(args, doing)
 
 
 def check_turns(args: Any, of_trl: Mapping[str, Any]) -> None:
@@ -89,12 +97,19 @@ def check_full_weights(args: Any, doing: str) -> None:
 
 def shards_base(args: Any) -> bool:
     """The trainer's base lies in parts on the ranks."""
-    return sharding_of(args) == "fsdp2"
+    return sharding_of(args) in ("fsdp2", "zero3")
 
 
 def fit_for_sharding(source: Source, args: Any) -> Source:
-    """The source of a model that can be sharded."""
-    if not (shards_base(args) and source.base.spec.is_4bit):
+    """The source of a model that can be sharded.
+
+    Raises:
+        ConfigConflictError: DeepSpeed would cast its base.
+    """
+    sharding = sharding_of(args)
+    if sharding.startswith("zero"):
+        zero.check_dtype(args, source.base.spec.compute_dtype)
+    if sharding != "fsdp2" or not source.base.spec.is_4bit:
         return source
     # FSDP2 casts what it gathers to the dtype of the mixed precision: codes that are of it already stay what they are.
     is_half = args.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"

@@ -28,10 +28,18 @@ from qlora_rl.adapter.store import write_origin
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.distributed import is_sharded, ranks
 from qlora_rl.errors import RunDirectoryError
-from qlora_rl.train import checkpoints
+from qlora_rl.train import checkpoints, zero
 from qlora_rl.train.identity import identity_of, refuse_other
 from qlora_rl.train.run import RunDirectory, describe_versions
-from qlora_rl.train.sharded import load_optimizer, load_weights, save_optimizer, trained_weights
+from qlora_rl.train.sharded import (
+    OPTIMIZER,
+    SCHEDULER,
+    is_gathered,
+    load_optimizer,
+    load_weights,
+    save_optimizer,
+    trained_weights,
+)
 from qlora_rl.train.whole import is_bare
 
 logger = logging.getLogger(__name__)
@@ -52,6 +60,7 @@ class Resumable:
     run: RunDirectory | None
     _staging: Path | None = None
     _resumed: dict[str, Any] | None = None  # what lies beside the checkpoint that training is about to go on from
+    _groups: zero.Groups = ()  # of the optimizer that DeepSpeed was given
 
     # --- what a subclass adds ---------------------------------------------------------------------------------------
 
@@ -172,7 +181,7 @@ class Resumable:
         if is_bare(model) and not is_sharded(model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        if is_sharded(model):
+        if is_gathered(model):
             load_weights(model, Path(resume_from_checkpoint))
         else:
             load_adapters(model, Path(resume_from_checkpoint))
@@ -224,32 +233,57 @@ class Resumable:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """transformers', which would gather a sharded base; here what is trained is gathered, and rank 0 writes it."""
-        if not is_sharded(self.model):
+        if not is_gathered(self.model):
             super().save_model(output_dir, _internal_call)
             return
         weights = trained_weights(self.model)
         if ranks().is_first:
             self._save(output_dir or self.args.output_dir, state_dict=weights)
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers'; what DeepSpeed makes of it no longer says which parameter was which."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.is_deepspeed_enabled:
+            self._groups = zero.groups_of(optimizer)
+        return optimizer
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """transformers', which would look for a checkpoint of DeepSpeed's own; here one is read that any process may have written."""
+        if not self.is_deepspeed_enabled:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        with zero.base_stays(self.model):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if resume_from_checkpoint is not None:
+            self._load_from_checkpoint(resume_from_checkpoint)
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return prepared
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if ranks().size == 1:
+        files = Path(output_dir) / OPTIMIZER, Path(output_dir) / SCHEDULER
+        if self.is_deepspeed_enabled:
+            zero.save_optimizer(self._groups, self.optimizer, self.lr_scheduler, *files)
+        elif ranks().size == 1:
             super()._save_optimizer_and_scheduler(output_dir)
         else:
             save_optimizer(self.optimizer, self.lr_scheduler, Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if ranks().size == 1 or checkpoint is None:
+        if checkpoint is None or (ranks().size == 1 and not self.is_deepspeed_enabled):
             super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        if self.is_deepspeed_enabled:
+            files = Path(checkpoint) / OPTIMIZER, Path(checkpoint) / SCHEDULER
+            zero.load_optimizer(self._groups, self.optimizer, self.lr_scheduler, *files)
         else:
             load_optimizer(self.optimizer, self.lr_scheduler, Path(checkpoint))
-            entropy = Path(checkpoint) / ENTROPY  # of TRL's adaptive entropy bonus
-            if getattr(self, "use_adaptive_entropy", False) and entropy.exists():
-                state = json.loads(entropy.read_text())
-                self.entropy_coef, self._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
+        entropy = Path(checkpoint) / ENTROPY  # of TRL's adaptive entropy bonus
+        if getattr(self, "use_adaptive_entropy", False) and entropy.exists():
+            state = json.loads(entropy.read_text())
+            self.entropy_coef, self._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
 
     def _load_best_model(self) -> None:
-        """transformers', which wants shards of the whole model where the base is sharded; here the adapter is read."""
-        if is_sharded(self.model):
+        """transformers', which wants files of the way in which the trainer is spread; here the adapter is read."""
+        if is_gathered(self.model):
             load_weights(self.model, Path(self.state.best_model_checkpoint))
         else:
             super()._load_best_model()

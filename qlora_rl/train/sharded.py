@@ -10,6 +10,7 @@ import torch
 from qlora_rl.adapter.directory import read_saved, saved_names
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.distributed import is_sharded, put, ranks, whole
+from qlora_rl.train import zero
 from qlora_rl.train.whole import is_bare
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
@@ -22,13 +23,19 @@ def trained_weights(model: Any) -> dict[str, torch.Tensor]:
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not (is_bare(model) and is_sharded(model)):
-        return dict(zip(trained, whole(list(trained.values())), strict=True))
+        tensors = list(trained.values())
+        return dict(zip(trained, zero.masters(tensors) if zero.has_masters(tensors) else whole(tensors), strict=True))
     found = {}
     for name, parameter in trained.items():
         (full,) = whole([parameter])
         if ranks().is_first:
             found[name] = full.cpu()
     return found
+
+
+def is_gathered(model: Any) -> bool:
+    """Its trained weights must be gathered by all ranks, to be written as they are."""
+    return is_sharded(model) or zero.has_masters([p for p in model.parameters() if p.requires_grad])
 
 
 def load_weights(model: Any, directory: Path) -> None:
@@ -38,7 +45,10 @@ def load_weights(model: Any, directory: Path) -> None:
     saved = StoredTensors(directory) if is_whole else read_saved(directory)
     names = {name: name for name in trained} if is_whole else saved_names(model)
     for name, of_file in names.items():
-        put(saved[of_file], trained[name])
+        if zero.has_masters([trained[name]]):
+            zero.put_master(saved[of_file], trained[name])
+        else:
+            put(saved[of_file], trained[name])
 
 
 def save_optimizer(optimizer: Any, scheduler: Any, directory: Path) -> None:

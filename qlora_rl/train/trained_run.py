@@ -14,7 +14,7 @@ from qlora_rl.distributed import is_sharded, ranks
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.train.resume import Resumable
 from qlora_rl.train.run import SUMMARY, RunDirectory, describe_machine, describe_versions
-from qlora_rl.train.sharded import trained_weights
+from qlora_rl.train.sharded import is_gathered, trained_weights
 from qlora_rl.train.whole import is_bare
 
 logger = logging.getLogger(__name__)
@@ -80,14 +80,13 @@ class TrainedRun(Resumable):
     def _finish(self, status: str, error: BaseException | None) -> None:
         trained = self.accelerator.unwrap_model(self.model)
         weights = None
-        if is_sharded(trained):
-            if status != "finished":  # the ranks no longer meet
-                logger.warning(
-                    "what was trained in the last step is not saved: it is sharded; the last checkpoint holds it"
-                )
-                trained = None
-            else:
-                weights = trained_weights(trained)
+        if status == "finished":
+            weights = trained_weights(trained) if is_gathered(trained) else None
+        elif is_sharded(trained):  # the ranks no longer meet
+            logger.warning(
+                "what was trained in the last step is not saved: it is sharded; the last checkpoint holds it"
+            )
+            trained = None
         if self.run is None:
             return
         try:

@@ -23,6 +23,8 @@ FSDP2 = {
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
     "ACCELERATE_TORCH_DEVICE": "cpu",
 }
+# That DeepSpeed, too, takes the CPU for its accelerator.
+ZERO = {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
 HERE = Path(__file__).resolve().parent
 
 
@@ -33,10 +35,21 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def launch(calls: list[dict[str, Any]], *, processes: int = 2, timeout: float = 600, **environment: str) -> Any:
-    """Start `job.py` under torchrun, and wait for its end."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-    command += [f"--master_port={free_port()}"]
+def launch(
+    calls: list[dict[str, Any]],
+    *,
+    processes: int = 2,
+    timeout: float = 600,
+    example: str | None = None,
+    **environment: str,
+) -> Any:
+    """Start `job.py` under torchrun, or by `accelerate launch` with a file of examples/accelerate, and wait for its end."""
+    port = free_port()
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+    if example is not None:
+        file = HERE.parents[1] / "examples" / "accelerate" / example
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+        command += [f"--num_processes={processes}", f"--main_process_port={port}"]
     known = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path]), **environment}
     return subprocess.run(
         [*command, str(HERE / "job.py"), json.dumps(calls)],

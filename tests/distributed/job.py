@@ -15,9 +15,11 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def cpu_as_accelerator() -> None:
-    """accelerate knows FSDP on accelerators only: here it is told that the CPU is one, over gloo."""
+    """accelerate knows FSDP and DeepSpeed on accelerators only: here it is told that the CPU is one, over gloo."""
     from accelerate.state import DistributedType, PartialState
+    from transformers import training_args
 
+    training_args.is_torch_bf16_gpu_available = lambda: True
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 
 
@@ -75,8 +77,13 @@ def takes_weights(engine: type, breaks: tuple[int, int] | None) -> type:
     return Dense
 
 
-def replayed(base: str, file: Path | None, dense: bool = False, breaks: tuple[int, int] | None = None) -> Any:
-    """An engine that keeps what it draws under its seed and place, or returns what is kept in `file`."""
+def replayed(
+    base: str, file: Path | None, dense: bool = False, breaks: tuple[int, int] | None = None, spoils: int = 0
+) -> Any:
+    """An engine that keeps what it draws under its seed and place, or returns what is kept in `file`.
+
+    From the call `spoils` on it reports other logprobs than it has drawn by.
+    """
     from qlora_rl import FakeEngine, bake_base, load_base
     from qlora_rl.base.checkpoint import open_base
     from qlora_rl.contracts import Rollout
@@ -86,14 +93,17 @@ def replayed(base: str, file: Path | None, dense: bool = False, breaks: tuple[in
 
     class Replayed(takes_weights(FakeEngine, breaks) if dense else FakeEngine):
         kept: dict[str, Any] = json.loads(file.read_text()) if file else {}
-        pushes = 0
+        calls = 0
 
         def generate(self, prompts: Any, sampling: Any = None, **fields: Any) -> Any:
             keys = [f"{sampling.seed}:{sampling.first_place + i}" for i in range(len(prompts))]
             if file:
                 drawn = [self.kept[key] for key in keys]
                 assert [each["prompt"] for each in drawn] == [list(p) for p in prompts]
-                return Rollout([d["ids"] for d in drawn], [d["logprobs"] for d in drawn], self.version, 0.01)
+                self.calls += 1
+                off = 1.0 if spoils and self.calls >= spoils else 0.0
+                logprobs = [[each - off for each in d["logprobs"]] for d in drawn]
+                return Rollout([d["ids"] for d in drawn], logprobs, self.version, 0.01)
             rollout = super().generate(prompts, sampling, **fields)
             for key, prompt, ids, logprobs in zip(keys, prompts, rollout.completion_ids, rollout.logprobs, strict=True):
                 self.kept[key] = {"prompt": list(prompt), "ids": ids, "logprobs": logprobs}
@@ -108,6 +118,8 @@ def weigh_pushes(trainer: Any, report: dict[str, Any]) -> None:
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker
 
+    from qlora_rl.distributed import shape_of
+
     strategy = trainer.bridge.strategy
     strategy.canary, push = None, strategy.push
     report["growth"] = []
@@ -120,7 +132,7 @@ def weigh_pushes(trainer: Any, report: dict[str, Any]) -> None:
         with tracker:
             pushed = push()
         peak = tracker.get_tracker_snapshot("peak").get(torch.device("cpu"), nothing)["Total"] - before
-        unit = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
+        unit = sum(shape_of(p).numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
         if strategy.mode == "weights":
             unit = 4 * max(p.numel() for p in trainer.engine.model.parameters())
         report["growth"].append(peak / unit)
@@ -133,11 +145,17 @@ def shares(trainer: Any) -> dict[str, float]:
     """Which part of the base, and of the adapter, lies on this rank."""
     from torch.distributed.tensor import DTensor
 
+    from qlora_rl.distributed import shape_of
+
+    def held(p: Any) -> int:
+        if hasattr(p, "ds_tensor"):
+            return p.ds_tensor.numel() + p.numel()  # its part, and itself where it is gathered
+        return (p.to_local() if isinstance(p, DTensor) else p).numel()
+
     found = {}
     for name, is_trained in (("base", False), ("adapter", True)):
         parts = [p for p in trainer.model.parameters() if p.requires_grad is is_trained]
-        here = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parts)
-        found[name] = here / max(1, sum(p.numel() for p in parts))
+        found[name] = sum(map(held, parts)) / max(1, sum(shape_of(p).numel() for p in parts))
     return found
 
 
@@ -148,6 +166,48 @@ def prove(trainer: Any, report: dict[str, Any]) -> None:
     report["held"] = trainer.engine.describe_base().digest
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     report["trained"], report["plan"] = trained, trainer.plan.strategy
+
+
+def watch_order(trainer: Any, report: dict[str, Any]) -> None:
+    """Note what the adapter is at each push, and when what was drawn with it is measured."""
+    from qlora_rl.distributed import whole
+
+    report["pushed"], report["looked"] = [], []
+    push, look = trainer.bridge.strategy.push, trainer._look_at
+
+    def adapter() -> float:
+        return float(
+            sum(w.double().abs().sum() for w in whole([p for p in trainer.model.parameters() if p.requires_grad]))
+        )
+
+    def pushed() -> Any:
+        report["pushed"].append(adapter())
+        return push()
+
+    def looked(*args: Any) -> Any:
+        report["looked"].append(adapter())
+        return look(*args)
+
+    trainer.bridge.strategy.push, trainer._look_at = pushed, looked
+
+
+def count_sent(report: dict[str, Any]) -> None:
+    """Note how many bytes this rank is sent, or sends, by broadcasts of torch."""
+    import torch
+
+    report["sent"], broadcast = 0, torch.distributed.broadcast
+
+    def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        report["sent"] += tensor.numel() * tensor.element_size()
+        return broadcast(tensor, *args, **kwargs)
+
+    torch.distributed.broadcast = counted
+
+
+def part_all(trainer: Any) -> None:
+    """Let ZeRO-3 part small weights, too, which it would leave whole on each rank: all of a tiny model's are."""
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
 
 
 def strike(trainer: Any, rank: int, step: int, how: str) -> None:
@@ -237,12 +297,13 @@ def main(call: dict[str, Any]) -> None:
     record, method = call.pop("record", None), call.pop("method", "grpo")
     weighs, learns, proves = call.pop("weighs", False), call.pop("learns", False), call.pop("proves", False)
     dense, breaks = call.get("adapter", "lora") != "lora", tuple(call.pop("breaks", ())) or None
+    watches, parts, spoils = call.pop("watches", False), call.pop("parts", False), call.pop("spoils", 0)
     torch.manual_seed(5)
     report: dict[str, Any] = {"error": None}
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         cpu_as_accelerator()
         call["use_cpu"] = False
-    engine = call.pop("rollout", None) or replayed(base, Path(kept) if kept else None, dense, breaks)
+    engine = call.pop("rollout", None) or replayed(base, Path(kept) if kept else None, dense, breaks, spoils)
     if forgets:
         forget(engine, *forgets)
     try:
@@ -256,6 +317,11 @@ def main(call: dict[str, Any]) -> None:
                 strike(trainer, **struck)
             if weighs:
                 weigh_pushes(trainer, report)
+            if watches:
+                watch_order(trainer, report)
+                count_sent(report)
+            if parts:
+                part_all(trainer)
             trainer.train()
             report["shares"] = shares(trainer)
             if proves:

@@ -1,6 +1,7 @@
 """Every `vllm_*` field of GRPOConfig is honoured or refused, and the caller's config is not changed."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from recorded import Recorded
 from trl import GRPOConfig
 
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
-from qlora_rl.train import settings
+from qlora_rl.train import settings, zero
 from qlora_rl.train.processes import check_full_weights, check_processes
 
 # field -> a value that is not the default, and the argument of LocalEngine in which it arrives
@@ -174,6 +175,57 @@ def test_full_weights_are_refused_where_they_cannot_be_made_yet(two_processes, m
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(NotYetSupportedError, match=r"full weights, which are not made under zero2 yet.*fsdp2\.yaml"):
         check_full_weights(two_processes, "choosing the engine")
+
+
+def test_a_way_to_spread_a_trainer_that_is_not_there_is_refused_with_those_that_are(two_processes, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=1, deepspeed_config={})
+    with pytest.raises(NotYetSupportedError, match=r"2 processes under zero1: .*ZeRO-2 and ZeRO-3.*zero3.yaml"):
+        check_processes(two_processes, "choosing the engine")
+
+
+def test_deepspeed_in_one_process_is_refused(config):
+    args = config()
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
+    with pytest.raises(NotYetSupportedError, match=r"one process under DeepSpeed, .* plain python"):
+        check_processes(args, "choosing the engine")
+
+
+def test_what_deepspeeds_config_leaves_open_is_trls(two_processes, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    stated = {"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}
+    two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config=stated)
+    two_processes.max_grad_norm = 0.25
+    check_processes(two_processes, "choosing the engine")
+    assert stated["gradient_clipping"] == 0.25
+    assert stated["zero_optimization"]["memory_efficient_linear"] is False
+
+
+def test_what_of_deepspeed_is_not_proven_is_refused_by_name(two_processes, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    stated = {
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zero_hpz_partition_size": 8},
+    }
+    two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=2, deepspeed_config=stated)
+    with pytest.raises(NotYetSupportedError, match="asks for optimizer, offload_optimizer, zero_hpz_partition_size, "):
+        check_processes(two_processes, "choosing the engine")
+
+
+@pytest.mark.parametrize(("rollout", "method"), [("ray", "grpo"), ("colocate", "online_dpo")])
+def test_what_was_not_proven_under_deepspeed_is_refused(rollout, method, two_processes, monkeypatch):
+    assert not zero.unproven(two_processes, rollout, method)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
+    with pytest.raises(NotYetSupportedError, match=r"not been proven under DeepSpeed; DDP and FSDP2 do it"):
+        check_processes(two_processes, "choosing the engine", refused=zero.unproven(two_processes, rollout, method))
+
+
+def test_under_deepspeed_bf16_would_cast_another_base(two_processes):
+    two_processes.bf16 = True
+    zero.check_dtype(two_processes, "bfloat16")
+    with pytest.raises(ConfigConflictError, match=r"casts the whole model, and the base's other weights are float32"):
+        zero.check_dtype(two_processes, "float32")
 
 
 def test_an_engine_that_each_of_several_processes_would_own_is_refused(two_processes, engine, monkeypatch):

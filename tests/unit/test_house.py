@@ -32,6 +32,7 @@ OWNERS = {
     "torchrl": {"torchrl"},
     "tensordict": {"torchrl"},
     "ray": {"torchrl", "engine"},
+    "deepspeed": {"train"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
