@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     # It warns, at every start on a CPU, of an optional kernel that is not installed.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # Where it is installed TRL imports it, and on a CPU it says so, on stdout; its import sets its level.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     try:
         return int(arguments.run(arguments) or 0)
     except QloraRLError as error:

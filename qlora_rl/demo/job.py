@@ -418,6 +418,9 @@ def quieten() -> None:
     # Ray, where it is installed, asks for ipywidgets in a notebook.
     for name in ("vllm", "transformers", "bitsandbytes", "trl", "accelerate", "ray.widgets.util"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: record.levelno >= logging.ERROR
+    )  # its import sets its level
     import transformers
 
     transformers.logging.set_verbosity_error()
