@@ -38,7 +38,7 @@ def main() -> int:
     for source in sorted(DIAGRAMS.glob("*.dot")):
         svg = subprocess.run(["dot", "-Tsvg", source], check=True, capture_output=True, text=True).stdout
         svg = svg[svg.index("<svg") :]  # without Graphviz' version and its doctype
-        svg = svg.replace("\n", f"\n<!-- drawn from {digest(source)} -->\n", 1)
+        svg = svg.replace(">", f">\n<!-- drawn from {digest(source)} -->", 1)  # behind the first tag
         source.with_suffix(".svg").write_text(svg)
         print(source.with_suffix(".svg"))
     return 0

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -75,6 +76,8 @@ def test_every_diagram_was_drawn_from_the_text_beside_it():
     assert [f.stem for f in sources] == [f.stem for f in pictures]
     stale = [f.name for f in pictures if diagrams.drawn_from(f) != diagrams.digest(f.with_suffix(".dot"))]
     assert not stale, "python scripts/diagrams.py"
+    for picture in pictures:  # a browser draws nothing of one that is not well-formed
+        assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
 @pytest.mark.parametrize(
