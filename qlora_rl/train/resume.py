@@ -172,7 +172,8 @@ class Resumable:
         self._load_from_checkpoint(saved["path"])
         self.state = TrainerState.load_from_json(str(Path(saved["path"]) / TRAINER_STATE))
         self._resumed = None
-        loss = (saved["loss"]["total"] + saved["loss"]["since"]) / max(1, saved["step"])
+        since = saved["loss"]["since"]
+        loss = (saved["loss"]["total"] + sum(since) / len(since)) / max(1, saved["step"])
         return TrainOutput(saved["step"], loss, {})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer
 
 from qlora_rl.adapter.subject import active_adapter
@@ -50,7 +51,7 @@ class TrainedRun(Resumable):
         except (KeyboardInterrupt, SystemExit):
             self._end("interrupted", None)
             raise
-        except BaseException as error:  # torch's checkpoints raise one that is no Exception
+        except (Exception, CheckpointException) as error:  # that of torch's sharded checkpoints is no Exception
             self._end("failed", error)
             raise
         self._finish("finished", None)

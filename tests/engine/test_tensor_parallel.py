@@ -245,7 +245,7 @@ def test_a_part_that_one_rank_lost_is_noticed(ranks, trainer, strategy):
 
 def test_ctrl_c_in_a_terminal_leaves_the_ranks_alone(ranks, prompts):
     before = ranks.generate(prompts, max_tokens=6, seed=1)
-    found = children(os.getpid())
+    found = {child for child in children(os.getpid()) if "Worker_TP" in child.name()}
     assert len(found) == 2
     for child in found:  # a terminal sends it to all processes; ours answers it between two steps
         child.send_signal(signal.SIGINT)

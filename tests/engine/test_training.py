@@ -92,7 +92,7 @@ def test_a_hundred_steps_move_the_adapter_and_not_one_bit_of_the_base(base, tmp_
         assert [p["version"] for p in pushes] == list(range(1, 101))
         # The learning rate is far above any sane one, and the policy ends far from the base: no alarm, with room to spare.
         scored = [p["canary_difference"] for p in pushes if p["canary_difference"] is not None]
-        assert len(scored) == 50
+        assert len(scored) == 25  # one of four
         assert max(scored) < 0.75 * trainer.bridge.strategy.canary.threshold, max(scored)
         print("largest scored", max(scored), "threshold", trainer.bridge.strategy.canary.threshold)
         assert [m["policy_version"] for m in metrics] == list(range(1, 101))
