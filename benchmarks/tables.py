@@ -195,21 +195,6 @@ def step() -> str:
     return "\n".join(lines)
 
 
-def profile() -> str:
-    """Where the time of a step goes, by samples of the stack."""
-    found = _load("profile.json")
-    parts = list(dict.fromkeys(part for sizes in found.values() for side in ("trl", "ours") for part in sizes[side]))
-    names = [(size, side, name) for size in found for side, name in (("ours", "qlora_rl"), ("trl", "TRL 1.16"))]
-    lines = [
-        "| | " + " | ".join(f"{size}, {name}" for size, _, name in names) + " |",
-        "|---|" + "---|" * len(names),
-    ]
-    for part in parts:
-        values = [found[size][side].get(part) for size, side, _ in names]
-        lines.append(f"| {part} | " + " | ".join("" if value is None else f"{value:.0%}" for value in values) + " |")
-    return "\n".join(lines)
-
-
 def overlap() -> str:
     """GRPO against async GRPO where the environment waits."""
     result = _load("async.json")
@@ -505,7 +490,6 @@ def _gpu() -> dict:
 
 
 TABLES = {
-    "profile": profile,
     "gpu": lambda: gpu_tables.stacks(_gpu()),
     "gpu-numbers": lambda: gpu_tables.numbers(_gpu()),
     "field": lambda: field_tables.training(_load("field.json")),

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # It warns, at every start on a CPU, of an optional kernel that is not installed.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # Where it is installed TRL imports it, and on a CPU it says so, on stdout; its import sets its level.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    logging.getLogger("DeepSpeed").addFilter(_is_no_remark_on_the_cpu)
     try:
         return int(arguments.run(arguments) or 0)
     except QloraRLError as error:
@@ -55,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("qlora-rl: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _is_no_remark_on_the_cpu(record: logging.LogRecord) -> bool:
+    return "Setting accelerator to CPU" not in record.getMessage()
 
 
 class _Parser(argparse.ArgumentParser):

@@ -409,6 +409,10 @@ def _write_report(run: Path, against: Sequence[str | os.PathLike[str]], say: Cal
     say(f"     report: {write_report(run, [Path(a) for a in against])}")
 
 
+def _is_an_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
 def quieten() -> None:
     """Keep the libraries' chatter off the screen; warnings that matter are raised as errors by our own code."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -418,9 +422,7 @@ def quieten() -> None:
     # Ray, where it is installed, asks for ipywidgets in a notebook.
     for name in ("vllm", "transformers", "bitsandbytes", "trl", "accelerate", "ray.widgets.util"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("DeepSpeed").addFilter(
-        lambda record: record.levelno >= logging.ERROR
-    )  # its import sets its level
+    logging.getLogger("DeepSpeed").addFilter(_is_an_error)  # its import sets its level
     import transformers
 
     transformers.logging.set_verbosity_error()

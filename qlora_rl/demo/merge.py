@@ -77,14 +77,9 @@ class MergingTrainer(MeasuredSteps, GRPOTrainer):
 @contextlib.contextmanager
 def engine_environment() -> Iterator[None]:
     """What TRL's colocated engine needs in the environment on a CPU (there is no argument for it), then put back."""
+    from qlora_rl.engine import compat
+
     wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    before = {key: os.environ.get(key) for key in wanted}
-    os.environ.update(wanted)
-    try:
+    with compat.restored_environment(*wanted):
+        os.environ.update(wanted)
         yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value

@@ -150,6 +150,20 @@ def construction(ranks: int = 1) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def restored_environment(*names: str) -> Iterator[None]:
+    """These variables are afterwards what they were before."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
 def room_for(ranks: int) -> Iterator[None]:
     """What must hold while vLLM starts several ranks on this machine, each a process of its own, and is put back afterwards.
 
@@ -165,22 +179,17 @@ def room_for(ranks: int) -> Iterator[None]:
     # A version without them remembers nothing.
     forget, remember = getattr(envs, "disable_envs_cache", None), getattr(envs, "enable_envs_cache", None)
     bind, threads = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
-    before = {key: os.environ.get(key) for key in (bind, threads, "OMP_NUM_THREADS_SET_BY_VLLM", "LOCAL_WORLD_SIZE")}
     count, set_threads = torch.get_num_threads(), torch.set_num_threads
-    if platform_is_cpu():
-        if os.environ.get(bind, "auto") == "auto":
-            os.environ[bind] = "nobind"
-        os.environ.setdefault(threads, str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    if forget is not None:
-        forget()
     try:
-        yield
+        with restored_environment(bind, threads, "OMP_NUM_THREADS_SET_BY_VLLM", "LOCAL_WORLD_SIZE"):
+            if platform_is_cpu():
+                if os.environ.get(bind, "auto") == "auto":
+                    os.environ[bind] = "nobind"
+                os.environ.setdefault(threads, str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+            if forget is not None:
+                forget()
+            yield
     finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
         if forget is not None and remember is not None:
             forget()
             remember()

@@ -162,9 +162,8 @@ class Fleet:
             spec = replace(spec, seed=secrets.randbits(62))
         check_lengths(ids, min(each.capabilities().max_model_length for each in self.replicas))
         if version is None and self.capabilities().holds_two:
-            version = (
-                self._version
-            )  # what has begun with a version ends with it, also when a push goes through meanwhile
+            # What has begun with a version ends with it, also when a push goes through meanwhile.
+            version = self._version
         named = {} if version is None else {"version": version}
         started = time.perf_counter()
         versions = {} if ids else {self._version if version is None else version: ""}
@@ -193,9 +192,8 @@ class Fleet:
             # One that was taken back has the newest version alone: the others draw with the one before it.
             without |= {each: found for each, found in answers.items() if isinstance(found, VersionGoneError)}
             done = {each: found for each, found in answers.items() if each not in without}
-            if (
-                not answers and not has_waited
-            ):  # all were lost in it: what they had drawn until then was no waiting for them
+            if not answers and not has_waited:
+                # All were lost in it: what they had drawn until then was no waiting for them.
                 has_waited, end = True, time.monotonic() + self.wait_s
             versions |= {rollout.version: each.url for each, rollout in done.items()}
             if len(versions) > 1:

@@ -292,9 +292,10 @@ class RayReplica:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._actor = self._make_actor()
-        self._starting, self._fresh, self._silent = self._actor.ask.remote("state"), None, 0
-        self._begun = time.monotonic()
+        actor = self._make_actor()
+        # First: another thread that sees the actor sees that it is starting.
+        self._starting, self._fresh, self._silent = actor.ask.remote("state"), None, 0
+        self._actor, self._begun = actor, time.monotonic()
 
     def _replace(self, actor: Any) -> None:
         """Start another one, unless somebody has."""

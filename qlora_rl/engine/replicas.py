@@ -332,7 +332,7 @@ class Replicas:
         # A push to it that nobody waits for any more must not arrive behind the one that takes it back.
         is_busy = any(not future.done() for future in self._overdue.get(each, ()))
         try:
-            if each.is_there(_PROBE_S) and not is_busy:
+            if not is_busy and each.is_there(_PROBE_S):  # one that is drawing has no time for a look, and is not silent
                 self._prove(each)
                 is_proven = True
         except QloraRLError as error:

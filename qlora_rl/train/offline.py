@@ -11,11 +11,10 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_fingerprint
-from qlora_rl.distributed import join, ranks
+from qlora_rl.distributed import join
 from qlora_rl.errors import BaseMismatchError
 from qlora_rl.train import settings
-from qlora_rl.train.entry import resolve_model
-from qlora_rl.train.processes import begin_alike, check_common_base, check_processes, fit_for_sharding
+from qlora_rl.train.processes import begin_alike, check_common_base, check_processes
 from qlora_rl.train.progress import show_progress
 from qlora_rl.train.run import CONFIG, StepRecord
 from qlora_rl.train.trained_run import (
@@ -63,19 +62,13 @@ class OfflineTrainer(TrainedRun):
         settings.check_datasets(train_dataset, eval_dataset)
         with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
             self.run = open_run(args.output_dir, existing_run)
-            source = ranks().in_turn(
-                lambda: resolve_model(
-                    model,
-                    args,
-                    quantization_config=quantization_config,
-                    peft_config=peft_config,
-                    processing_class=processing_class,
-                    refers=self._refers,
-                ),
-                "preparing the base",
+            source = self._resolve(
+                model,
+                args,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                processing_class=processing_class,
             )
-            source = fit_for_sharding(source, args)
-            self.base = source.base
             loaded = source.load()
             check_base(loaded, self.base.path)
             check_common_base(self.base.digest)

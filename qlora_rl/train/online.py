@@ -22,11 +22,10 @@ from qlora_rl.train import settings, zero
 from qlora_rl.train.alarm import alarm_for, check_word
 from qlora_rl.train.budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.engines import EngineChoice
-from qlora_rl.train.entry import resolve_model
 from qlora_rl.train.link import Link, link_policy, release, why_dense
 from qlora_rl.train.logprobs import use_small_tiles
 from qlora_rl.train.pairing import SHARE, Pair, expects_one_copy, make_pair
-from qlora_rl.train.processes import begin_alike, check_processes, check_turns, fit_for_sharding, shards_base
+from qlora_rl.train.processes import begin_alike, check_processes, check_turns, shards_base
 from qlora_rl.train.progress import show_progress
 from qlora_rl.train.rewards import as_list, guard
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
@@ -89,8 +88,6 @@ class OnlineTrainer(TrainedRun):
     _failures: list[RewardFunctionError] | None = None
     # The ledger knows the trainer's step.
     _is_planned = True
-    # TRL makes a frozen copy of a PeftModel's adapter; `None`: where beta is not 0.
-    _refers: bool | None = None
     # Why it trains in one process; empty where several can share it.
     _one_process = ""
 
@@ -148,20 +145,14 @@ class OnlineTrainer(TrainedRun):
                 self.memory = _budget(
                     model, args, options, rollout, peft_config, quantization_config, optimizers[0], is_whole=is_whole
                 )
-            source = ranks().in_turn(
-                lambda: resolve_model(
-                    model,
-                    args,
-                    quantization_config=quantization_config,
-                    peft_config=peft_config,
-                    processing_class=processing_class,
-                    is_whole=is_whole,
-                    refers=self._refers,
-                ),
-                "preparing the base",
+            source = self._resolve(
+                model,
+                args,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                processing_class=processing_class,
+                is_whole=is_whole,
             )
-            source = fit_for_sharding(source, args)
-            self.base = source.base
             if is_whole:
                 check_whole(self.base, options.share_base)
             if processing_class is None:

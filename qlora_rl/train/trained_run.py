@@ -13,6 +13,8 @@ from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.distributed import is_sharded, ranks
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.train.entry import Source, resolve_model
+from qlora_rl.train.processes import fit_for_sharding
 from qlora_rl.train.resume import Resumable
 from qlora_rl.train.run import SUMMARY, RunDirectory, describe_machine, describe_versions
 from qlora_rl.train.sharded import is_gathered, trained_weights
@@ -33,6 +35,8 @@ class TrainedRun(Resumable):
 
     run: RunDirectory | None
     base: PreparedBase
+    # TRL makes a frozen copy of a PeftModel's adapter; `None`: where beta is not 0.
+    _refers: bool | None = None
     # Under which TRL's config stands in config.json.
     _config_name: str
 
@@ -56,6 +60,13 @@ class TrainedRun(Resumable):
             raise
         self._finish("finished", None)
         return result
+
+    def _resolve(self, model: Any, args: Any, **named: Any) -> Source:
+        """What was passed as `model`, as something that can be loaded; its base is prepared on one rank of a machine before the others."""
+        source = ranks().in_turn(lambda: resolve_model(model, args, refers=self._refers, **named), "preparing the base")
+        source = fit_for_sharding(source, args)
+        self.base = source.base
+        return source
 
     def close(self) -> None:
         """Give back what the trainer holds beside its model; harmless when repeated."""

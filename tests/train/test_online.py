@@ -1,6 +1,7 @@
 """RLOO, online DPO and `attach` with FakeEngine: what they share with GRPO, and what is theirs alone."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -278,3 +279,18 @@ def test_attach_to_an_engine_on_another_base_leaves_the_trainer_as_it_was(built,
         attach(trainer, rollout=other)
     assert type(trainer) is GRPOTrainer
     assert vars(trainer).keys() == before.keys()
+
+
+def test_a_token_without_a_logprob_does_not_end_rloo(make_online, engine, monkeypatch):
+    """An engine gives None where its own is NaN."""
+    real = engine.generate
+
+    def partly(*args, **kwargs):
+        rollout = real(*args, **kwargs)
+        return replace(rollout, logprobs=[[None, *row[1:]] for row in rollout.logprobs])
+
+    monkeypatch.setattr(engine, "generate", partly)
+    trainer = make_online("rloo", {"max_steps": 1}, rollout=engine)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert trainer.fidelity.last.tokens > 0

@@ -5,14 +5,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from resumed import adapter, assert_same_run, lines, make, reward_digits
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
 from qlora_rl import ConfigConflictError, RunDirectoryError, load_base
-from qlora_rl.train import checkpoints
+from qlora_rl.train import checkpoints, resume
 from qlora_rl.train.identity import digest_dataset
 from qlora_rl.train.run import RunDirectory
 
@@ -389,3 +391,28 @@ def test_whole_means_every_file_of_the_manifest(tmp_path):
     assert checkpoints.damage(found) == [f"{Path('inner') / 'a'} is missing"]
     (found / "manifest.json").write_text("{")
     assert checkpoints.damage(found) == ["its manifest.json cannot be read (JSONDecodeError)"]
+
+
+def test_an_end_by_torchs_own_kind_of_exception_is_written_down_too(base, tmp_path):
+    """That of its sharded checkpoints is no Exception."""
+    trainer = make(base, tmp_path, "fake", max_steps=3, save_strategy="no")
+
+    class Struck(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 1:
+                raise CheckpointException("reading", {})
+
+    trainer.add_callback(Struck())
+    with trainer, pytest.raises(CheckpointException):
+        trainer.train()
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_several_processes_go_on_with_the_entropy_bonus_too(base, tmp_path, monkeypatch):
+    with make(base, tmp_path / "run", "fake", max_steps=1) as trainer:
+        (tmp_path / "entropy_ctrl_state.json").write_text('{"entropy_coef": 0.25, "last_world_entropy": 1.5}')
+        trainer.use_adaptive_entropy = True
+        monkeypatch.setattr(resume, "ranks", lambda: SimpleNamespace(size=2))
+        monkeypatch.setattr(resume, "load_optimizer", lambda *_: None)
+        trainer._load_optimizer_and_scheduler(str(tmp_path))
+        assert (trainer.entropy_coef, trainer._last_world_entropy) == (0.25, 1.5)

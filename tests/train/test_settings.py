@@ -8,6 +8,7 @@ import torch
 from recorded import Recorded
 from trl import GRPOConfig
 
+from qlora_rl import QLoRAGRPOTrainer
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train import settings, zero
 from qlora_rl.train.processes import check_full_weights, check_processes
@@ -165,6 +166,14 @@ def test_what_several_processes_cannot_do_is_refused_with_what_they_can(two_proc
     check_processes(two_processes, "choosing the engine")  # DDP
     with pytest.raises(NotYetSupportedError, match=r"2 processes, and engines on Ray are pushed to by one.*GRPO"):
         check_processes(two_processes, "choosing the engine", refused="engines on Ray are pushed to by one")
+
+
+def test_tools_on_an_engine_that_all_processes_share_are_refused_before_anything_is_loaded(
+    two_processes, base, plain, lora
+):
+    given = {"model": base, "reward_funcs": print, "train_dataset": plain, "peft_config": lora, "args": two_processes}
+    with pytest.raises(NotYetSupportedError, match="rollout_func with one engine for 2 processes"):
+        QLoRAGRPOTrainer(**given, rollout="http://127.0.0.1:9", rollout_func=print)
 
 
 def test_full_weights_are_refused_where_they_cannot_be_made_yet(two_processes, monkeypatch):

@@ -16,7 +16,8 @@ from trl import GRPOTrainer
 from qlora_rl import PolicyMismatchError, QLoRAAsyncGRPOTrainer, attach, load_base
 from qlora_rl.report.run import read_run, summarise
 from qlora_rl.report.sentences import fidelity_sentence
-from qlora_rl.sync.diagnosis import Drawn, Examiner
+from qlora_rl.sync import diagnosis
+from qlora_rl.sync.diagnosis import Diagnosis, Drawn, Examiner
 
 
 def test_dropout_is_no_alarm(make_trainer, config):
@@ -246,3 +247,17 @@ def test_completions_scored_together_are_scored_as_alone(make_trainer, monkeypat
     for temperature, values in alone.items():
         torch.testing.assert_close(together[temperature], values, rtol=0, atol=0.02)  # bf16 logits
         assert values.numel() == sum(c for _, c in lengths)
+
+
+def test_what_another_ranks_engine_is_shown_to_hold_is_the_cause_on_all(make_trainer, config, monkeypatch):
+    """Whoever finds nothing does not go on alone to what all ranks of a sharded trainer compute together."""
+    trainer = make_trainer(args=config(max_steps=1))
+    trainer.train()
+    examiner = Examiner(trainer.model, trainer.engine, trainer._link.strategy, trainer.admission, None)
+    theirs = Diagnosis("stale", "rank 1's was not updated")
+    monkeypatch.setattr(diagnosis, "ranks", lambda: SimpleNamespace(gather=lambda value, _: [value, theirs]))
+    for proof in ("_held", "_bases"):
+        monkeypatch.setattr(examiner, proof, lambda: None)
+    monkeypatch.setattr(examiner, "_tried", lambda *_: pytest.fail("it went on alone"))
+    found = examiner.examine(Drawn([], [], []), 0.1)
+    assert (found.cause, found.is_proven) == ("stale", True)

@@ -3,6 +3,8 @@
 import json
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -12,6 +14,7 @@ from qlora_rl import errors
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.contracts import AdapterBundle, BaseFingerprint, ReplicatedEngine, RolloutEngine
 from qlora_rl.engine import fleet as module
+from qlora_rl.engine import ray_replica
 from qlora_rl.engine import replicas as team
 from qlora_rl.engine.client import PREFIX, START, VERSION, ServerEngine
 from qlora_rl.engine.fleet import Fleet
@@ -534,3 +537,41 @@ def test_several_threads_draw_while_one_replica_dies_and_every_prompt_is_drawn_o
         each.join(60)
     assert [found[seed] for seed in range(8)] == expected
     assert names(fleet) == ["a", "c"]
+
+
+def test_one_that_is_still_drawing_is_not_asked_for_a_sign_of_life(connect, replicas, monkeypatch):
+    """Three of those without an answer end an actor of Ray."""
+    monkeypatch.setattr(team, "_STRAGGLES_AFTER_S", 0.2)
+    fleet = connect("ab")
+    replicas["b"].may_answer.clear()
+    drawn(fleet)
+    assert names(fleet) == ["a"]
+    (busy,) = (each for each in fleet.replicas if each.url.endswith("b"))
+    monkeypatch.setattr(busy, "is_there", lambda _: pytest.fail("it was asked"))
+    fleet._team._lost[busy] = replace(fleet._team._lost[busy], next_look=0.0)
+    fleet.wake()
+    assert names(fleet) == ["a"]
+    replicas["b"].may_answer.set()
+
+
+def test_an_actor_is_known_to_be_starting_before_anybody_can_ask_it(monkeypatch):
+    """Otherwise the request of another thread would be answered by one that was not proven."""
+    seen, made = [], []
+
+    def actor():
+        def remote(method):
+            replica = made[0] if made else None
+            seen.append(replica is not None and replica._actor is mine)
+            return method
+
+        mine = SimpleNamespace(ask=SimpleNamespace(remote=remote))
+        return mine
+
+    ray = SimpleNamespace(kill=lambda _: None, exceptions=SimpleNamespace(RayError=ValueError))
+    monkeypatch.setattr(ray_replica, "require_ray", lambda: ray)
+    limits = {"timeout_s": 1.0, "start_timeout_s": 1.0, "health_check_timeout_s": 1.0}
+    made.append(ray_replica.RayReplica("ray:0", actor, ray_replica.Parcels(), **limits))
+    first = made[0]._actor
+    made[0]._replace(first)
+    assert made[0]._actor is not first
+    assert seen == [False, False]

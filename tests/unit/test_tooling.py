@@ -1,6 +1,7 @@
 """What stands around the package: hooks, types, the files of a release."""
 
 import importlib.util
+import logging
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+CPU = "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."
 ROOT = Path(__file__).resolve().parents[2]
 yaml = pytest.importorskip("yaml")
 
@@ -98,3 +100,11 @@ def test_a_slip_of_the_command_is_answered_with_what_was_meant(typed, meant, cap
     assert ended.value.code == 2
     guesses = re.findall(r"Did you mean '(.+)'\?", capsys.readouterr().err)
     assert guesses == ([meant] if meant else [])
+
+
+def test_what_deepspeed_says_of_the_cpu_stays_off_the_output(capsys):
+    from qlora_rl.cli import main
+
+    assert main(["report", "/no/such/run"]) == 1
+    said = [logging.LogRecord("DeepSpeed", logging.WARNING, "", 0, text, None, None) for text in (CPU, "another thing")]
+    assert [bool(logging.getLogger("DeepSpeed").filter(record)) for record in said] == [False, True]
