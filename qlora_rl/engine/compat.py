@@ -277,6 +277,18 @@ def refusals() -> tuple[type[Exception], ...]:
     return ValueError, VLLMValidationError
 
 
+class EngineEndingError(Exception):
+    """vLLM ends, and gives up what it was asked: nothing of it may be used."""
+
+
+def is_dead_engine(error: BaseException) -> bool:
+    """vLLM's engine process has ended or is about to: its server will end too, and a client waits for the next one."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    # What an engine refuses while it ends has no type of its own, only these words.
+    return isinstance(error, (EngineEndingError, EngineDeadError)) or "Server shutting down" in str(error)
+
+
 class PolicyNames(dict[str, Any]):
     """vLLM's table of adapters by model name, with one entry for the policy under the name that people ask for.
 

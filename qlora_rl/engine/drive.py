@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from qlora_rl.engine.sampling import are_cut_off
 from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, RolloutCancelledError
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,8 @@ class Driver:
             Their outputs, in order.
 
         Raises:
-            EngineBrokenError: vLLM failed in a step, whoever's it was; every call that was open has failed.
+            EngineBrokenError: vLLM failed in a step, whoever's it was; every call that was open has failed. Or it has given some of
+                these requests up.
             RolloutCancelledError: `cancel` was called.
         """
         while True:
@@ -110,8 +112,13 @@ class Driver:
                 pass  # who waits in it comes first
             with self.lock:
                 if self._is_over(engine, call, raise_if_interrupted):
-                    return call.finished
+                    break
                 self._step(engine)
+        if are_cut_off(call.finished):
+            raise EngineBrokenError(
+                "generating: vLLM has given requests up before their end; its log says why. Ask again."
+            )
+        return call.finished
 
     def _is_over(self, engine: Any, call: Call, raise_if_interrupted: Callable[[], None]) -> bool:
         if call.ended is not None and not isinstance(call.ended, RolloutCancelledError):

@@ -27,6 +27,7 @@ from qlora_rl.engine.gate import Visits
 from qlora_rl.engine.parallel import described, held_digests
 from qlora_rl.engine.sampling import (
     SCORING,
+    are_cut_off,
     check_lengths,
     holds_nan,
     sampled_logprobs,
@@ -186,7 +187,7 @@ class ServedPolicy:
                 with contextlib.suppress(Exception):
                     await self.engine.remove_lora(number)
                 self.store.withdraw(directory)
-                if not isinstance(error, Exception) or is_dead_engine(error):
+                if not isinstance(error, Exception) or compat.is_dead_engine(error):
                     raise
                 raise SyncError(
                     f"taking adapter version={version}: vLLM refuses it: {error}. Version {self.version} goes on serving."
@@ -332,12 +333,9 @@ class ServedPolicy:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if are_cut_off(outputs):  # which vLLM answers like any other
+            raise compat.EngineEndingError("vLLM has given requests up before their end")
         return (held.version if held else self.weights.version), list(outputs)
-
-
-def is_dead_engine(error: BaseException) -> bool:
-    """vLLM's engine process has ended, and this server will."""
-    return type(error).__name__ == "EngineDeadError"  # lies where only `compat` may look
 
 
 def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank: int) -> list[str]:

@@ -20,8 +20,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
+from qlora_rl.engine import compat
 from qlora_rl.engine.gate import TooLargeError
-from qlora_rl.engine.policy import ServedPolicy, Wanted, is_dead_engine, read_probe
+from qlora_rl.engine.policy import ServedPolicy, Wanted, read_probe
 from qlora_rl.engine.weights_routes import WeightsApi
 from qlora_rl.errors import ConfigConflictError, QloraRLError, ServerTakenError
 
@@ -220,7 +221,7 @@ class Api:
             except (ClientDisconnect, TooLargeError):
                 return Response(status_code=GONE)
             except Exception as error:
-                if is_dead_engine(error):  # this server ends too: a client waits for the next one
+                if compat.is_dead_engine(error):  # this server ends too: a client waits for the next one
                     return _error(
                         503, "", "asking the server: vLLM's engine has died. It has to be started anew.", (), marks
                     )

@@ -12,6 +12,8 @@ from qlora_rl.errors import ConfigConflictError, PromptTooLongError
 
 # Of vLLM's SamplingParams, but the engine's own.
 _OURS = {"logprobs", "n", "output_kind"}
+# How vLLM ends a request that it has not drawn to its end: what it has of it is no sample of the policy.
+_CUT_OFF = ("abort", "error")
 # Asks for nothing but the logprobs of the prompt.
 SCORING = SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0})
 
@@ -65,6 +67,11 @@ def _params(spec: SamplingSpec, index: int) -> Any:
 def request_seed(seed: int, index: int) -> int:
     """Seed of request `index` of a call whose seed is `seed`: 63 bits, unrelated for neighbouring indices."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def are_cut_off(outputs: Iterable[Any]) -> bool:
+    """One of vLLM's request outputs (`None`: it gave none) was not drawn to its end: vLLM ends, or has dropped it."""
+    return any(output is None or output.outputs[0].finish_reason in _CUT_OFF for output in outputs)
 
 
 def holds_nan(outputs: Iterable[Any]) -> bool:

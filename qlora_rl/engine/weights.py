@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.contracts import Leaf
+from qlora_rl.engine import compat
 from qlora_rl.engine.gate import OPEN_PATH, Receive, Scope, Send
 from qlora_rl.engine.stage import Stage, refuse_foreign
 from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, QloraRLError, SyncError
@@ -197,6 +198,8 @@ class ServedWeights:
                     raise SyncError(f"no value came for {len(missing)} weights of the engine, first {missing[0]}")
                 await self._forget_cache()
             except Exception as error:
+                if compat.is_dead_engine(error):
+                    raise
                 reasons = error.reasons if isinstance(error, QloraRLError) else ()
                 raise SyncError(
                     f"loading weights version={version} into vLLM: {error}. Nothing is served until a push arrives whole. Push again.",

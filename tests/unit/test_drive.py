@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -154,8 +155,21 @@ def test_a_call_that_is_done_returns_though_an_interrupted_thread_gives_the_engi
     broken = []
     driver, engine = Driver(lambda: broken.append(True)), Engine()
     call = driver.begin(engine, [[1]], [None], None)
-    call.finished, call.left = ["an output"], 0
+    call.finished, call.left = [output()], 0
     # Where the call has looked whether it was ended, and has not gone yet.
-    assert driver.finish(engine, call, lambda: driver.fail(EngineBrokenError("given up"))) == ["an output"]
+    assert driver.finish(engine, call, lambda: driver.fail(EngineBrokenError("given up"))) == call.finished
     assert broken
     assert engine.steps == 0
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_what_vllm_gives_up_by_itself_is_no_completion(reason):
+    driver, engine = Driver(lambda: None), Engine()
+    call = driver.begin(engine, [[1], [2]], [None] * 2, None)
+    call.finished, call.left = [output(), output(reason)], 0
+    with pytest.raises(EngineBrokenError, match="before their end"):
+        driver.finish(engine, call, lambda: None)
+
+
+def output(reason="stop"):
+    return SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason)])

@@ -7,8 +7,10 @@ import sys
 import time
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
+from fastapi import FastAPI
 
 from qlora_rl import (
     AccessDeniedError,
@@ -23,9 +25,10 @@ from qlora_rl import (
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.engine import policy
+from qlora_rl.engine.answers import AwayError, refusal
 from qlora_rl.engine.gate import Visits
 from qlora_rl.engine.policy import misfits, read_allowed
-from qlora_rl.engine.routes import Lease
+from qlora_rl.engine.routes import PREFIX, Api, Lease
 from qlora_rl.engine.sampling import sampling_params
 from qlora_rl.engine.serve import check_adapter_dir, read_or_make_key
 
@@ -154,6 +157,46 @@ def test_what_the_engine_sets_itself_cannot_be_set(name):
         sampling_params(SamplingSpec(extra={name: 2}), [0])
 
 
+def drawn_token(logprob, finish_reason="length"):
+    return SimpleNamespace(token_ids=[1], logprobs=[{1: SimpleNamespace(logprob=logprob)}], finish_reason=finish_reason)
+
+
+@pytest.mark.parametrize("cut", ["aborted", "without a word", "refused"])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/generate", {"prompts": [[1, 2], [1, 3]], "sampling": {"max_tokens": 4}}),
+        ("/score", {"sequences": [[1, 2], [1, 3]], "bare": True}),
+    ],
+)
+def test_what_an_ending_engine_gives_up_is_no_answer_and_the_next_server_is_waited_for(tmp_path, path, asked, cut):
+    """vLLM answers a request that it aborts like any other: with what was drawn so far, or nothing."""
+    pytest.importorskip("vllm")
+
+    class Engine:
+        asked = 0
+
+        async def generate(self, *_, **__):
+            self.asked += 1
+            reason = "length" if self.asked == 1 else "abort"
+            if self.asked == 2 and cut == "refused":
+                raise RuntimeError("Call to generate method failed: Server shutting down")
+            if self.asked == 1 or cut == "aborted":
+                yield SimpleNamespace(outputs=[drawn_token(-1.0, reason)], prompt_logprobs=[None, {}])
+
+    served = policy.ServedPolicy(Engine(), {}, SimpleNamespace(root=tmp_path / "store"), {}, 8, 64, Visits())
+    app = FastAPI()
+    app.include_router(Api(served, {}, 1000, Lease(60.0)).router())
+
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.post(PREFIX + path, json=asked)
+
+    answer = asyncio.run(run())
+    assert answer.status_code == 503
+    assert isinstance(refusal(answer, "http://server"), AwayError)
+
+
 def test_after_nan_the_servers_cache_is_cleared_before_anything_else_is_drawn(tmp_path):
     pytest.importorskip("vllm")
     values, done = [float("nan"), -1.0], []
@@ -161,7 +204,7 @@ def test_after_nan_the_servers_cache_is_cleared_before_anything_else_is_drawn(tm
     class Engine:
         async def generate(self, *_, **__):
             done.append("drawn")
-            drawn = SimpleNamespace(token_ids=[1], logprobs=[{1: SimpleNamespace(logprob=values.pop(0))}])
+            drawn = drawn_token(values.pop(0))
             yield SimpleNamespace(outputs=[drawn], prompt_logprobs=None)
 
         async def collective_rpc(self, name):

@@ -86,6 +86,21 @@ def test_what_breaks_off_while_it_is_loaded_is_served_to_nobody_until_a_push_arr
     asyncio.run(run())
 
 
+def test_an_engine_that_ends_in_a_commit_is_no_refusal_of_the_weights(tmp_path):
+    pytest.importorskip("vllm")
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    async def run():
+        weights = made(tmp_path)
+        for fault in (EngineDeadError(), RuntimeError("Server shutting down")):
+            weights.engine.fault = fault
+            with pytest.raises(type(fault)) as caught:
+                await weights.commit("me", await sent(weights, 1))
+            assert caught.value is fault
+
+    asyncio.run(run())
+
+
 def test_what_is_withdrawn_during_a_commit_stays_withdrawn(tmp_path):
     async def run():
         weights = made(tmp_path)
