@@ -26,12 +26,14 @@ def colocate(monkeypatch):
 
 
 def test_the_ledger_is_logged_and_written_down_before_anything_is_loaded(make_trainer, config, monkeypatch, caplog):
-    import qlora_rl.train.online as online
+    from qlora_rl.train import trained_run
 
     seen = []
-    real = online.resolve_model
+    real = trained_run.resolve_model
     monkeypatch.setattr(
-        online, "resolve_model", lambda *a, **k: (seen.append("memory of this run" in caplog.text), real(*a, **k))[1]
+        trained_run,
+        "resolve_model",
+        lambda *a, **k: (seen.append("memory of this run" in caplog.text), real(*a, **k))[1],
     )
     with caplog.at_level(logging.INFO, "qlora_rl"):
         trainer = make_trainer(args=config(output_dir=config().output_dir + "-memory"))
@@ -43,9 +45,9 @@ def test_the_ledger_is_logged_and_written_down_before_anything_is_loaded(make_tr
 
 
 def test_a_wish_that_cannot_be_kept_is_refused_before_anything_is_loaded(make_trainer, colocate, monkeypatch):
-    import qlora_rl.train.online as online
+    from qlora_rl.train import trained_run
 
-    monkeypatch.setattr(online, "resolve_model", lambda *a, **k: pytest.fail("something was loaded"))
+    monkeypatch.setattr(trained_run, "resolve_model", lambda *a, **k: pytest.fail("something was loaded"))
     with pytest.raises(MemoryBudgetError, match=r"needs \d.\d\d GiB at its peak > gpu_memory=0.00 GiB") as caught:
         make_trainer(rollout="colocate", gpu_memory=0.001)
     assert "base, shared" in str(caught.value)
