@@ -160,6 +160,25 @@ def base_lines(shape: ModelShape, spec: QuantSpec, shared: bool, baked: bool = F
     ]
 
 
+def parted_base(lines: list[Line], shape: ModelShape, trainer: int, engine: int) -> list[Line]:
+    """The lines of the base on one of several GPUs.
+
+    Args:
+        lines: of `base_lines`, of a trainer and an engine that hold one each.
+        trainer: processes that its base lies in parts on (FSDP2, ZeRO-3); it is gathered layer by layer.
+        engine: ranks of the engine.
+    """
+    found = []
+    for line in lines:
+        parts = {"base, trainer": trainer, "base, engine": engine}.get(line.name, 1)
+        whole = f"1/{parts} of {line.nbytes / 2**30:.3f} GiB; {line.why}"
+        found.append(line if parts == 1 else Line(line.name, ceil(line.nbytes / parts), whole, is_exact=False))
+        if line.name == "base, trainer" and parts > 1:
+            layer = ceil(line.nbytes / max(1, shape.layers))
+            found.append(Line("base, a gathered layer", layer, f"one of {shape.layers} layers, whole", "layer", False))
+    return found
+
+
 def copies_line(shape: ModelShape, spec: QuantSpec) -> Line:
     """What an engine with `base_compute="baked"` keeps beside the codes: every 4-bit linear decoded. Experts are not."""
     numbers = sum(prod(weight) for name, weight in shape.linears.items() if is_quantised(name, spec))

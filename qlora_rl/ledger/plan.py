@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class MemoryRequest:
         gpu_memory_gib: all that may be held; `None` for no limit.
         device: "cuda" or "cpu".
         has_engine: the run makes an engine; otherwise its lines are left out.
+        trainer_parts: processes, with a GPU each, that the trainer's base lies in parts on. What is counted is one GPU.
+        engine_parts: GPUs that the engine's base lies in parts on (`tensor_parallel_size`).
     """
 
     spec: QuantSpec = field(default_factory=QuantSpec)
@@ -64,9 +67,12 @@ class MemoryRequest:
     gpu_memory_gib: float | None = None
     device: str = "cuda"
     has_engine: bool = True
+    trainer_parts: int = 1
+    engine_parts: int = 1
 
     def __post_init__(self) -> None:
-        positive = {name: getattr(self, name) for name in ("max_length", "batch_size", "sequences")}
+        counts = ("max_length", "batch_size", "sequences", "trainer_parts", "engine_parts")
+        positive = {name: getattr(self, name) for name in counts}
         positive |= {n: v for n in ("kv_cache_gib", "gpu_memory_gib") if (v := getattr(self, n)) is not None}
         wrong = [f"{name}={value} must be above 0" for name, value in positive.items() if not value > 0]
         if wrong:
@@ -76,6 +82,11 @@ class MemoryRequest:
         if self.keeps_copies and self.device != "cpu":
             raise ConfigConflictError(
                 "planning the memory: base_compute='baked' is for device='cpu'; a GPU has kernels for the codes."
+            )
+        if self.shared and self.has_engine and max(self.trainer_parts, self.engine_parts) > 1:
+            raise ConfigConflictError(
+                f"planning the memory: shared=True, and a base in {max(self.trainer_parts, self.engine_parts)} parts is held twice. Pass "
+                "shared=False."
             )
 
     def as_dict(self) -> dict[str, Any]:
@@ -143,7 +154,8 @@ class MemoryLedger:
         element = 1 if "fp8" in request.cache_dtype else count.width(request.spec)
         block = count.KV_BLOCK[request.device]
         length = length or request.max_length
-        return count.cache_bytes(self.shape, length=length, sequences=sequences, element=element, block=block)
+        whole = count.cache_bytes(self.shape, length=length, sequences=sequences, element=element, block=block)
+        return ceil(whole / min(request.engine_parts, self.shape.kv_heads))  # heads that are fewer lie on several
 
     @property
     def _least_cache(self) -> int:
@@ -355,8 +367,9 @@ def _ledger(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tup
     spec, device = request.spec, request.device
     trained = getattr(torch, request.adapter_dtype).itemsize
     batch, length = request.batch_size, request.max_length
+    base = count.base_lines(shape, spec, request.shared and request.has_engine, request.baked)
     lines = [
-        *count.base_lines(shape, spec, request.shared and request.has_engine, request.baked),
+        *count.parted_base(base, shape, request.trainer_parts, request.engine_parts),
         *count.adapter_lines(shape, spec, adapter, trained, device),
         count.optimizer_line(adapter, trained, request.optimizer),
         *count.activation_lines(
@@ -400,7 +413,7 @@ def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
         changes.append(("gradient_checkpointing=True", {"gradient_checkpointing": True}))
     if not request.spec.is_4bit:
         changes.append(("quant='nf4'", {"spec": QuantSpec(compute_dtype=request.spec.compute_dtype)}))
-    if not request.shared and not request.baked:
+    if not request.shared and not request.baked and request.trainer_parts == request.engine_parts == 1:
         changes.append(("one base for trainer and engine", {"shared": True}))
     if request.keeps_copies:
         changes.append(("base_compute='nf4'", {"keeps_copies": False}))

@@ -52,6 +52,7 @@ class ModelShape:
         caches: one for every layer that has a KV cache.
         positions: the longest sequence that the model was made for.
         rotary: head size that is rotated.
+        kv_heads: of keys and values.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ModelShape:
     caches: tuple[Cache, ...]
     positions: int
     rotary: int
+    kv_heads: int
 
     @property
     def parameters(self) -> int:
@@ -185,6 +187,7 @@ def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
         caches=_caches(text, head_size),
         positions=int(getattr(text, "max_position_embeddings", 0) or 0),
         rotary=head_size,
+        kv_heads=_kv_heads(text),
     )
 
 

@@ -16,6 +16,7 @@ from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.plan import MemoryLedger, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
 from qlora_rl.train.entry import spec_from_config
+from qlora_rl.train.processes import shards_base
 from qlora_rl.train.settings import engine_options as trl_engine_options
 
 if TYPE_CHECKING:
@@ -93,12 +94,15 @@ class MemoryBudget:
                 optimizer,
                 options,
                 adapter_dtype=adapter_dtype,
-                shared=shared and not baked,
+                shared=shared and not baked and not shards_base(args),
                 baked=baked,
                 keeps_copies=keeps_copies,
                 has_engine=has_engine,
                 gpu_memory_gib=limit,
                 device="cuda" if on_gpu else "cpu",
+                # On the CPU all parts lie in one memory.
+                trainer_parts=args.world_size if on_gpu and shards_base(args) else 1,
+                engine_parts=options["tensor_parallel_size"] if on_gpu and has_engine else 1,
             )
         except Exception as error:
             # Whatever is wrong with the model is said better where it is loaded.

@@ -268,6 +268,28 @@ def test_two_bases_take_more_than_one_and_full_logits_more_than_tiles():
     assert head > 8 * 2048 * 151_936 * 12
 
 
+def test_of_what_lies_in_parts_a_gpu_holds_its_own():
+    config = known("Qwen3-8B")[0]
+    whole = plan_memory(config, shared=False, baked=True)
+    parted = plan_memory(config, shared=False, baked=True, trainer_parts=4, engine_parts=2)
+    before, after = ({line.name: line.nbytes for line in ledger.lines} for ledger in (whole, parted))
+    layer = after.pop("base, a gathered layer")
+    assert layer == pytest.approx(before["base, trainer"] / 36, abs=1)
+    assert after["base, trainer"] == pytest.approx(before["base, trainer"] / 4, abs=1)
+    assert after["base, engine"] == pytest.approx(before["base, engine"] / 2, abs=1)
+    assert {name for name in before if before[name] != after[name]} == {"base, trainer", "base, engine"}
+    assert parted.cache_bytes == pytest.approx(whole.cache_bytes / 2, abs=1)
+    assert "1/4 of " in str(parted)
+    # Eight heads of keys and values: more GPUs than those hold some of them twice.
+    ledgers = [plan_memory(config, shared=False, baked=True, engine_parts=parts) for parts in (8, 16)]
+    assert ledgers[0].cache_bytes == ledgers[1].cache_bytes == pytest.approx(whole.cache_bytes / 8, abs=1)
+
+
+def test_what_lies_in_parts_is_not_shared():
+    with pytest.raises(ConfigConflictError, match="a base in 2 parts is held twice"):
+        plan_memory(known("Qwen2.5-0.5B")[0], engine_parts=2)
+
+
 @pytest.mark.parametrize("change", [{"shared": False}, {"sleeps": True}, {"max_length": 8192, "gpu_memory_gib": 12.0}])
 def test_a_changed_ledger_is_the_one_that_would_have_been_planned(change):
     config = known("Qwen3-8B")[0]
