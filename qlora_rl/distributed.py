@@ -88,18 +88,23 @@ class Ranks:
         """
         return [value] if self.size == 1 else self._exchange(value, None, doing)
 
-    def share(self, make: Callable[[], T], doing: str) -> T:
-        """What rank 0 makes, on all of them; or the exception that it raised. Only rank 0 calls `make`."""
+    def share(self, make: Callable[[], T], doing: str, *, group: int = 0) -> T:
+        """What rank 0 makes, on all of them; or the exception that it raised. Only rank 0 calls `make`.
+
+        Args:
+            group: of so many neighbouring ranks each, the first one makes it, for these; what it raises is raised on all ranks.
+        """
         if self.size == 1:
             return make()
+        first = self.rank - self.rank % (group or self.size)
         made, error = None, None
-        if self.is_first:
+        if self.rank == first:
             try:
                 made = make()
             except Exception as raised:
                 _raise_known(raised)
                 error = raised
-        return self._exchange(made, error, doing)[0]
+        return self._exchange(made, error, doing)[first]
 
     def agree(self, error: BaseException | None, doing: str) -> None:
         """Raise on all ranks what the first of them has failed with; called by all, with `None` where nothing is wrong."""

@@ -163,6 +163,15 @@ def restored_environment(*names: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+# What a launcher like torchrun tells each of its processes; the ranks of an engine that one of them starts are none of these.
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launcher_variables() -> list[str]:
+    """Names of what a launcher has told this process, in its environment."""
+    return [name for name in os.environ if name in _OF_LAUNCHERS or name.startswith("TORCHELASTIC_")]
+
+
 @contextlib.contextmanager
 def room_for(ranks: int) -> Iterator[None]:
     """What must hold while vLLM starts several ranks on this machine, each a process of its own, and is put back afterwards.
@@ -170,6 +179,8 @@ def room_for(ranks: int) -> Iterator[None]:
     - 0.31 binds the threads of each rank on the CPU to a NUMA node of its own, and refuses where there are fewer. They get an equal share
       of the cores instead, and run on any; `VLLM_CPU_OMP_THREADS_BIND` by hand counts.
     - vLLM remembers the environment that the first engine of a process has seen, and sets threads and variables for its ranks.
+    - In a process that a launcher has started, they take the devices from its own on, and hear nothing of the launcher: its store would
+      be taken for theirs.
     """
     if ranks == 1:
         yield
@@ -181,7 +192,13 @@ def room_for(ranks: int) -> Iterator[None]:
     bind, threads = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
     count, set_threads = torch.get_num_threads(), torch.set_num_threads
     try:
-        with restored_environment(bind, threads, "OMP_NUM_THREADS_SET_BY_VLLM", "LOCAL_WORLD_SIZE"):
+        told = launcher_variables()
+        with (
+            restored_environment(bind, threads, "OMP_NUM_THREADS_SET_BY_VLLM", "LOCAL_WORLD_SIZE", *told),
+            _devices_from(int(os.environ.get("LOCAL_RANK", "0")), ranks),
+        ):
+            for name in told:
+                del os.environ[name]
             if platform_is_cpu():
                 if os.environ.get(bind, "auto") == "auto":
                     os.environ[bind] = "nobind"
@@ -194,6 +211,21 @@ def room_for(ranks: int) -> Iterator[None]:
             forget()
             remember()
         set_threads(count)
+
+
+@contextlib.contextmanager
+def _devices_from(first: int, count: int) -> Iterator[None]:
+    """vLLM counts devices from 0: what it starts meanwhile sees `count` of them, from `first` on. Nothing changes where there are fewer."""
+    from vllm.platforms import current_platform
+
+    name = current_platform.device_control_env_var
+    with restored_environment(name):
+        if not platform_is_cpu():
+            visible = [each for each in os.environ.get(name, "").split(",") if each]
+            visible = visible or [str(i) for i in range(torch.cuda.device_count())]
+            if first + count <= len(visible):
+                os.environ[name] = ",".join(visible[first : first + count])
+        yield
 
 
 def unreached_modules(llm: LLM, adapter_id: int) -> list[str]:

@@ -14,11 +14,10 @@ from typing import Any
 
 from qlora_rl.adapter.store import AdapterStore, default_root, unpack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities
+from qlora_rl.engine import compat
 from qlora_rl.engine.leftovers import hold, sweep
 from qlora_rl.errors import QloraRLError
 
-# What a launcher like torchrun has told the process that made the actor: an engine in an actor is nobody's rank.
-_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Versions on disk: vLLM may read the two that it holds again, and the next one comes beside them.
 _KEPT = 3
 
@@ -67,7 +66,7 @@ class HostedEngine:
     """
 
     def __init__(self, base: str, options: dict[str, Any], make: Callable[..., Any] | None = None):
-        for name in [n for n in os.environ if n in _OF_LAUNCHERS or n.startswith("TORCHELASTIC_")]:
+        for name in compat.launcher_variables():  # of the process that made the actor: this engine is nobody's rank
             del os.environ[name]
         # Several engines on one host: each has the threads that Ray gives it, on whatever cores are free.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

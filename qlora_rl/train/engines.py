@@ -10,7 +10,7 @@ from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
-from qlora_rl.errors import NotYetSupportedError
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train.for_all import EngineForAll
 from qlora_rl.train.pairing import closer
 from qlora_rl.train.settings import is_url
@@ -56,6 +56,12 @@ class EngineChoice:
                 lambda: connect(rollout, api_key_file, sync_dir, session() if session is not None else None)
             )
 
+    @property
+    def why_no_base(self) -> str:
+        """Why an engine that is started here lends its base to nobody; empty where it may."""
+        is_parted = self.rollout == "colocate" and self.options.get("tensor_parallel_size", 1) > 1
+        return "the engine's ranks are processes of their own" if is_parted else ""
+
     def start(self, base: PreparedBase, rank: int) -> RolloutEngine:
         """An engine on `base` for adapters of `rank`."""
         return _STARTS[self.rollout](base, rank, self.options)
@@ -85,16 +91,19 @@ class EngineChoice:
 
 
 def refuse_ranks(rollout: Any, size: int) -> None:
-    """Refuse an engine of several ranks where this version has none.
+    """Refuse an engine of several ranks where this version has none, or where they do not fit the trainer's.
 
     Raises:
-        NotYetSupportedError: with what can be done instead.
+        NotYetSupportedError, ConfigConflictError: with what can be done instead.
     """
     if size > 1 and rollout == "colocate" and ranks().size > 1:
-        raise NotYetSupportedError(
-            f"choosing the engine: tensor_parallel_size={size} under rollout='colocate' in {ranks().size} processes: an engine whose ranks are "
-            "the trainer's own is not there yet. Use rollout='server': one engine of several ranks, for all of them."
-        )
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks().size))
+        if here % size:
+            raise ConfigConflictError(
+                f"choosing the engine: tensor_parallel_size={size} under rollout='colocate', and {here} processes on this machine: they "
+                f"cannot be parted into groups of {size}, each with an engine over its GPUs. Set vllm_tensor_parallel_size to a divisor of {here}, "
+                "or use rollout='server'."
+            )
     if size > 1 and rollout == "ray":
         raise NotYetSupportedError(
             f"choosing the engine: tensor_parallel_size={size} under rollout='ray': an actor has one GPU. Use rollout='server', or start "
@@ -103,9 +112,12 @@ def refuse_ranks(rollout: Any, size: int) -> None:
 
 
 def start_local(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
-    """vLLM in this process."""
+    """vLLM in this process; or, of several ranks, in processes on the GPUs of a group of the trainer's, beside them."""
     from qlora_rl.engine.local import LocalEngine
 
+    size = options.get("tensor_parallel_size", 1)
+    if size > 1 and ranks().size > 1:
+        return _for_all(lambda: LocalEngine(base, **{"max_lora_rank": rank, **options}), size)
     # Each rank has an engine of its own, on its own device; vLLM finds torch.distributed with all of them in it.
     launched = {"distributed_executor_backend": "external_launcher"} if ranks().size > 1 else {}
     return LocalEngine(base, **{"max_lora_rank": rank, **launched, **options})
@@ -130,9 +142,9 @@ def _elsewhere(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ("repair_scales", "enable_sleep")}
 
 
-def _for_all(make: Callable[[], RolloutEngine]) -> Any:
-    """A server is rank 0's, and so are actors."""
-    return make() if ranks().size == 1 else EngineForAll(make, ranks())
+def _for_all(make: Callable[[], RolloutEngine], group: int = 0) -> Any:
+    """A server is rank 0's, and so are actors; what lies on the GPUs of a group of ranks is the first one's."""
+    return make() if ranks().size == 1 else EngineForAll(make, ranks(), group)
 
 
 _STARTS: dict[str, Callable[..., RolloutEngine]] = {

@@ -1,4 +1,7 @@
-"""What rank 0 owns and all ranks use: a server, or a fleet, as an engine, and the way to it. All ranks call every method that asks it."""
+"""What one rank owns and others use: a server, a fleet, an engine that spans the GPUs of several ranks; and the way to it.
+
+All ranks call every method that asks it.
+"""
 
 from __future__ import annotations
 
@@ -21,40 +24,48 @@ from qlora_rl.sync.dense import DenseStream
 
 
 class EngineForAll:
-    """One engine, on rank 0; the prompts of all ranks are drawn in one call, and each is given its own.
+    """One engine, on rank 0, or one for each group of ranks, on the first of them.
+
+    The prompts of all ranks that share it are drawn in one call, and each is given its own.
 
     Args:
-        make: makes the engine; called on rank 0 only.
+        make: makes the engine; called on the rank that owns it.
         ranks: all processes.
+        group: neighbouring ranks that share an engine; 0: all of them.
 
     Attributes:
-        inner: on rank 0 the engine; `None` elsewhere.
+        inner: on the rank that owns it the engine; `None` elsewhere.
         url: where it listens.
     """
 
-    def __init__(self, make: Callable[[], RolloutEngine], ranks: Ranks):
-        self._ranks = ranks
+    def __init__(self, make: Callable[[], RolloutEngine], ranks: Ranks, group: int = 0):
+        self._ranks, self._group = ranks, group or ranks.size
+        self._first = ranks.rank - ranks.rank % self._group
         self.inner: Any = None
         with ranks.together("starting the engine"):
-            if ranks.is_first:
+            if ranks.rank == self._first:
                 self.inner = make()
         try:
-            self._capabilities = ranks.share(lambda: self.inner.capabilities(), "asking the engine")
-            self.url: str = ranks.share(lambda: str(getattr(self.inner, "url", "")), "asking the engine")
+            self._capabilities = self.share(lambda: self.inner.capabilities(), "asking the engine")
+            self.url: str = self.share(lambda: str(getattr(self.inner, "url", "")), "asking the engine")
             self._version = self._incarnation = 0
             self._ask(lambda engine: None, "asking the engine")
         except BaseException:
             self.close()
             raise
 
+    def share(self, make: Callable[[], Any], doing: str) -> Any:
+        """What the owner of the engine makes, on the ranks that share it."""
+        return self._ranks.share(make, doing, group=self._group)
+
     def _ask(self, ask: Callable[[Any], Any], doing: str) -> Any:
-        """What rank 0 hears from the engine, on all ranks."""
+        """What its owner hears from the engine."""
 
         def asked() -> tuple[Any, int, int]:
             answer = ask(self.inner)
             return answer, self.inner.version, self.inner.incarnation
 
-        answer, self._version, self._incarnation = self._ranks.share(asked, doing)
+        answer, self._version, self._incarnation = self.share(asked, doing)
         return answer
 
     @property
@@ -69,7 +80,7 @@ class EngineForAll:
 
     @property
     def tokenizer(self) -> Any:
-        """On rank 0."""
+        """Where the engine is."""
         return self.inner.tokenizer
 
     def capabilities(self) -> EngineCapabilities:
@@ -87,14 +98,15 @@ class EngineForAll:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec) -> Rollout:
         """One completion for each prompt of this rank; request i of the whole is seeded as in one process."""
         parts = self._ranks.gather(([list(p) for p in prompts], sampling), "gathering the prompts")
+        parts = parts[self._first : self._first + self._group]
         together = [prompt for part, _ in parts for prompt in part]
         rollout = self._ask(lambda engine: engine.generate(together, parts[0][1]), "generating")
-        first = sum(len(part) for part, _ in parts[: self._ranks.rank])
+        first = sum(len(part) for part, _ in parts[: self._ranks.rank - self._first])
         mine = slice(first, first + len(prompts))
         return Rollout(rollout.completion_ids[mine], rollout.logprobs[mine], rollout.version, rollout.seconds)
 
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
-        """Of the sequences of rank 0, which all ranks hold."""
+        """Of the sequences of the owner, which all ranks hold."""
         return self._ask(lambda engine: engine.score(sequences, bare=bare), "scoring")
 
     def score_each(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[list[float]]]:
@@ -117,7 +129,7 @@ class EngineForAll:
         return self._ask(lambda engine: engine.held_adapter(rank), "reading the engine's adapter")
 
     def load_adapter(self, directory: Any, version: int) -> None:
-        """Rank 0's directory is loaded."""
+        """The owner's directory is loaded."""
         self._ask(lambda engine: engine.load_adapter(directory, version), "loading the adapter")
 
     def drop_adapter(self) -> None:
@@ -129,7 +141,7 @@ class EngineForAll:
         self._ask(lambda engine: engine.withdraw_adapter(reason), "withdrawing the adapter")
 
     def load_dense(self, weights: DenseStream, version: int) -> int:
-        """Rank 0 sends the weights; the others take part in what is gathered for them, and learn what was sent."""
+        """The owner sends the weights; the others take part in what is gathered for them, and learn what was sent."""
         if self.inner is None:
             weights.follow()
         nbytes, weights.count, weights.digests = self._ask(
@@ -156,7 +168,7 @@ class EngineForAll:
         self._ask(lambda engine: engine.wake(), "waking the engine")
 
     def close(self) -> None:
-        """Close it; only rank 0 has something to close, and waits for nobody."""
+        """Close it; only its owner has something to close, and waits for nobody."""
         if self.inner is not None:
             self.inner.close()
 
@@ -170,25 +182,25 @@ class EngineForAll:
 
 
 class TransportForAll:
-    """A push once, by rank 0; the others take part in what has to be gathered, and learn the outcome.
+    """A push once, by the owner of the engine; the others take part in what has to be gathered, and learn the outcome.
 
     Args:
-        inner: of rank 0; closed with this.
-        ranks: all processes.
+        inner: used by the owner; closed with this.
+        engine: to which it leads.
     """
 
-    def __init__(self, inner: Transport, ranks: Ranks):
-        self.inner, self._ranks = inner, ranks
+    def __init__(self, inner: Transport, engine: EngineForAll):
+        self.inner, self._engine = inner, engine
         self.name = inner.name
 
     def deliver(self, adapter: AdapterSource, version: int, engine: EngineForAll) -> Delivery:
-        """Rank 0 delivers what all of them have gathered."""
+        """The owner delivers what all ranks have gathered."""
         adapter.bundle()
         return engine._ask(lambda held: self.inner.deliver(adapter, version, held), "delivering the adapter")
 
     def commit(self) -> None:
         """The version is proven."""
-        if self._ranks.is_first:
+        if self._engine.inner is not None:
             self.inner.commit()
 
     def revoke(self, engine: EngineForAll) -> None:
@@ -197,7 +209,7 @@ class TransportForAll:
 
     def before(self) -> Any:
         """The version before the newest."""
-        return self._ranks.share(self.inner.before, "reading the version before")
+        return self._engine.share(self.inner.before, "reading the version before")
 
     def close(self) -> None:
         """Remove what lies on the way."""

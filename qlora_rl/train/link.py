@@ -12,7 +12,6 @@ import torch
 
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
-from qlora_rl.distributed import ranks
 from qlora_rl.sync.admission import Admission, prove_base
 from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.dense import DenseSync
@@ -160,7 +159,7 @@ def link_policy(
 
 def _transport(name: str, sync_dir: str | os.PathLike[str] | None, engine: RolloutEngine) -> Any:
     transport = transport_for(name, sync_dir)
-    return TransportForAll(transport, ranks()) if isinstance(engine, EngineForAll) else transport
+    return TransportForAll(transport, engine) if isinstance(engine, EngineForAll) else transport
 
 
 def why_dense(plan: SyncPlan) -> str:

@@ -122,7 +122,7 @@ class OnlineTrainer(TrainedRun):
         is_whole = trains_whole(model, peft_config, options.sync)
         refused = self._one_process or zero.unproven(args, rollout, self._config_name)
         check_processes(args, "choosing the engine", refused=refused)
-        if isinstance(rollout, str) and rollout != "colocate":
+        if isinstance(rollout, str) and (rollout != "colocate" or _ranks_of_engine(args, options) > 1):
             check_turns(args, of_trl)
         with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
             if getattr(args, "cast_lm_head_to_fp32", False) and not options.allow_base_mismatch:
@@ -355,8 +355,12 @@ def _pair(
             peft_config,
             check=lambda verdict: why_dense(plan_sync(verdict, wish=options.sync)),
             start=lambda rank: choice.start(source.base, rank),
-            reason="the trainer's is sharded over the processes" if sharded else "",
+            reason="the trainer's is sharded over the processes" if sharded else choice.why_no_base,
         )
     except BaseException:
         release(None, choice.closer(choice.engine))  # a connection; what make_pair started it has closed
         raise
+
+
+def _ranks_of_engine(args: Any, options: OnlineOptions) -> int:
+    return int((options.engine_options or {}).get("tensor_parallel_size", args.vllm_tensor_parallel_size))

@@ -77,7 +77,8 @@ def check_turns(args: Any, of_trl: Mapping[str, Any]) -> None:
     if asks and args.world_size > 1:
         raise NotYetSupportedError(
             f"choosing the engine: {', '.join(asks)} with one engine for {args.world_size} processes: the number of turns differs from "
-            "process to process, and that engine is asked by all of them together. Use rollout='colocate', which gives each its own."
+            "process to process, and that engine is asked by all of them together. Use rollout='colocate' with vllm_tensor_parallel_size=1, which "
+            "gives each its own."
         )
 
 

@@ -1,5 +1,6 @@
 """What the ranks of one training say to each other; threads stand for processes, over a real store."""
 
+import contextlib
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -7,27 +8,37 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qlora_rl import distributed
+from qlora_rl import EngineBrokenError, SamplingSpec, distributed
+from qlora_rl.contracts import Rollout
 from qlora_rl.distributed import Ranks
 from qlora_rl.errors import NotYetSupportedError, RankLostError, RunDirectoryError, SyncError
 from qlora_rl.sync.dense import DenseStream
-from qlora_rl.train.for_all import EngineForAll
+from qlora_rl.train.for_all import EngineForAll, TransportForAll
 from qlora_rl.train.processes import check_turns, sharding_of
 
 
-@pytest.fixture
-def pair():
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    other = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=30))
-    ranks = Ranks(0, 2, store, limit_s=60), Ranks(1, 2, other, limit_s=60)
+@contextlib.contextmanager
+def ranks_of(size):
+    first = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [first] + [
+        torch.distributed.TCPStore("127.0.0.1", first.port, is_master=False, timeout=timedelta(seconds=30))
+        for _ in range(size - 1)
+    ]
+    ranks = [Ranks(rank, size, store, limit_s=60) for rank, store in enumerate(stores)]
     yield ranks
     for each in reversed(ranks):
         each.close()
 
 
+@pytest.fixture
+def pair():
+    with ranks_of(2) as ranks:
+        yield ranks
+
+
 def both(pair, do):
-    """`do(ranks)` on both at once: what each returned, or raised."""
-    found = [None, None]
+    """`do(ranks)` on all at once: what each returned, or raised."""
+    found = [None] * len(pair)
 
     def run(ranks):
         try:
@@ -122,6 +133,80 @@ def test_rank_0_alone_sends_full_weights_and_all_learn_what_was_sent_or_why_not(
     assert torch.equal(engines[0].inner.held["weight"], model.weight)
     ends = both(pair, lambda ranks: push(ranks, 2))
     assert [repr(each) for each in ends] == ["SyncError('loading weights version=2: the disk is full.')"] * 2
+
+
+class Draws(Takes):
+    """An engine of a group of ranks: a completion is the prompt, and the place that decides its seed."""
+
+    def __init__(self, rank):
+        self.rank, self.calls, self.version = rank, [], 0
+
+    def generate(self, prompts, sampling):
+        self.calls.append(prompts)
+        if self.rank == 2 and len(self.calls) == 2:
+            raise EngineBrokenError("generating: the second group's engine is gone.")
+        ids = [[*prompt, sampling.first_place + i] for i, prompt in enumerate(prompts)]
+        return Rollout(ids, [[0.0] * len(each) for each in ids], self.version, 0.1)
+
+    def load_adapter(self, directory, version):
+        self.version, self.loaded = version, directory
+
+
+class Way:
+    """A transport of one rank."""
+
+    name = "directory"
+
+    def __init__(self, rank):
+        self.rank, self.committed = rank, 0
+
+    def deliver(self, adapter, version, engine):
+        engine.load_adapter(f"of rank {self.rank}", version)
+        return self.rank
+
+    def commit(self):
+        self.committed += 1
+
+    def before(self):
+        return self.rank
+
+
+def test_each_group_of_ranks_draws_for_its_own_prompts_on_an_engine_of_its_own_as_one_engine_would():
+    with ranks_of(4) as four:
+        engines = both(four, lambda ranks: EngineForAll(lambda: Draws(ranks.rank), ranks, 2))
+        assert [engine.inner is not None for engine in engines] == [True, False, True, False]
+
+        def draw(ranks):
+            spec = SamplingSpec(max_tokens=1, first_place=2 * ranks.rank, seed=7)
+            rollout = engines[ranks.rank].generate([[ranks.rank, 0], [ranks.rank, 1]], spec)
+            return rollout.completion_ids, rollout.version
+
+        # Of eight prompts in all, each with the place that it would have in one process.
+        places = [[[r, 0, 2 * r], [r, 1, 2 * r + 1]] for r in range(4)]
+        assert both(four, draw) == [(each, 0) for each in places]
+        assert [engines[r].inner.calls for r in (0, 2)] == [
+            [[[0, 0], [0, 1], [1, 0], [1, 1]]],
+            [[[2, 0], [2, 1], [3, 0], [3, 1]]],
+        ]
+        ends = both(four, draw)
+        assert [repr(each) for each in ends] == [
+            'EngineBrokenError("generating: the second group\'s engine is gone.")'
+        ] * 4
+
+        ways = [TransportForAll(Way(rank), engines[rank]) for rank in range(4)]
+        adapter = SimpleNamespace(bundle=lambda: None)
+        delivered = both(four, lambda ranks: ways[ranks.rank].deliver(adapter, 5, engines[ranks.rank]))
+        assert delivered == [0, 0, 2, 2]
+        assert [(engine.version, engine.inner and engine.inner.loaded) for engine in engines] == [
+            (5, "of rank 0"),
+            (5, None),
+            (5, "of rank 2"),
+            (5, None),
+        ]
+        for way in ways:
+            way.commit()
+        assert [way.inner.committed for way in ways] == [1, 0, 1, 0]
+        assert both(four, lambda ranks: ways[ranks.rank].before()) == [0, 0, 2, 2]
 
 
 def test_an_error_that_cannot_travel_is_told_in_words(pair):

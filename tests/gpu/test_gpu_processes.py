@@ -18,11 +18,11 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-WAYS = ("ddp", "fsdp2", "zero2", "zero3")
+WAYS = (("ddp", 1), ("fsdp2", 1), ("zero2", 1), ("zero3", 1), ("ddp", 2), ("fsdp2", 2))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_gpus_train_by_the_command_and_push_once_a_step(way, model_dir, tmp_path):
+@pytest.mark.parametrize(("way", "engine_over"), WAYS)
+def test_two_gpus_train_by_the_command_and_push_once_a_step(way, engine_over, model_dir, tmp_path):
     if way.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     with socket.socket() as free:
@@ -41,6 +41,7 @@ def test_two_gpus_train_by_the_command_and_push_once_a_step(way, model_dir, tmp_
         "train.max_steps": 3,
         "train.per_device_train_batch_size": 8,
         "train.learning_rate": 1e-2,
+        "train.vllm_tensor_parallel_size": engine_over,
     }
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]

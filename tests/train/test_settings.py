@@ -168,12 +168,13 @@ def test_what_several_processes_cannot_do_is_refused_with_what_they_can(two_proc
         check_processes(two_processes, "choosing the engine", refused="engines on Ray are pushed to by one")
 
 
-def test_tools_on_an_engine_that_all_processes_share_are_refused_before_anything_is_loaded(
-    two_processes, base, plain, lora
+@pytest.mark.parametrize("shared", [{"rollout": "http://127.0.0.1:9"}, {"engine_options": {"tensor_parallel_size": 2}}])
+def test_tools_on_an_engine_that_processes_share_are_refused_before_anything_is_loaded(
+    shared, two_processes, base, plain, lora
 ):
     given = {"model": base, "reward_funcs": print, "train_dataset": plain, "peft_config": lora, "args": two_processes}
     with pytest.raises(NotYetSupportedError, match="rollout_func with one engine for 2 processes"):
-        QLoRAGRPOTrainer(**given, rollout="http://127.0.0.1:9", rollout_func=print)
+        QLoRAGRPOTrainer(**given, **shared, rollout_func=print)
 
 
 def test_full_weights_are_refused_where_they_cannot_be_made_yet(two_processes, monkeypatch):
@@ -344,8 +345,10 @@ def test_an_engine_of_several_ranks_is_refused_where_there_is_none(monkeypatch):
     full = SimpleNamespace(spec=SimpleNamespace(is_4bit=True))
     with pytest.raises(NotYetSupportedError, match="tensor_parallel_size=2 takes adapters"):
         engines.EngineChoice("colocate", size).start_dense(full)
-    monkeypatch.setattr(engines, "ranks", lambda: SimpleNamespace(size=2))
-    with pytest.raises(NotYetSupportedError, match=r"in 2 processes: .* Use rollout='server'"):
+    monkeypatch.setattr(engines, "ranks", lambda: SimpleNamespace(size=6))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ConfigConflictError, match=r"and 3 processes on this machine.* a divisor of 3, or use"):
         engines.EngineChoice("colocate", size)
+    engines.EngineChoice("colocate", {"tensor_parallel_size": 3})
     engines.EngineChoice("server", size)
     engines.EngineChoice("colocate", {"tensor_parallel_size": 1})

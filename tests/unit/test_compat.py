@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,6 +89,28 @@ def test_construction_puts_the_environment_and_the_random_state_back(monkeypatch
     with compat.construction():
         pass
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "seen"),
+    [("4,5,6,7", "2", "6,7"), (None, "2", "2,3"), ("4,5,6,7", None, "4,5"), ("0", "1", "0")],
+)
+def test_ranks_that_a_trainer_process_starts_see_its_groups_gpus_and_nothing_of_its_launcher(
+    visible, local_rank, seen, monkeypatch
+):
+    platforms = pytest.importorskip("vllm.platforms")
+    gpu = SimpleNamespace(device_control_env_var="CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(platforms, "current_platform", gpu)
+    monkeypatch.setattr(compat, "platform_is_cpu", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    told = {"RANK": "6", "WORLD_SIZE": "8", "MASTER_ADDR": "far", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in {**told, "CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    with compat.room_for(2):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+        assert not compat.launcher_variables()
+    assert dict(os.environ) == before
 
 
 def _fail_under_construction():
