@@ -195,10 +195,12 @@ class AdapterSlots:
     Attributes:
         places: for each slot the buffers that the layers multiply with, by canonical name: A [R, I] and B [O, R].
         is_valid: they are still the engine's; it may have taken them back.
+        let_go: to be called with the number of a slot before it is written: returns when nothing is drawn with what lies there.
     """
 
     places: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
     is_valid: Callable[[], bool]
+    let_go: Callable[[int], None] = lambda slot: None
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,11 @@ class Adapters:
         request = self._add(llm, directory, version, f"policy-v{version}")
         self._serve(request, version, lambda: directory)
 
-    def lend(self, llm: LLM, directory: Path) -> AdapterSlots:
-        """Load a PEFT directory twice, and give out the buffers of both; see `LocalEngine.lend_slots`."""
+    def lend(self, llm: LLM, directory: Path, let_go: Callable[[int], None]) -> AdapterSlots:
+        """Load a PEFT directory twice, and give out the buffers of both; see `LocalEngine.lend_slots`.
+
+        `let_go` returns when nobody draws, or can begin to, with an adapter of that number.
+        """
         requests: list[Any] = []
         rank = int(json.loads((directory / "adapter_config.json").read_text())["r"])
         try:
@@ -80,7 +83,7 @@ class Adapters:
             held = engine()
             return self._slots is slots and held is not None and compat.holds_adapters(held, ids)
 
-        self._slots = slots = AdapterSlots(places, is_valid)
+        self._slots = slots = AdapterSlots(places, is_valid, lambda slot: let_go(ids[slot]))
         self._before = None  # they have taken its place
         # What is written into a slot lies in no directory: should vLLM lose it, it must fail, not read an old version.
         self._slot_requests = tuple(_without_path(request) for request in requests)
@@ -204,6 +207,11 @@ class Adapters:
                 "serves now."
             )
         return self._before[1]
+
+    def forget_before(self, adapter: int) -> None:
+        """The version before can no longer be drawn with, where this is its adapter."""
+        if self._before is not None and self._before[1].request.lora_int_id == adapter:
+            self._before = None
 
     def _serve(self, request: Any, version: int, recover: Callable[[], Path]) -> None:
         self._pushes += 1

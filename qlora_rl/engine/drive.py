@@ -10,10 +10,11 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
 from qlora_rl.engine.sampling import are_cut_off
 from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, RolloutCancelledError
 
@@ -40,11 +41,13 @@ class Call:
         finished: their outputs, in order; `None` for those that are not done.
         internal: as vLLM calls them; as many as were added.
         left: how many are not done.
+        adapter: vLLM's number of the adapter that draws them; 0 is none.
         ended: what has ended all calls from outside.
     """
 
     names: list[str]
     finished: list[Any]
+    adapter: int = 0
     internal: list[str] = field(default_factory=list)
     left: int = 0
     ended: Exception | None = None
@@ -81,7 +84,8 @@ class Driver:
         """
         with self.lock:
             count = len(prompts)
-            call = Call([f"{self._number + i}" for i in range(count)], [None] * count, left=count)
+            names = [f"{self._number + i}" for i in range(count)]
+            call = Call(names, [None] * count, getattr(lora, "lora_int_id", 0), left=count)
             self._number += count
             self._open.append(call)
             try:
@@ -133,6 +137,38 @@ class Driver:
         if not call.left:
             self._forget(call)
         return not call.left
+
+    def drain(self, engine: Any, adapter: int | None = None) -> None:
+        """Step until the open calls are done, in the turn of somebody who changes what they read; nobody begins one meanwhile.
+
+        Args:
+            engine: vLLM's.
+            adapter: only those that it draws.
+
+        Raises:
+            EngineBrokenError: vLLM failed in a step.
+        """
+        with self.door, self.lock, self.between_steps() as raise_if_interrupted:
+            while found := [each for each in self._open if each.left and adapter in (None, each.adapter)]:
+                raise_if_interrupted()
+                for each in found:
+                    if each.ended is not None:
+                        self._abort(engine, each)
+                self._step(engine)
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[Callable[[], None]]:
+        """What is yielded raises KeyboardInterrupt where Ctrl-C is due; a second one in the same step gives the engine up."""
+        try:
+            with interrupts_between_steps() as raise_if_interrupted:
+                yield raise_if_interrupted
+        except ForcedInterrupt:
+            self.fail(
+                EngineBrokenError(
+                    "generating: another thread has given the engine up in the middle of a step; ask again."
+                )
+            )
+            raise KeyboardInterrupt from None
 
     def cancel(self) -> None:
         """Have the open calls end between two steps."""

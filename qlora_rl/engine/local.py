@@ -18,17 +18,12 @@ from qlora_rl.engine.adapters import Adapters
 from qlora_rl.engine.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.dense import DenseWeights
 from qlora_rl.engine.drive import Driver, alone
-from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
 from qlora_rl.engine.options import start_options
 from qlora_rl.engine.parallel import IN_PROCESSES, described
 from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled_logprobs, sampling_params
 from qlora_rl.engine.shared import Borrowers
 from qlora_rl.engine.worker import Lending
-from qlora_rl.errors import (
-    EngineBrokenError,
-    EngineClosedError,
-    EngineUnsupportedError,
-)
+from qlora_rl.errors import EngineClosedError, EngineUnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +117,8 @@ class LocalEngine:
             base_compute=base_compute,
             **vllm_options,
         )
-        self._options = start.arguments
         self._start, self._vllm_version, self._is_cpu = start, start.vllm_version, start.is_cpu
-        self._max_model_length = start.max_model_length
-        self._is_4bit = start.is_4bit
+        self._options, self._max_model_length, self._is_4bit = start.arguments, start.max_model_length, start.is_4bit
         self._base_compute = {
             "wish": base_compute,
             "rows": max_num_seqs,
@@ -212,6 +205,7 @@ class LocalEngine:
             The largest relative error of each repaired weight; empty when nothing differed.
         """
         self.wake()
+        self._finish_calls()
         self._repair_scales = True  # a rebuilt engine gets them too
         repaired = self._repair()
         self._repairs += bool(repaired)
@@ -296,7 +290,7 @@ class LocalEngine:
         """
         self._ensure_usable()
         self._dense.refuse_adapters(self.max_lora_rank)
-        return self._adapters.lend(self._llm, directory)
+        return self._adapters.lend(self._llm, directory, self._finish_calls)
 
     @alone
     def serve_slot(self, slots: AdapterSlots, index: int, version: int, recover: Callable[[], Path]) -> None:
@@ -325,6 +319,7 @@ class LocalEngine:
         self._dense.refuse_4bit(self.base, self.capabilities())
         self.borrowers.refuse("loading weights")
         self.wake()
+        self._finish_calls()
         serves = None if self._adapters.is_lost else self.version
         nbytes = self._dense.load(self._llm, weights, version, serves=serves)
         self._adapters.drop(self._llm)  # vLLM has dropped them
@@ -347,6 +342,7 @@ class LocalEngine:
     def drop_adapter(self) -> None:
         """Serve the bare base again, as version 0; read anew from its directory where dense weights lie over it."""
         self._ensure_usable()
+        self._finish_calls()
         self._dense.drop(self._llm, self.base)
         self._adapters.drop(self._llm)
 
@@ -360,6 +356,7 @@ class LocalEngine:
         self._ensure_usable()
         if self._is_asleep or not self._options["enable_sleep_mode"]:
             return
+        self._finish_calls()
         self._adapters.before_sleep(self._llm)
         if not self.borrowers.alive():
             self._llm.sleep(level=1)
@@ -421,9 +418,8 @@ class LocalEngine:
                 self._llm.collective_rpc("qlora_begin_as_rank")
             if self._repair_scales:
                 self._repair()
-            self.base_compute = BaseCompute(
-                **self._llm.collective_rpc("qlora_multiply_directly", kwargs=self._base_compute)[0]
-            )
+            compute = self._llm.collective_rpc("qlora_multiply_directly", kwargs=self._base_compute)[0]
+            self.base_compute = BaseCompute(**compute)
             logger.info("%s", self.base_compute)
             if self.borrowers.alive():  # rebuilt: they must not go on with the old tensors
                 self.borrowers.point_to(self._llm.collective_rpc("qlora_lend_base")[0])
@@ -460,30 +456,35 @@ class LocalEngine:
         Returns:
             The version that has made them, and their outputs.
         """
-        try:
-            with interrupts_between_steps() as raise_if_interrupted:
-                with self._driver.door, self._driver.lock:
-                    self._ensure_usable()  # another thread's call may have failed just now
-                    version = self.version if version is None else version
-                    lora, salt = self._policy(version, bare=bare)
-                    engine = self._llm.llm_engine
-                    prompts = [{"prompt_token_ids": each, "cache_salt": salt} for each in ids]
-                    call = self._driver.begin(engine, prompts, params, lora)
-                # From here on a push may take place between two steps: these requests go on with what they began with.
-                finished = self._driver.finish(engine, call, raise_if_interrupted)
-        except ForcedInterrupt:
-            self._driver.fail(
-                EngineBrokenError(
-                    "generating: another thread has given the engine up in the middle of a step; ask again."
-                )
-            )
-            raise KeyboardInterrupt from None
+        with self._driver.between_steps() as raise_if_interrupted:
+            with self._driver.door, self._driver.lock:
+                self._ensure_usable()  # another thread's call may have failed just now
+                version = self.version if version is None else version
+                lora, salt = self._policy(version, bare=bare)
+                engine = self._llm.llm_engine
+                prompts = [{"prompt_token_ids": each, "cache_salt": salt} for each in ids]
+                call = self._driver.begin(engine, prompts, params, lora)
+            # From here on a push may take place between two steps: these requests go on with what they began with.
+            finished = self._driver.finish(engine, call, raise_if_interrupted)
         if holds_nan(finished):
             logger.warning("version %d gives NaN: the KV cache is cleared, so that no later request reads it", version)
-            with self._driver.door, self._driver.lock:
-                self._llm.collective_rpc("qlora_clear_cache")
-                self._llm.reset_prefix_cache()
+            self._clear_cache()
         return version, finished
+
+    @alone
+    def _clear_cache(self) -> None:
+        if self._llm is not None and not self._is_broken:  # the one that is built next has another
+            self._finish_calls()  # zeros would be read by whoever is in the middle of a rollout
+            self._llm.collective_rpc("qlora_clear_cache")
+            self._is_broken = not self._llm.reset_prefix_cache()
+
+    @alone
+    def _finish_calls(self, adapter: int | None = None) -> None:
+        """What others have begun (with `adapter`, with which nobody begins any more) is drawn to its end: what it reads is to change."""
+        if adapter is not None:
+            self._adapters.forget_before(adapter)
+        if self._llm is not None:
+            self._driver.drain(self._llm.llm_engine, adapter)
 
     def _policy(self, version: int, *, bare: bool) -> tuple[Any, str]:
         """vLLM's LoRARequest (`None` for the base) and the salt of a version that is held."""

@@ -67,6 +67,7 @@ class InPlaceTransport:
         for placed in self._live:
             if placed.slot == slot:
                 self._settle(placed)  # what lies there must have reached its directory
+        self._slots.let_go(slot)
         nbytes = adapter.write_into(self._slots.places[slot])
         copied = time.perf_counter()
         self._serve(engine, _Placed(self._slots, slot, version))

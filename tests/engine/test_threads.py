@@ -28,8 +28,11 @@ def pushes(engine, adapted):
     sync = AdapterSync(adapted, engine, InPlaceTransport())
 
     def push(seed):
-        randomise(adapted, 0.1, seed=seed)
+        if seed is not None:
+            randomise(adapted, 0.1, seed=seed)
         return sync.push().version
+
+    push.transport = sync.transport
 
     engine.drop_adapter()
     yield push
@@ -110,3 +113,59 @@ def test_a_failed_step_ends_every_call_that_was_open_and_the_engine_is_built_ane
                     call.result(60)
         assert open_calls.is_set()
         assert engine.generate(prompts, max_tokens=8, seed=1).logprobs == expected.logprobs
+
+
+@pytest.fixture
+def slowly(engine, monkeypatch):
+    """Steps of vLLM that leave time for pushes in the middle of a rollout, on whatever machine."""
+    real = engine.llm.llm_engine.step
+    monkeypatch.setattr(engine.llm.llm_engine, "step", lambda: (time.sleep(0.01), real())[1])
+
+
+def test_a_slot_is_not_written_while_a_rollout_is_drawn_out_of_it(engine, prompts, pushes, slowly):
+    versions = [pushes(1), pushes(2)]
+    expected = engine.generate(prompts, LONG)
+    with ThreadPoolExecutor(1) as pool:
+        old = begin(pool, engine, prompts, LONG)
+        pushes(3)
+        assert not old.done(), "a push into the other slot waits for nobody"
+        pushes(4)  # into the one out of which it is drawn
+        old = old.result()
+    assert old.version == versions[1]
+    assert old.completion_ids == expected.completion_ids
+    assert old.logprobs == expected.logprobs
+
+
+def test_from_the_moment_at_which_a_slot_is_written_its_version_is_gone(engine, adapted, prompts, pushes):
+    versions = [pushes(1), pushes(2)]
+    randomise(adapted, 0.1, seed=3)
+    found = []
+
+    class Transport(InPlaceTransport):
+        def _serve(self, *args):
+            if self._live and self._live[-1].version == versions[1]:  # it is written, and nobody has been told
+                with pytest.raises(VersionGoneError):
+                    engine.generate(prompts, max_tokens=8, version=versions[0])
+                found.append(engine.generate(prompts, max_tokens=8, version=versions[1]).version)
+            super()._serve(*args)
+
+    pushes.transport.__class__ = Transport
+    pushes(3)
+    assert found == [versions[1]]
+
+
+def test_nan_of_a_version_does_not_touch_what_others_are_drawing_with_another(engine, adapted, prompts, pushes, slowly):
+    first = pushes(1)
+    expected = engine.generate(prompts, LONG)
+    with ThreadPoolExecutor(1) as pool:
+        old = begin(pool, engine, prompts, LONG)
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.data.mul_(1e30)
+        pushes(None)
+        assert not old.done()
+        assert any(value != value for row in engine.score(prompts) for value in row)
+        old = old.result()
+    assert old.version == first
+    assert old.completion_ids == expected.completion_ids
+    assert old.logprobs == expected.logprobs
