@@ -56,7 +56,7 @@ class Attachment:
 
     def push(self) -> SyncReport:
         """Hand the current policy over now; by itself that happens before the first rollout of every step."""
-        return self._link.strategy.push()
+        return self.bridge.sync_weights()
 
     def close(self) -> None:
         """Give the trainer back as it was, and close the engine if it was started here; harmless when repeated."""
@@ -91,7 +91,13 @@ class Attached:
         self._link.bridge.install(self)
         return super().train(*args, **kwargs)
 
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._last_loaded_step = -1  # it is another policy now, though no step was made
+
     def _before_rollout(self, mode: str) -> None:
+        if self._link.bridge.is_overtaken():
+            self._last_loaded_step = -1
         self._link.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")
 
     def _rollout_facts(self) -> dict[str, float]:

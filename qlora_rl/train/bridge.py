@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,6 +17,8 @@ from typing import Any
 from qlora_rl.contracts import Rollout, RolloutEngine, SamplingSpec, SyncReport, SyncStrategy
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import EngineBrokenError, NotYetSupportedError
+
+logger = logging.getLogger(__name__)
 
 _APART = 2_654_435_761  # a prime: odd, because generators of torch look at the low 32 bits of a seed
 
@@ -67,6 +70,7 @@ class EngineBridge:
         trainer.vllm_mode = "colocate"
         trainer.vllm_generation = self
         trainer._last_loaded_step = -1
+        self._calls = {False: 0, True: 0}  # a step that an earlier training has begun may come again
 
     def begin(self, step: int, *, is_evaluation: bool = False) -> None:
         """What is drawn from now on belongs to this optimizer step."""
@@ -97,14 +101,28 @@ class EngineBridge:
         limit = self.engine.capabilities().max_model_length
         return SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=limit)))
 
-    def sync_weights(self) -> None:
+    def sync_weights(self) -> SyncReport:
         """Push the current policy; TRL calls it once per optimizer step, before the first generation."""
         if self.sleeps:
             self.engine.wake()
         with ranks().together("pushing the policy"):
-            self._reports.append(self.strategy.push())
-        self._pushed = (self._reports[-1].version, self._step)
+            report = self.strategy.push()
+        self._reports.append(report)
+        self._pushed = (report.version, self._step)
         self._prove()  # the push itself may not have been scored
+        return report
+
+    def is_overtaken(self) -> bool:
+        """The engine serves another version than was pushed last, on any rank: it has another owner, too. All ranks ask."""
+        found = self.engine.version != self._pushed[0]
+        if ranks().size > 1:
+            found = any(ranks().gather(found, "asking which version serves"))
+        if found and self._pushed[0]:
+            logger.warning(
+                "the engine serves version %d, which somebody else has pushed: the policy is pushed again",
+                self.engine.version,
+            )
+        return found
 
     def generate(
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
@@ -128,6 +146,11 @@ class EngineBridge:
                 rollout = self.draw(prompts, images, seed=seed)
         if self.sleeps:
             self.engine.sleep()
+        if rollout.version != self._pushed[0]:
+            raise EngineBrokenError(
+                f"generating: version={rollout.version} has answered, and version={self._pushed[0]} was pushed: somebody else has pushed to "
+                "this engine in the middle of a rollout. Give each trainer that runs at the same time an engine of its own."
+            )
         self.last = rollout
         return self.as_trl_wants(prompts, rollout)
 
@@ -188,6 +211,7 @@ class EngineBridge:
         if self.engine.incarnation != self._proven:
             self.strategy.verify()
             self._proven = self.engine.incarnation
+            self._pushed = (self.engine.version, self._pushed[1])  # full weights that were lost were pushed again
 
     def drain(self) -> tuple[list[SyncReport], int, float]:
         """Pushes, drawn tokens and seconds of generation since the last call of `drain`."""

@@ -286,7 +286,13 @@ class OnlineTrainer(TrainedRun):
         if hasattr(self, "_buffered_inputs"):
             self._step, self._buffered_inputs = 0, None  # an earlier call may have ended in the middle of a batch
 
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._last_loaded_step = -1  # it is another policy now, though no step was made
+
     def _before_rollout(self, mode: str) -> None:
+        if self.bridge.is_overtaken():
+            self._last_loaded_step = -1
         self.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")
 
     def _states(self) -> dict[str, Any]:

@@ -205,6 +205,7 @@ class Resumable:
     def _go_on(self) -> None:
         """Restore what transformers has just set to its beginning."""
         saved, self._resumed = self._resumed, None
+        self._metrics["train"].clear()  # of steps that an earlier `train` has done since its last line of the log
         if saved is None:
             return
         self.state.compute_steps(self.args, self.state.max_steps)  # the checkpoint's intervals are not the user's

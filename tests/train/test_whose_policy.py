@@ -1,0 +1,74 @@
+"""What is drawn is drawn by the policy of the trainer that asks, as it is now; what is logged is of the steps that it names. `FakeEngine`."""
+
+import pytest
+from resumed import lines, make
+from test_resume import KillAt, Killed, rows
+
+from qlora_rl import EngineBrokenError, QLoRAAsyncGRPOTrainer, QLoRAGRPOTrainer
+
+# Trainer and FakeEngine compute by the same kernels: a policy one step older is far above.
+SAME = 1e-4
+EVALUATED = {"eval_dataset": rows(2, 60), "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+KINDS = [QLoRAGRPOTrainer, QLoRAAsyncGRPOTrainer]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_the_best_model_is_loaded_it_is_the_one_that_is_evaluated(kind, base, tmp_path):
+    scores = iter([1.0, 0.0, 0.0])
+    wish = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    with make(base, tmp_path, "fake", trainer=kind, max_steps=3, **EVALUATED, **wish) as trainer:
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda *a, **k: evaluate(*a, **k) | {"eval_loss": next(scores)}
+        trainer.train()
+        assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+        assert evaluate()["eval_qlora_rl/mismatch_kl"] < SAME
+        version = trainer.engine.version
+        evaluate()
+        assert trainer.engine.version == version, "nothing has changed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_shares_an_engine_draws_with_its_own_policy(kind, base, tmp_path):
+    fields = {"trainer": kind, "max_steps": 2, **EVALUATED}
+    with make(base, tmp_path / "a", "fake", **fields) as ours:
+        ours.train()  # and evaluates last
+        with make(base, tmp_path / "b", ours.engine, **fields, seed=5) as other:
+            other.train()
+            assert ours.evaluate()["eval_qlora_rl/mismatch_kl"] < SAME
+            assert other.evaluate()["eval_qlora_rl/mismatch_kl"] < SAME
+        ours.engine.drop_adapter()
+        assert ours.evaluate()["eval_qlora_rl/mismatch_kl"] < SAME
+
+
+def test_what_somebody_else_has_pushed_in_the_middle_of_a_rollout_is_not_trained_on(base, tmp_path):
+    with make(base, tmp_path / "a", "fake", max_steps=2) as ours:
+        bridge, real = ours.bridge, ours.engine.generate
+
+        def generate(*arguments, **named):
+            bridge.strategy.push()
+            return real(*arguments, **named)
+
+        ours.engine.generate = generate
+        with pytest.raises(EngineBrokenError, match="version=2 has answered, and version=1 was pushed"):
+            ours.train()
+        del ours.engine.generate
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_failed_training_has_not_logged_is_not_logged_by_the_next(kind, base, tmp_path):
+    fields = {"trainer": kind, "max_steps": 6, "save_steps": 2, "logging_steps": 6}
+    fields |= {"max_staleness": 0} if kind is QLoRAAsyncGRPOTrainer else {}
+    with make(base, tmp_path / "straight", "fake", **fields) as straight:
+        straight.train()
+    with make(base, tmp_path / "again", "fake", **fields) as trainer:
+        callback = KillAt(5)
+        trainer.add_callback(callback)
+        with pytest.raises(Killed):
+            trainer.train()
+        assert trainer._metrics["train"], "or there is nothing to forget"
+        trainer.remove_callback(callback)
+        trainer.train(resume_from_checkpoint=True)
+    logged = [each.state.log_history[-2] for each in (straight, trainer)]
+    for name in ("reward", "completions/mean_length", "num_tokens", "loss", "qlora_rl/mismatch_kl"):
+        assert logged[0][name] == logged[1][name], name
+    assert [line["step"] for line in lines(tmp_path / "again")] == list(range(1, 7))
