@@ -276,7 +276,7 @@ class Fleet:
 
     def wake(self) -> None:
         """See which replicas are there; those that were started anew or are back are proven and pushed to."""
-        self._team.ask_all(_wake)
+        self._team.ask_all(self._wake)
 
     def close(self) -> None:
         """Close all of them. Harmless when repeated."""
@@ -348,12 +348,22 @@ class Fleet:
                 "directory that the trainer uses."
             )
         self._restore(each)
-        live = self.live
-        if live and self._pushed is not None:
+        others = [other for other in self.live if other is not each]
+        if others and self._pushed is not None:
             rank = unpack_adapter(self._pushed[0]).rank
-            if each.held_adapter(rank) != live[0].held_adapter(rank):
+            if each.held_adapter(rank) != others[0].held_adapter(rank):
                 raise CanaryError(f"taking back {each.url}: it multiplies with another adapter than the others.")
         self._shares.forget(each)
+
+    def _wake(self, each: Replica) -> None:
+        """Without the long patience that a rollout has. One in its place, of which nobody has heard yet, is proven before it takes part."""
+        if not each.is_there(_WAKE_S):
+            raise EngineBrokenError(f"looking for {each.url}: it did not answer. Start it again on the same base.")
+        before = each.incarnation
+        each.wake()
+        if each.incarnation != before:
+            with self._team.changing:
+                self._prove(each)
 
     def _refuse_withdrawn(self) -> None:
         if self._withdrawn:
@@ -389,10 +399,3 @@ def _check_alike(replicas: Sequence[Replica]) -> None:
             raise ConfigConflictError(
                 f"connecting to {len(replicas)} replicas: {each.url} and {twin.url} are one server. Name it once."
             )
-
-
-def _wake(each: Replica) -> None:
-    """Without the long patience that a rollout has."""
-    if not each.is_there(_WAKE_S):
-        raise EngineBrokenError(f"looking for {each.url}: it did not answer. Start it again on the same base.")
-    each.wake()

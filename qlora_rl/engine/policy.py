@@ -278,7 +278,9 @@ class ServedPolicy:
         async with self.weights.reading(bare=bare):
             # Not before: it may have waited for a push. Nothing is awaited until `held` is read.
             held = self._find(*wanted)
-            version, outputs = await self._draw(ids, spec, None if bare else held, places)
+            # It may be one from before this request came: its directory stays until vLLM needs it no more.
+            with contextlib.nullcontext() if held is None else self.visits.visit(held.number):
+                version, outputs = await self._draw(ids, spec, None if bare else held, places)
             if await asyncio.to_thread(holds_nan, outputs):  # no `|=`: it would forget what others find meanwhile
                 self._is_stained = True
         await self._clear_stains()

@@ -173,3 +173,45 @@ def test_what_vllm_gives_up_by_itself_is_no_completion(reason):
 
 def output(reason="stop"):
     return SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason)])
+
+
+def test_whoever_changes_what_is_read_waits_for_the_calls_that_read_it():
+    class Counted(Engine):
+        """Each step is one token of every request; a request has three."""
+
+        def __init__(self):
+            super().__init__(0.0)
+            self.left = {}
+
+        def add_request(self, name, prompt, params, lora_request):
+            self.left[name] = 3
+            return name
+
+        def abort_request(self, names, internal):
+            super().abort_request(names, internal)
+            for name in names:
+                self.left.pop(name, None)
+
+        def step(self):
+            self.steps += 1
+            self.left = {name: count - 1 for name, count in self.left.items()}
+            done = [name for name, count in self.left.items() if not count]
+            self.left = {name: count for name, count in self.left.items() if count}
+            return [SimpleNamespace(finished=True, request_id=name) for name in done]
+
+    driver, engine = Driver(lambda: None), Counted()
+    first = driver.begin(engine, [[1]], [None], SimpleNamespace(lora_int_id=7))
+    engine.step()
+    second = driver.begin(engine, [[1]], [None], SimpleNamespace(lora_int_id=8))
+    driver.drain(engine, 7)
+    assert (first.left, second.left) == (0, 1), "only those that the adapter draws"
+    driver.drain(engine)
+    assert (first.left, second.left) == (0, 0)
+    third = driver.begin(engine, [[1]], [None], None)
+    driver.cancel()
+    steps = engine.steps
+    driver.drain(engine)
+    assert engine.aborted == third.internal, "what has been cancelled is not waited for"
+    assert engine.steps <= steps + 2
+    with pytest.raises(RolloutCancelledError):
+        driver.finish(engine, third, lambda: None)

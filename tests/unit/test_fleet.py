@@ -12,7 +12,7 @@ import torch
 
 from qlora_rl import errors
 from qlora_rl.adapter.store import pack_adapter
-from qlora_rl.contracts import AdapterBundle, BaseFingerprint, ReplicatedEngine, RolloutEngine
+from qlora_rl.contracts import AdapterBundle, BaseFingerprint, EngineCapabilities, Leaf, ReplicatedEngine, RolloutEngine
 from qlora_rl.engine import fleet as module
 from qlora_rl.engine import ray_replica
 from qlora_rl.engine import replicas as team
@@ -575,3 +575,47 @@ def test_an_actor_is_known_to_be_starting_before_anybody_can_ask_it(monkeypatch)
     made[0]._replace(first)
     assert made[0]._actor is not first
     assert seen == [False, False]
+
+
+class Actor:
+    """A replica of which nobody has said that another one is in its place; it learns of it when it is woken."""
+
+    timeout_s, wait_s, found, pushed, start = 1.0, 0.0, (0, ""), None, ""
+
+    def __init__(self, name):
+        self.url, self.start, self.base, self.holds = f"ray:{name}", name, BASE, BASE
+        self.version, self.incarnation, self.adapter, self.is_fresh = 0, 1, "", False
+
+    def is_there(self, timeout_s):
+        return True
+
+    def wake(self):
+        if self.is_fresh:
+            self.is_fresh, self.version, self.adapter = False, 0, ""
+            self.incarnation += 1
+
+    def capabilities(self):
+        return EngineCapabilities(self.url, True, False, 8, 64, "bfloat16", False, holds_two=True)
+
+    def describe_base(self):
+        return BaseFingerprint({} if self.holds == BASE else {"another": Leaf("nf4", (6, 4), self.holds)})
+
+    def held_adapter(self, rank):
+        return {"A": self.adapter}
+
+    def load_packed(self, packed, version):
+        self.adapter, self.version = str(packed), version
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("holds", [BASE, "another"], ids=["the same base", "another base"])
+def test_one_in_the_place_of_another_of_which_nobody_has_heard_is_proven_when_it_is_woken(holds):
+    first, second = Actor("a"), Actor("b")
+    with Fleet([first, second], wait_s=0.1) as fleet:
+        fleet.load_packed(blob(), 3)
+        second.is_fresh, second.holds = True, holds
+        fleet.wake()
+        assert (first in fleet.live, second in fleet.live) == (True, holds == BASE)
+        assert all(each.version == 3 and each.adapter == first.adapter for each in fleet.live)

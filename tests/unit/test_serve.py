@@ -22,7 +22,7 @@ from qlora_rl import (
     serve,
     start_server,
 )
-from qlora_rl.adapter.store import write_adapter
+from qlora_rl.adapter.store import AdapterStore, write_adapter
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.engine import policy
 from qlora_rl.engine.answers import AwayError, refusal
@@ -221,6 +221,46 @@ def test_after_nan_the_servers_cache_is_cleared_before_anything_else_is_drawn(tm
 
     assert asyncio.run(run()) == [[[None]], [[-1.0]]]
     assert done == ["drawn", "qlora_clear_cache", "reset", "drawn"]
+
+
+def test_the_directory_of_a_version_stays_while_a_rollout_is_drawn_with_it(tmp_path):
+    """vLLM may have let go of an adapter in between, and reads it again."""
+    pytest.importorskip("vllm")
+
+    async def run():
+        begun, may_end = asyncio.Event(), asyncio.Event()
+
+        class Engine:
+            async def add_lora(self, request):
+                pass
+
+            async def generate(self, *_, **__):
+                begun.set()
+                await may_end.wait()
+                yield SimpleNamespace(outputs=[drawn_token(-1.0)], prompt_logprobs=None)
+
+        store, visits = AdapterStore(tmp_path), Visits()
+        served = policy.ServedPolicy(Engine(), {}, store, SIZES, 8, 64, visits)
+
+        async def push(version):
+            await served._take(bundle(), version, f"digest-{version}")
+            return served.held.directory
+
+        async def ask():
+            with visits.visit():  # as the gate has it: the second version serves when the request comes
+                return await served.generate([[1, 2]], {"max_tokens": 1}, None, (1, "digest-1", True))
+
+        first, second = await push(1), await push(2)
+        rollout = asyncio.ensure_future(ask())
+        await begun.wait()
+        third = await push(3)
+        assert first.is_dir()
+        may_end.set()
+        assert (await rollout)["version"] == 1
+        await push(4)
+        assert [each.is_dir() for each in (first, second, third)] == [False, False, True]
+
+    asyncio.run(run())
 
 
 STOPPED = """
