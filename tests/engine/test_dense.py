@@ -5,6 +5,8 @@ float32, two layers, random weights, head and embedding apart: an error shows a 
 
 import copy
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -121,6 +123,24 @@ def test_a_push_is_proved_weight_by_weight_and_a_failed_proof_is_not_served(exac
     monkeypatch.undo()
     strategy.push()
     assert exact.apart(model) < EXACT
+
+
+def test_a_rollout_that_has_begun_is_drawn_to_its_end_by_the_weights_with_which_it_began(exact, monkeypatch):
+    engine = exact.engine
+    DenseSync(trained(exact.base, ADAPTER["plain"], seed=1), engine).push()
+    asked = {"max_tokens": 26, "seed": 3, "extra": {"min_tokens": 26}}
+    expected, real = engine.generate([[40, 41]], **asked), engine.llm.llm_engine.step
+    monkeypatch.setattr(engine.llm.llm_engine, "step", lambda: (time.sleep(0.02), real())[1])
+    with ThreadPoolExecutor(1) as pool:
+        old = pool.submit(engine.generate, [[40, 41]], **asked)
+        while not engine._driver._open:
+            assert not old.done()
+            time.sleep(0.001)
+        DenseSync(trained(exact.base, FULL_WEIGHTS["dora"], seed=2), engine).push()
+        found = old.result()
+    assert (found.version, found.completion_ids) == (expected.version, expected.completion_ids)
+    assert found.logprobs == expected.logprobs
+    assert engine.generate([[40, 41]], **asked).logprobs != expected.logprobs
 
 
 def test_a_push_holds_one_weight_and_one_fused_layer_and_no_more(exact, monkeypatch):
