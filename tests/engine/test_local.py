@@ -228,7 +228,7 @@ def test_an_interrupted_generate_leaves_a_usable_engine(engine, prompts, interru
         assert engine.llm.llm_engine.get_num_unfinished_requests() == 0
         started = time.perf_counter()
         found = engine.generate(prompts, spec)
-        assert time.perf_counter() - started < 30  # it once never came back; seconds where the machine is busy
+        assert time.perf_counter() - started < 300  # it once never came back; seconds where the machine is busy
         assert found.completion_ids == expected.completion_ids
         assert found.logprobs == expected.logprobs
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

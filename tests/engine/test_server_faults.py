@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from support import cpu_seconds
 from test_server import children, ended, scaled
 from test_training import lines, make
 
@@ -242,7 +243,7 @@ def test_a_replica_killed_in_a_rollout_is_done_without_and_taken_back_when_it_is
     served = drawn(both, prompts)
     with servers[1].standing_still():  # its share cannot come to an end before it is killed
         rollout_is_due = time.monotonic() + 1.0
-        with InBackground(lambda: (time.sleep(rollout_is_due - time.monotonic()), servers[1].kill())):
+        with InBackground(lambda: (time.sleep(max(0.0, rollout_is_due - time.monotonic())), servers[1].kill())):
             assert drawn(both, prompts) == served
     assert [each.url for each in both.live] == [servers[0].url]
     both.load_packed(blob(bundle, 2.0), 2)
@@ -578,12 +579,15 @@ def test_a_server_that_ends_in_a_rollout_is_gone_within_a_minute_and_the_next_on
     rollouts = []
 
     one.generate(prompts, **long)  # the first one is slower
-    began = time.monotonic()
+    before = cpu_seconds(servers[0].server.process.pid)
     wanted = one.generate(asked, **long).completion_ids
-    took = time.monotonic() - began
+    cost = cpu_seconds(servers[0].server.process.pid) - before
     process, offspring = servers[0].server.process, children(servers[0].server.process.pid)
+    before = cpu_seconds(process.pid)
     with InBackground(lambda: rollouts.append(one.generate(asked, **long))):
-        time.sleep(took / 3)  # a busy server answers no question of ours before it is done
+        while cpu_seconds(process.pid) < before + cost / 3:  # a busy server answers no question of ours
+            assert not rollouts
+            time.sleep(0.005)
         end(servers[0].server)
         assert process.wait(60) == code
         assert not rollouts

@@ -58,7 +58,7 @@ def lose_a_receiver(model, base, place, stage, transfer="directory", timeout_s=T
         with pytest.raises(PeerLostError) as found:
             join_and_push(sender)
         killer.join()
-        assert time.monotonic() - killed[0] < timeout_s + 20.0
+        assert time.monotonic() - killed[0] < timeout_s + 60.0
         assert f"stage {found.value.stage!r}" in str(found.value)
     with Side("receiver", **settings) as receiver:
         move(model, 7)
@@ -124,7 +124,7 @@ def test_a_loss_is_seen_through_the_other_layers_within_the_time_limit(base32, t
                 lost.kill()
                 killed = time.monotonic()
                 error = other.wait_for("error")
-                assert time.monotonic() - killed < TIMEOUT_S + 10.0
+                assert time.monotonic() - killed < TIMEOUT_S + 60.0
                 assert (error["type"], error["stage"]) == ("PeerLostError", said)
                 if (rpc, victim) == ("ray", "sender"):  # torch lets nobody back into its world
                     with Side("sender", **settings, seed=3) as another:
@@ -144,7 +144,7 @@ def test_a_silent_receiver_is_given_up_in_time(model, base32, tmp_path):
         with pytest.raises(PeerLostError, match="has not answered for 1 s") as found:
             sender.update_weights()
         assert found.value.stage == "begin"
-        assert time.monotonic() - started < 30.0
+        assert time.monotonic() - started < 60.0
     sender.shutdown()
 
 

@@ -238,10 +238,10 @@ def test_another_thread_ends_what_waits_on_a_connection_whichever_request_has_op
         engine = stack.enter_context(ServerEngine(f"http://127.0.0.1:{listening.server_port}", api_key=KEY))
         engine.note_canary(0.0)
         rollout = pool.submit(engine.generate, [[1, 2]], max_tokens=1)
-        assert arrived.wait(30)
+        assert arrived.wait(60)
         engine.cancel()
         with pytest.raises(errors.RolloutCancelledError):
-            rollout.result(10)
+            rollout.result(60)
     assert opened["generate"] == opened["canary"] != opened["state"]
 
 

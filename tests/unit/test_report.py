@@ -415,12 +415,12 @@ def live(tmp_path):
         thread.start()
         yield path, report
         report.close()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
 def ask(report, path="/", method="GET", **headers):
-    connection = http.client.HTTPConnection(HOST, int(report.url.rsplit(":")[-1].strip("/")), timeout=10)
+    connection = http.client.HTTPConnection(HOST, int(report.url.rsplit(":")[-1].strip("/")), timeout=60)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     body = answer.read().decode()
@@ -492,4 +492,4 @@ def test_the_command_serves_until_ctrl_c(tmp_path):
         said = process.stdout.readline()
         assert "http://127.0.0.1:" in said
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
