@@ -9,6 +9,7 @@ Shape letters: P prompts, B = 2 P completions (all first ones, then all second o
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from typing import Any
@@ -55,7 +56,7 @@ class SampledPairs:
 
     _is_planned = False  # TRL holds logits of B x T x V here, which the ledger does not know
     _refers = False  # the reference is made here
-    _drawn: list[list[float]] | None = None
+    _drawn: list[list[float | None]] | None = None
     _failures: list[RewardFunctionError] | None = None
 
     def _engine_options(self, args: Any) -> dict[str, Any]:
@@ -164,7 +165,8 @@ class SampledPairs:
                 for logits_TV, ids_T in zip(logits_BTV, completion_ids, strict=True)
             ]
         )
-        theirs_BT = pad_sequence([torch.tensor(row) for row in drawn], batch_first=True).to(ours_BT.device)
+        values = [torch.tensor([math.nan if value is None else value for value in row]) for row in drawn]
+        theirs_BT = pad_sequence(values, batch_first=True).to(ours_BT.device)
         rollout = {
             "prompt_ids": prompt_ids,
             "prompt_mask": prompt_mask,

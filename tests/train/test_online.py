@@ -281,7 +281,8 @@ def test_attach_to_an_engine_on_another_base_leaves_the_trainer_as_it_was(built,
     assert vars(trainer).keys() == before.keys()
 
 
-def test_a_token_without_a_logprob_does_not_end_rloo(make_online, engine, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_without_a_logprob_ends_no_training(kind, make_online, engine, monkeypatch):
     """An engine gives None where its own is NaN."""
     real = engine.generate
 
@@ -290,7 +291,7 @@ def test_a_token_without_a_logprob_does_not_end_rloo(make_online, engine, monkey
         return replace(rollout, logprobs=[[None, *row[1:]] for row in rollout.logprobs])
 
     monkeypatch.setattr(engine, "generate", partly)
-    trainer = make_online("rloo", {"max_steps": 1}, rollout=engine)
+    trainer = make_online(kind, {"max_steps": 1}, rollout=engine)
     trainer.train()
     assert trainer.state.global_step == 1
     assert trainer.fidelity.last.tokens > 0
