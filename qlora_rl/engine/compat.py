@@ -133,6 +133,10 @@ def construction(ranks: int = 1) -> Iterator[None]:
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     set_threads = torch.set_num_threads
     os.environ[key] = "0"
+    from vllm import envs
+
+    # It remembers what an engine before has seen (since 0.31); without the function it remembers nothing.
+    getattr(envs, "disable_envs_cache", lambda: None)()
     try:
         with room_for(ranks):
             yield

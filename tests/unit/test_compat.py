@@ -106,11 +106,25 @@ def test_ranks_that_a_trainer_process_starts_see_its_groups_gpus_and_nothing_of_
     told = {"RANK": "6", "WORLD_SIZE": "8", "MASTER_ADDR": "far", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in {**told, "CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": local_rank}.items():
         monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+    envs = pytest.importorskip("vllm.envs")
+    assert envs.VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME  # a name that vLLM draws, and sets, when it is first asked for it
     before = dict(os.environ)
     with compat.room_for(2):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
         assert not compat.launcher_variables()
     assert dict(os.environ) == before
+    envs.disable_envs_cache()  # what it remembers now is not so for other tests
+
+
+def test_an_engine_is_built_in_this_process_whatever_vllm_remembers_of_the_environment(monkeypatch):
+    """Else its core would be another process, and a lent base or slot would be nobody's."""
+    envs = pytest.importorskip("vllm.envs")
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    envs.enable_envs_cache()
+    assert envs.VLLM_ENABLE_V1_MULTIPROCESSING
+    with compat.construction():
+        assert not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+    envs.disable_envs_cache()
 
 
 def _fail_under_construction():
