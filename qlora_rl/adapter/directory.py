@@ -19,6 +19,7 @@ import torch
 from qlora_rl.adapter.store import CONFIG, ORIGIN, WEIGHTS
 from qlora_rl.adapter.subject import active_adapter, method_of
 from qlora_rl.adapter.verdict import Finding, judge_method
+from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.errors import AdapterRefusedError
 
 _PREFIX = "base_model.model."
@@ -242,7 +243,8 @@ def _model_of(directory: Path) -> torch.nn.Module:
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    with models_are_whole():
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 class _Skeleton(torch.nn.Module):

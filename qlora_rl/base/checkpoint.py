@@ -132,7 +132,8 @@ def prepare_base(
         from transformers import AutoModelForCausalLM
 
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust_remote_code)
+            with models_are_whole():
+                loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust_remote_code)
         except OSError as error:
             raise BaseIncompleteError(
                 f"preparing a base: {source} cannot be loaded: {error}. Pass a directory that holds a model's weights, or a hub name."

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.base.checkpoint import MANIFEST, open_base
+from qlora_rl.base.checkpoint import MANIFEST, models_are_whole, open_base
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import ConfigConflictError
 
@@ -130,7 +130,7 @@ def skeleton(config: Any) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):
+        with models_are_whole(), torch.device("meta"):
             # A copy: transformers writes into the config that it is given.
             return AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), dtype=torch.bfloat16, trust_remote_code=False

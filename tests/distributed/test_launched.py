@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import free_port
+from conftest import ZERO, free_port
 from resumed import lines
 from safetensors.torch import load_file
 
@@ -25,7 +25,17 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize(("way", "rollout"), [("ddp", "colocate"), ("fsdp2", "colocate"), ("fsdp2", "server")])
+WAYS = [
+    ("ddp", "colocate"),
+    ("fsdp2", "colocate"),
+    ("fsdp2", "server"),
+    ("zero2", "colocate"),
+    ("zero3", "colocate"),
+    ("zero3", "server"),
+]
+
+
+@pytest.mark.parametrize(("way", "rollout"), WAYS)
 def test_the_command_trains_in_two_processes_on_vllm(way, rollout, model_dir, tmp_path):
     out = tmp_path / "run"
     # As the files say, but for the class of the tiny model's layers.
@@ -35,7 +45,7 @@ def test_the_command_trains_in_two_processes_on_vllm(way, rollout, model_dir, tm
         command += ["--fsdp_transformer_layer_cls_to_wrap", "Qwen2DecoderLayer"]
     command += ["-m", "qlora_rl.cli", "train", str(ROOT / "examples" / "grpo.toml")]
     settings = {**SMALL, "base.model": model_dir, "run.dir": out, "rollout.where": rollout}
-    if way == "fsdp2":
+    if way != "ddp":
         settings["train.use_cpu"] = "false"
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
@@ -43,7 +53,7 @@ def test_the_command_trains_in_two_processes_on_vllm(way, rollout, model_dir, tm
         "PYTHONPATH": os.pathsep.join([str(HERE / "launched"), str(HERE), str(ROOT)]),
         "OMP_NUM_THREADS": "1",
         "HELD": str(tmp_path / "held"),
-        **({"ACCELERATE_TORCH_DEVICE": "cpu"} if way == "fsdp2" else {}),
+        **({} if way == "ddp" else ZERO),
     }
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-5000:]
@@ -51,7 +61,7 @@ def test_the_command_trains_in_two_processes_on_vllm(way, rollout, model_dir, tm
     assert json.loads((out / "summary.json").read_text())["status"] == "finished"
     config = json.loads((out / "config.json").read_text())
     assert config["rollout"] == rollout
-    if way == "fsdp2":
+    if way in ("fsdp2", "zero3"):
         assert config["base_held"] == {"copies": 2, "reason": "the trainer's is sharded over the processes"}
     else:
         assert config["base_held"]["copies"] == 1

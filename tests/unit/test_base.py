@@ -38,6 +38,22 @@ def test_the_name_depends_on_the_contents_and_not_on_the_place(model_dir, base, 
     assert prepare_base(moved).digest != base.digest
 
 
+def test_a_base_is_prepared_whole_where_transformers_was_told_of_zero_3(model_dir, base, tmp_path):
+    pytest.importorskip("deepspeed")
+    from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    told = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # as TRL's config does under a launcher
+    try:
+        made = prepare_base(model_dir, out=tmp_path / "base")
+        assert is_deepspeed_zero3_enabled()
+        assert told.is_zero3()
+    finally:
+        unset_hf_deepspeed_config()
+    assert made.digest == base.digest
+    assert stored(made).keys() == stored(base).keys()
+
+
 @pytest.mark.parametrize("quant", ["nf4", "fp4"])
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("blocksize", [64, 128])

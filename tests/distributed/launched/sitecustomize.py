@@ -1,6 +1,6 @@
 """Python runs this first in every process below `test_launched.py`. In a rank of the command it stands in for what the test cannot pass:
 
-that the CPU is an accelerator, as accelerate wants for FSDP, and a note of what the rank's engine holds after each push.
+that the CPU is an accelerator, as accelerate wants for FSDP and DeepSpeed, and a note of what the rank's engine holds after each push.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 RANK = os.environ.get("RANK", "")
 
 if RANK and "qlora_rl.cli" in sys.orig_argv:  # not the launcher, nor what a rank starts
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         from job import cpu_as_accelerator
         from transformers import training_args
 
