@@ -56,6 +56,9 @@ class SampledPairs:
 
     _is_planned = False  # TRL holds logits of B x T x V here, which the ledger does not know
     _refers = False  # the reference is made here
+    _reference: Any = None
+    _is_built = False  # TRL's __init__ is over
+    _of_reference: torch.Tensor | None = None
     _drawn: list[list[float | None]] | None = None
     _failures: list[RewardFunctionError] | None = None
 
@@ -83,7 +86,18 @@ class SampledPairs:
             reference = REFERENCE
         return {"model": model, "peft_config": None, "ref_model": Reference(model, reference)}
 
+    @property
+    def ref_model(self) -> Any:
+        """The reference; none while TRL's `__init__` would have DeepSpeed prepare it: the model in it is the policy's."""
+        is_hidden = isinstance(self._reference, Reference) and getattr(self, "is_deepspeed_enabled", False)
+        return None if is_hidden and not self._is_built else self._reference
+
+    @ref_model.setter
+    def ref_model(self, reference: Any) -> None:
+        self._reference = reference
+
     def _after_trl(self, args: Any) -> None:
+        self._is_built = True
         waits = [
             name
             for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
@@ -146,9 +160,15 @@ class SampledPairs:
     ) -> Any:
         """TRL's. The first one after a rollout is the policy's: its logits also give the logprobs at the rollout's temperature."""
         drawn, self._drawn = self._drawn, None
-        arguments = (model, prompt_ids, prompt_mask, completion_ids, completion_mask, *rest)
+        batch = (prompt_ids, prompt_mask, completion_ids, completion_mask, *rest)
+        arguments = (model, *batch)
         if drawn is None:
-            return super()._forward(*arguments)
+            known, self._of_reference = self._of_reference, None
+            return super()._forward(*arguments) if known is None else known
+        if self.is_deepspeed_enabled and isinstance(self.ref_model, Reference):
+            # Before the policy's: ZeRO-3 counts what the backward pass has to let go of, and a forward pass in between counts anew.
+            with torch.no_grad():
+                self._of_reference = super()._forward(self.ref_model, *batch)
         seen: list[torch.Tensor] = []
         hook = model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits.detach()))
         try:

@@ -255,6 +255,7 @@ class Resumable:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         with zero.base_stays(self.model):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        zero.gather_what_is_read(self.model)
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.distributed import part_of, put, ranks, shape_of
+from qlora_rl.distributed import is_sharded, part_of, put, ranks, shape_of
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 
 # Groups of torch's optimizer as they were made: what is set for each, and its parameters.
@@ -63,15 +63,6 @@ def settle(args: Any, doing: str) -> None:
     config.setdefault("gradient_clipping", args.max_grad_norm)
     # Otherwise torch's own `linear` is replaced in the whole process, for a vLLM that runs in it, too.
     zero.setdefault("memory_efficient_linear", False)
-
-
-def unproven(args: Any, rollout: Any, method: str) -> str:
-    """Why this training is not for DeepSpeed yet; empty where it is."""
-    if not is_asked_for(args):
-        return ""
-    if method == "online_dpo":
-        return "online DPO has not been proven under DeepSpeed; DDP and FSDP2 do it"
-    return "engines on Ray have not been proven under DeepSpeed; DDP and FSDP2 do it" if rollout == "ray" else ""
 
 
 def _is_on(value: Any) -> bool:
@@ -130,6 +121,24 @@ def before_step(accelerator: Any, look: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         del engine.step  # the method is there again
+
+
+def gather_what_is_read(model: Any) -> None:
+    """Let layers read weights of others in every forward pass of `model`, as DoRA reads its base's; after DeepSpeed has prepared it.
+
+    Under ZeRO-3 DeepSpeed gathers what a layer is found to read, but only where its engine is called. A canary, a reference and
+    TRL's passes without gradients call the model itself.
+    """
+    if not is_sharded(model):
+        return
+
+    def begin_or_end(is_forward: bool) -> None:
+        for module in model.modules():
+            if hasattr(module._parameters, "_in_forward"):  # of those that DeepSpeed knows
+                module._parameters._in_forward = is_forward
+
+    model.register_forward_pre_hook(lambda *_: begin_or_end(True))
+    model.register_forward_hook(lambda *_: begin_or_end(False), always_call=True)
 
 
 def has_masters(parameters: Sequence[torch.nn.Parameter]) -> bool:

@@ -8,15 +8,13 @@ import torch
 from conftest import ZERO, adapter_of, distance, launch, said
 from job import main
 from resumed import lines
-from test_ddp_methods import METHODS as ALL
-from test_ddp_methods import until_step_2
+from test_ddp_methods import DRAW, METHODS, until_step_2
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="DeepSpeed is not installed: pip install 'qlora-rl[deepspeed]'",
 )
 
-METHODS = tuple(method for method in ALL if method != "online_dpo")  # which is refused
 LEARNS = {"learns": True, "max_steps": 30, "save_strategy": "no", "lr_scheduler_type": "constant"}
 ONE = {"per_device_train_batch_size": 8, "max_steps": 4}
 TWO = {"per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 2}
@@ -110,7 +108,7 @@ def long(exact_base, base, recorded, tmp_path_factory):
     done = {}
     one = tmp_path_factory.mktemp("alone")
     for method in METHODS:
-        kept = {"record": str(one / "kept-rloo.json")} if method == "rloo" else {}
+        kept = {"record": str(one / f"kept-{method}.json")} if method in DRAW else {}
         main({"base": exact_base, "out": str(one / method), "method": method, **ONE, **kept})
 
     def run(stage):
@@ -127,7 +125,7 @@ def long(exact_base, base, recorded, tmp_path_factory):
             {"base": exact_base, "out": str(root / "learns"), **TWO, **LEARNS},
         ]
         for method in METHODS:
-            kept = {"kept": str(one / "kept-rloo.json")} if method == "rloo" else {}
+            kept = {"kept": str(one / f"kept-{method}.json")} if method in DRAW else {}
             calls.append({"base": exact_base, "out": str(root / method), "method": method, **TWO, **kept, **parts})
         # Last: what has ended one rank ends these processes for good.
         calls.append({**common, "out": str(root / "spoiled"), "spoils": 2})
@@ -145,6 +143,34 @@ def long(exact_base, base, recorded, tmp_path_factory):
 def test_so_do_the_other_methods(method, stage, long):
     root, one = long(stage)
     assert distance(root / method, one / method) < 1e-3
+
+
+@pytest.mark.full
+@BOTH_FULL
+def test_what_is_measured_of_pairs_is_of_all_of_them(stage, long):
+    root, one = long(stage)
+    for ours, theirs in zip(lines(root / "online_dpo"), lines(one / "online_dpo"), strict=True):
+        for name in ("reward", "reward_std", "rollout_tokens", "policy_version", "mismatch_kl", "completion_length"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.full
+@BOTH_FULL
+def test_actors_of_ray_draw_for_both_ranks(stage, base, tmp_path):
+    out = tmp_path / "run"
+    call = {"base": str(base.path), "out": str(out), "rollout": "ray", "engine_options": {"replicas": 2}, "bf16": True}
+    call |= {**TWO, "max_steps": 3, "save_strategy": "no", "vllm_max_model_length": 32}
+    ended = launch([call | {"parts": stage == "zero3"}], **of(stage))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert [push["version"] for push in lines(out, "sync.jsonl")] == [1, 2, 3]
+    ends = [said(out, rank) for rank in (0, 1)]
+    assert [end["pushes"] for end in ends] == [3, 3]
+    assert [end["owns_engine"] for end in ends] == [True, False]
+    config = json.loads((out / "config.json").read_text())
+    assert config["engine"].startswith("2 replicas: vllm")
+    assert config["plan"]["transport"] == "object_store"
+    assert all(step["mismatch_kl"] < 1e-2 and step["base_is_proven"] for step in lines(out))
+    assert all(step["rollout_tokens"] > 0 for step in lines(out))
 
 
 @pytest.mark.full

@@ -222,15 +222,6 @@ def test_what_of_deepspeed_is_not_proven_is_refused_by_name(two_processes, monke
         check_processes(two_processes, "choosing the engine")
 
 
-@pytest.mark.parametrize(("rollout", "method"), [("ray", "grpo"), ("colocate", "online_dpo")])
-def test_what_was_not_proven_under_deepspeed_is_refused(rollout, method, two_processes, monkeypatch):
-    assert not zero.unproven(two_processes, rollout, method)
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
-    with pytest.raises(NotYetSupportedError, match=r"not been proven under DeepSpeed; DDP and FSDP2 do it"):
-        check_processes(two_processes, "choosing the engine", refused=zero.unproven(two_processes, rollout, method))
-
-
 def test_under_deepspeed_bf16_would_cast_another_base(two_processes):
     two_processes.bf16 = True
     zero.check_dtype(two_processes, "bfloat16")
