@@ -395,15 +395,17 @@ def gathered(parts: Iterable[tuple[Any, str]], doing: str) -> Iterator[None]:
         doing: for the message; no two gatherings of one push have the same.
     """
     sharded = [(module, name, module._parameters[name]) for module, name in parts]
-    sharded = [each for each in sharded if isinstance(each[2], DTensor)]
+    sharded = [each for each in sharded if isinstance(each[2], DTensor) or hasattr(each[2], "ds_tensor")]
     if sharded:
         ranks().barrier(doing)
     try:
         for module, name, parameter in sharded:
             full = torch.nn.Parameter(*whole([parameter]), requires_grad=False)
-            # A sharded parameter has no room for what bitsandbytes keeps with its codes: the layer has it.
-            if name == "weight" and getattr(module, "quant_state", None) is not None:
-                full.quant_state = module.quant_state
+            state = getattr(parameter, "quant_state", None)
+            if state is None and name == "weight":  # FSDP2's have no room for what bitsandbytes keeps with codes
+                state = getattr(module, "quant_state", None)
+            if state is not None:
+                full.quant_state = state
             module._parameters[name] = full
             del full
         yield
@@ -414,7 +416,7 @@ def gathered(parts: Iterable[tuple[Any, str]], doing: str) -> Iterator[None]:
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
     """The part of it that lies on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
 
 
 @torch.no_grad()

@@ -322,6 +322,8 @@ def _of_float32(layer: Any) -> Any:
 
         layer.__class__, layer.is_target_conv_1d_layer = Linear, False
     for part in layer.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            hooks.clear()  # by which ZeRO-3 would gather what is whole here
         if isinstance(vars(part).get("dtype"), torch.dtype):  # AdaMSS casts to it
             part.dtype = torch.float32
     return layer

@@ -21,7 +21,7 @@ from qlora_rl.sync.transports import transport_for
 from qlora_rl.train.bridge import EngineBridge
 from qlora_rl.train.engines import EngineChoice
 from qlora_rl.train.for_all import EngineForAll, TransportForAll
-from qlora_rl.train.processes import check_common_base, check_full_weights
+from qlora_rl.train.processes import check_common_base
 from qlora_rl.train.run import SYNCS, RunDirectory
 from qlora_rl.train.whole import judge_policy
 
@@ -122,8 +122,6 @@ def link_policy(
         verdict = judge_policy(model)
         # Refuses before an engine is started that is not there yet.
         is_dense = bool(why_dense(plan_sync(verdict, wish=sync)))
-        if is_dense:
-            check_full_weights(args, "choosing the engine")
         if engine is None:
             engine = choice.start_dense(base) if is_dense else choice.start(base, verdict.rank)
         plan_sync(verdict, engine.capabilities(), wish=sync)  # before the bases are read

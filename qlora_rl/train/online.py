@@ -18,7 +18,7 @@ from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
 from qlora_rl.sync.plan import WISHES, plan_sync
-from qlora_rl.train import settings
+from qlora_rl.train import settings, zero
 from qlora_rl.train.alarm import alarm_for, check_word
 from qlora_rl.train.budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.engines import EngineChoice
@@ -120,7 +120,8 @@ class OnlineTrainer(TrainedRun):
         rollout = settings.as_one(options.rollout)
         settings.check(args, rollout)
         is_whole = trains_whole(model, peft_config, options.sync)
-        check_processes(args, "choosing the engine", refused=self._one_process)
+        refused = self._one_process or zero.unproven(args, is_whole=is_whole)
+        check_processes(args, "choosing the engine", refused=refused)
         if isinstance(rollout, str) and (rollout != "colocate" or _ranks_of_engine(args, options) > 1):
             check_turns(args, of_trl)
         with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():

@@ -82,20 +82,6 @@ def check_turns(args: Any, of_trl: Mapping[str, Any]) -> None:
         )
 
 
-def check_full_weights(args: Any, doing: str) -> None:
-    """Refuse where the trainer is spread in a way in which full weights cannot be made.
-
-    Raises:
-        NotYetSupportedError: names those in which they can.
-    """
-    sharding = sharding_of(args)
-    if sharding not in ("none", "ddp", "fsdp2"):
-        raise NotYetSupportedError(
-            f"{doing}: this policy travels as full weights, which are not made under {sharding} yet. Train plain LoRA "
-            "(LoraConfig(target_modules='all-linear')), or start it with examples/accelerate/ddp.yaml or fsdp2.yaml."
-        )
-
-
 def shards_base(args: Any) -> bool:
     """The trainer's base lies in parts on the ranks."""
     return sharding_of(args) in ("fsdp2", "zero3")

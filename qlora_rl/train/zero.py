@@ -65,6 +65,13 @@ def settle(args: Any, doing: str) -> None:
     zero.setdefault("memory_efficient_linear", False)
 
 
+def unproven(args: Any, *, is_whole: bool) -> str:
+    """Why this training is not for DeepSpeed yet; empty where it is."""
+    if is_whole and is_asked_for(args):
+        return "a model that is trained itself, without an adapter, has not been proven under DeepSpeed; DDP and FSDP2 do it"
+    return ""
+
+
 def _is_on(value: Any) -> bool:
     return bool(value.get("enabled", True) if isinstance(value, dict) else value)
 
@@ -184,6 +191,7 @@ def save_optimizer(groups: Groups, optimizer: Any, scheduler: Any, optimizer_fil
     from deepspeed.utils import safe_get_full_optimizer_state
 
     zero = optimizer.optimizer
+    _link(zero)
     flat, held = next(iter(zero.optimizer.state.items()))
     of_weights = sorted(n for n, value in held.items() if isinstance(value, torch.Tensor) and value.shape == flat.shape)
     counters = {name: value for name, value in held.items() if name not in of_weights}
@@ -226,8 +234,7 @@ def load_optimizer(groups: Groups, optimizer: Any, scheduler: Any, optimizer_fil
             name: torch.zeros_like(flat) if name in of_weights else _scalar(value, flat, zero)
             for name, value in kinds.items()
         }
-    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
-        zero._lazy_init_hp_params_optimizer_state()
+    _link(zero)
     for number, values in saved["state"].items():
         parameter = parameters[number]
         for name in of_weights:
@@ -254,6 +261,13 @@ def _of_all_groups(state: dict[str, Any], groups: Groups) -> dict[str, Any]:
             values = iter(state[name])
             found[name] = [next(values) if params else state[name][0] for _, params in groups]
     return found
+
+
+def _link(zero: Any) -> None:
+    """Let ZeRO-2 find the optimizer's state of each weight: by itself it looks once, when the first of its groups alone has stepped."""
+    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
 
 
 def _partitions(zero: Any) -> list[torch.Tensor]:

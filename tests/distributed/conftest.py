@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -25,7 +26,20 @@ FSDP2 = {
 }
 # That DeepSpeed, too, takes the CPU for its accelerator.
 ZERO = {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
+# How two processes are launched: `launch(calls, **WAYS[way])`.
+WAYS = {
+    "ddp": {},
+    "fsdp2": FSDP2,
+    "zero2": {"example": "zero2.yaml", **ZERO},
+    "zero3": {"example": "zero3.yaml", **ZERO},
+}
 HERE = Path(__file__).resolve().parent
+
+
+def skip_without_deepspeed(way: str) -> None:
+    """Of a way of `WAYS` that needs it."""
+    if way.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: pip install 'qlora-rl[deepspeed]'")
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -21,6 +22,22 @@ def cpu_as_accelerator() -> None:
 
     training_args.is_torch_bf16_gpu_available = lambda: True
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+
+
+@functools.cache
+def keep_parameters() -> None:
+    """On the CPU alone PEFT's DoRA puts a new parameter into a 4-bit layer in each forward pass (`module.weight.to`, which copies);
+    ZeRO-3 would know nothing of that one. Here what lies where it is wanted stays what it is."""
+    import torch
+    from bitsandbytes.nn import Params4bit
+
+    move = Params4bit.to
+
+    def moved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        return self if self.bnb_quantized and device == self.device and dtype is None else move(self, *args, **kwargs)
+
+    Params4bit.to = moved
 
 
 def by_text(completions: list[str], **_: Any) -> list[float]:
@@ -259,7 +276,7 @@ def offline(base: str, out: Path, method: str, **fields: Any) -> Any:
 
 def online(base: str, out: Path, engine: Any, method: str, reward: Any, **fields: Any) -> Any:
     """GRPO, RLOO or online DPO; an engine of the test's own, or a word."""
-    from peft import LoraConfig
+    from peft import IA3Config, LoraConfig
     from resumed import make
     from trl import GRPOConfig, RLOOConfig
 
@@ -278,6 +295,8 @@ def online(base: str, out: Path, engine: Any, method: str, reward: Any, **fields
     adapters = {"dora": {"use_dora": True}, "norms": {"modules_to_save": ["norm", "input_layernorm"]}}
     adapter = fields.pop("adapter", "lora")
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **adapters.get(adapter, {}))
+    if adapter == "ia3":
+        lora = IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
     if adapter == "none":
         lora, fields["sync"] = None, "weights"
     fields = {"bf16": False, "peft_config": lora, **fields}
@@ -302,6 +321,8 @@ def main(call: dict[str, Any]) -> None:
     report: dict[str, Any] = {"error": None}
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         cpu_as_accelerator()
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            keep_parameters()
         call["use_cpu"] = False
     engine = call.pop("rollout", None) or replayed(base, Path(kept) if kept else None, dense, breaks, spoils)
     if forgets:

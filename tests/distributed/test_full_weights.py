@@ -1,9 +1,9 @@
-"""Full weights from two processes: DoRA under DDP and FSDP2 against one process with the doubled batch, and a push that breaks."""
+"""Full weights from two processes: DoRA under DDP, FSDP2 and ZeRO against one process with the doubled batch, and a push that breaks."""
 
 import json
 
 import pytest
-from conftest import FSDP2, distance, launch, said
+from conftest import WAYS, distance, launch, said, skip_without_deepspeed
 from job import main
 from resumed import lines
 
@@ -20,16 +20,17 @@ def alone(exact_base, tmp_path_factory):
     return root / "one", str(root / "kept.json")
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
+@pytest.fixture(scope="module", params=["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.full), "zero3"])
 def two(request, alone, exact_base, tmp_path_factory):
     """Recorded rollouts replayed; then the engine of rank 1 breaks in the middle of the second push."""
+    skip_without_deepspeed(request.param)
     root = tmp_path_factory.mktemp(request.param)
-    common = {"base": exact_base, **DORA, **STEPS}
+    common = {"base": exact_base, **DORA, **STEPS, "parts": request.param == "zero3"}
     calls = [
         {**common, "out": str(root / "two"), "kept": alone[1], "proves": True},
         {**common, "out": str(root / "breaks"), "breaks": [1, 2], "ddp_timeout": 120},
     ]
-    done = launch(calls, **(FSDP2 if request.param == "fsdp2" else {}))
+    done = launch(calls, **WAYS[request.param])
     assert done.returncode == 0, done.stderr[-3000:]
     return root
 
@@ -49,7 +50,8 @@ def test_every_step_pushes_once_and_every_engine_holds_what_was_trained(two, alo
     assert [end["error"] for end in ends] == [None, None]
     assert ends[0]["held"] == ends[1]["held"]
     assert [end["pushes"] for end in ends] == [4, 4]
-    assert [round(end["shares"]["base"], 2) for end in ends] == [0.5 if two.name.startswith("fsdp2") else 1.0] * 2
+    held = 0.5 if two.name.startswith(("fsdp2", "zero3")) else 1.0
+    assert [round(end["shares"]["base"], 2) for end in ends] == [held] * 2
     assert ends[0]["plan"] == said(alone[0], 0)["plan"] == "weights"
 
 

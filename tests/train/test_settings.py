@@ -11,7 +11,7 @@ from trl import GRPOConfig
 from qlora_rl import QLoRAGRPOTrainer
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train import settings, zero
-from qlora_rl.train.processes import check_full_weights, check_processes
+from qlora_rl.train.processes import check_processes
 
 # field -> a value that is not the default, and the argument of LocalEngine in which it arrives
 ARRIVES = {
@@ -177,16 +177,6 @@ def test_tools_on_an_engine_that_processes_share_are_refused_before_anything_is_
         QLoRAGRPOTrainer(**given, **shared, rollout_func=print)
 
 
-def test_full_weights_are_refused_where_they_cannot_be_made_yet(two_processes, monkeypatch):
-    check_full_weights(two_processes, "choosing the engine")  # DDP
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    check_full_weights(two_processes, "choosing the engine")
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(NotYetSupportedError, match=r"full weights, which are not made under zero2 yet.*fsdp2\.yaml"):
-        check_full_weights(two_processes, "choosing the engine")
-
-
 def test_a_way_to_spread_a_trainer_that_is_not_there_is_refused_with_those_that_are(two_processes, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=1, deepspeed_config={})
@@ -220,6 +210,16 @@ def test_what_of_deepspeed_is_not_proven_is_refused_by_name(two_processes, monke
     two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=2, deepspeed_config=stated)
     with pytest.raises(NotYetSupportedError, match="asks for optimizer, offload_optimizer, zero_hpz_partition_size, "):
         check_processes(two_processes, "choosing the engine")
+
+
+def test_a_model_that_is_trained_itself_is_refused_under_deepspeed(two_processes, monkeypatch):
+    assert not zero.unproven(two_processes, is_whole=True)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
+    assert not zero.unproven(two_processes, is_whole=False)
+    refused = zero.unproven(two_processes, is_whole=True)
+    with pytest.raises(NotYetSupportedError, match=r"without an adapter, has not been proven under DeepSpeed"):
+        check_processes(two_processes, "choosing the engine", refused=refused)
 
 
 def test_under_deepspeed_bf16_would_cast_another_base(two_processes):
