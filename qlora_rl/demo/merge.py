@@ -30,7 +30,7 @@ class MergingTrainer(MeasuredSteps, GRPOTrainer):
 
         with engine_environment():
             super().__init__(**arguments)
-        compat.started()
+        compat.started(self.vllm_generation.llm)
         self.run = run
         self.measure_into(run)
         self._facts: dict[str, float] = {}

@@ -193,6 +193,7 @@ def room_for(ranks: int) -> Iterator[None]:
 
     # A version without them remembers nothing.
     forget, remember = getattr(envs, "disable_envs_cache", None), getattr(envs, "enable_envs_cache", None)
+    remembers = getattr(envs, "_is_envs_cache_enabled", lambda: True)
     bind, threads = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
     count, set_threads = torch.get_num_threads(), torch.set_num_threads
     try:
@@ -211,7 +212,7 @@ def room_for(ranks: int) -> Iterator[None]:
                 forget()
             yield
     finally:
-        if forget is not None and remember is not None:
+        if forget is not None and remember is not None and remembers():  # an engine has begun to; what was put back counts
             forget()
             remember()
         set_threads(count)
@@ -247,8 +248,19 @@ def holds_adapters(llm: LLM, ids: Sequence[int]) -> bool:
 _alive = 0
 
 
-def started() -> None:
-    """An in-process engine was built."""
+def started(llm: LLM) -> None:
+    """An in-process engine was built.
+
+    Raises:
+        EngineUnsupportedError: it runs in a process of its own, where nothing of it can be reached.
+    """
+    client = llm.llm_engine.engine_core
+    if not hasattr(client, "engine_core"):
+        client.shutdown()
+        raise EngineUnsupportedError(
+            "starting vLLM: its engine runs in a process of its own, although VLLM_ENABLE_V1_MULTIPROCESSING=0 was set: vLLM has kept an older "
+            "value. Start the engine before other engines of this process, or in a new process."
+        )
     global _alive
     _alive += 1
 

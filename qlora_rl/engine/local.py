@@ -412,7 +412,7 @@ class LocalEngine:
                 compat.trim_memory()
                 hint = IN_PROCESSES if ranks > 1 else ""
                 raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}{hint}") from error
-        compat.started()
+        compat.started(self._llm)
         try:
             if ranks > 1:
                 self._llm.collective_rpc("qlora_begin_as_rank")

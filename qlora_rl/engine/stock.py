@@ -34,7 +34,7 @@ class StockEngine:
             from vllm import LLM
 
             self._llm: Any = LLM(**arguments)
-        compat.started()
+        compat.started(self._llm)
         self._request: Any = None
         if adapter is not None:
             from vllm.lora.request import LoRARequest

@@ -113,7 +113,8 @@ def test_ranks_that_a_trainer_process_starts_see_its_groups_gpus_and_nothing_of_
         assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
         assert not compat.launcher_variables()
     assert dict(os.environ) == before
-    envs.disable_envs_cache()  # what it remembers now is not so for other tests
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert envs.VLLM_LOGGING_LEVEL == "DEBUG", "vLLM remembers nothing that it did not remember before"
 
 
 def test_an_engine_is_built_in_this_process_whatever_vllm_remembers_of_the_environment(monkeypatch):

@@ -102,9 +102,10 @@ def test_a_slip_of_the_command_is_answered_with_what_was_meant(typed, meant, cap
     assert guesses == ([meant] if meant else [])
 
 
-def test_what_deepspeed_says_of_the_cpu_stays_off_the_output(capsys):
+def test_what_deepspeed_says_of_the_cpu_stays_off_the_output(capsys, monkeypatch):
     from qlora_rl.cli import main
 
+    monkeypatch.setattr(logging.getLogger("DeepSpeed"), "filters", [])  # without those of a demo in this process
     assert main(["report", "/no/such/run"]) == 1
     said = [logging.LogRecord("DeepSpeed", logging.WARNING, "", 0, text, None, None) for text in (CPU, "another thing")]
     assert [bool(logging.getLogger("DeepSpeed").filter(record)) for record in said] == [False, True]
