@@ -126,6 +126,7 @@ def construction(ranks: int = 1) -> Iterator[None]:
       threads that it chose stays: they are bound to cores.
     """
     import numpy
+    from vllm import envs
 
     key = "VLLM_ENABLE_V1_MULTIPROCESSING"
     before = os.environ.get(key)
@@ -133,8 +134,6 @@ def construction(ranks: int = 1) -> Iterator[None]:
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     set_threads = torch.set_num_threads
     os.environ[key] = "0"
-    from vllm import envs
-
     # It remembers what an engine before has seen (since 0.31); without the function it remembers nothing.
     getattr(envs, "disable_envs_cache", lambda: None)()
     try:
@@ -212,7 +211,9 @@ def room_for(ranks: int) -> Iterator[None]:
                 forget()
             yield
     finally:
-        if forget is not None and remember is not None and remembers():  # an engine has begun to; what was put back counts
+        if (
+            forget is not None and remember is not None and remembers()
+        ):  # an engine has begun to; what was put back counts
             forget()
             remember()
         set_threads(count)
