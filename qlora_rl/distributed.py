@@ -416,7 +416,11 @@ def gathered(parts: Iterable[tuple[Any, str]], doing: str) -> Iterator[None]:
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
     """The part of it that lies on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
+    if hasattr(tensor, "ds_tensor"):  # behind the last number there may be anything
+        part = tensor.ds_tensor
+        before = torch.distributed.get_rank(tensor.ds_process_group) * part.numel()
+        return part[: max(0, min(part.numel(), tensor.ds_numel - before))]
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

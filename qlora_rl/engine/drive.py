@@ -111,13 +111,17 @@ class Driver:
                 these requests up.
             RolloutCancelledError: `cancel` was called.
         """
-        while True:
-            with self.door:
-                pass  # who waits in it comes first
-            with self.lock:
-                if self._is_over(engine, call, raise_if_interrupted):
-                    break
-                self._step(engine)
+        try:
+            while True:
+                with self.door:
+                    pass  # who waits in it comes first
+                with self.lock:
+                    if self._is_over(engine, call, raise_if_interrupted):
+                        break
+                    self._step(engine)
+        except BaseException:
+            self._forget(call)  # also where a signal of somebody else's has struck within a step
+            raise
         if are_cut_off(call.finished):
             raise EngineBrokenError(
                 "generating: vLLM has given requests up before their end; its log says why. Ask again."

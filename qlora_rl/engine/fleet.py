@@ -22,6 +22,7 @@ from qlora_rl.errors import (
     CanaryError,
     ConfigConflictError,
     EngineBrokenError,
+    QloraRLError,
     VersionGoneError,
 )
 
@@ -302,6 +303,7 @@ class Fleet:
     ) -> None:
         """Load it everywhere, or serve everywhere what was served before; nobody is taken back meanwhile."""
         end = time.monotonic() + self.wait_s
+        self._team.wait_for_left_alone()  # which may want what is held from here on
         with self._team.changing:
             held: dict[Replica, Any] = {}
             while not held:
@@ -362,8 +364,11 @@ class Fleet:
         before = each.incarnation
         each.wake()
         if each.incarnation != before:
-            with self._team.changing:
-                self._prove(each)
+            try:
+                with self._team.changing:
+                    self._prove(each)
+            except QloraRLError as error:  # it is done without, until it is proven
+                raise EngineBrokenError(f"looking for {each.url}: {error}") from error
 
     def _refuse_withdrawn(self) -> None:
         if self._withdrawn:

@@ -99,7 +99,7 @@ class DenseSync:
         Raises:
             CanaryError: it does not; nothing is served.
         """
-        if not self.engine.holds_dense:
+        if not all(ranks().gather(self.engine.holds_dense, "asking what the engine holds")):
             self.push()
             return
         if self.canary is None:

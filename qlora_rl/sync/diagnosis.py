@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,13 +123,17 @@ class Examiner:
             drawn: some of the completions.
             limit: scaled difference that rounding explains.
         """
-        try:
-            proven = (self._held() if self._sends_adapter else None) or self._bases()
-        except QloraRLError as error:  # the engine, or the live adapter, cannot even be asked
-            proven = Diagnosis("adapter", f"what the engine holds cannot be read: {error}", error.module)
-        # Every rank's engine: in what is tried, all ranks of a sharded trainer meet.
-        proven = next((each for each in ranks().gather(proven, "examining the engine") if each), None)
+        proven = self._anywhere(self._held) if self._sends_adapter else None
+        proven = proven or self._anywhere(self._bases)
         return replace(proven, is_proven=True) if proven else self._tried(drawn, limit)
+
+    def _anywhere(self, look: Callable[[], Diagnosis | None]) -> Diagnosis | None:
+        """What any rank finds at its own engine. They look at the same together, and go on together: ranks meet in what comes next."""
+        try:
+            found = look()
+        except QloraRLError as error:  # the engine, or the live adapter, cannot even be asked
+            found = Diagnosis("adapter", f"what the engine holds cannot be read: {error}", error.module)
+        return next((each for each in ranks().gather(found, "examining the engine") if each), None)
 
     def rescore(self, drawn: Drawn) -> tuple[Drawn, float]:
         """Have both sides score completions as they are now, whoever drew them: no temperature, no filter, no dropout.
@@ -154,13 +158,13 @@ class Examiner:
         bundle = self._bundle()
         wanted = _digests(bundle.tensors)
         held = self.engine.held_adapter(bundle.rank)
+        before = self.strategy.before()  # asked by all ranks, whatever each of them has found
         wrong = sorted(name for name in {*wanted, *held} if wanted.get(name) != held.get(name))
         if not wrong:
             return None
         module = _module_of(wrong[0])
         if not held:
             return Diagnosis("bare", "the engine holds no adapter: it draws with the bare base")
-        before = self.strategy.before()
         if before is not None and held == _digests(before[1]):
             return Diagnosis(
                 "stale", f"the engine holds version {before[0]}, which is not the newest: it was not updated"

@@ -108,8 +108,8 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
                 self._workers = self._new_workers()  # for evaluations
 
     def _new_workers(self) -> RolloutWorkers:
-        engine = self.engine
-        turnstile = Turnstile(self.max_staleness, lambda: engine.version, holds_two=self.bridge.holds_two)
+        bridge = self.bridge
+        turnstile = Turnstile(self.max_staleness, lambda: bridge.serves, holds_two=bridge.holds_two)
         return RolloutWorkers(self, self.bridge, turnstile, self.rollout_threads)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
@@ -175,7 +175,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
     def _evaluated(self, inputs: Any) -> Drawn:
         """Drawn now, by the policy of the moment; rollouts that have begun go on with theirs."""
         self._push_if_changed()
-        return self._workers.draw_now(inputs, self.engine.version)
+        return self._workers.draw_now(inputs, self.bridge.serves)
 
     def _push_if_changed(self) -> None:
         if self.state.global_step == self._last_loaded_step:  # TRL's own note, which a resumed run finds as it was
@@ -228,7 +228,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         """A batch is looked at as in GRPO where the policy that drew it is the one that trains; otherwise its distance is staleness too."""
         if self.model.training and self.max_staleness:
             self._trained = few_of(output, mask_BT)
-        if self._drawn_version == self.engine.version:
+        if self._drawn_version == self.bridge.serves:
             super()._watch(fidelity, output, mask_BT)
 
     def _look_again(self) -> None:

@@ -57,7 +57,11 @@ class EngineBridge:
         self._step, self._is_evaluation = 0, False
         self._calls = {False: 0, True: 0}
         self._width = 0  # prompts of the first call of what has begun
-        self._pushed = (0, -1)  # the version that was pushed last, and in which step
+        self._pushed = (
+            0,
+            -1,
+        )  # the version that was pushed last, and in which step: of the run, which may have begun elsewhere
+        self._serves: int | None = None  # the version that this bridge has pushed last
         self._proven = engine.incarnation
         self._reports: list[SyncReport] = []
         self._tokens = 0
@@ -108,21 +112,26 @@ class EngineBridge:
         with ranks().together("pushing the policy"):
             report = self.strategy.push()
         self._reports.append(report)
-        self._pushed = (report.version, self._step)
+        self._pushed, self._serves = (report.version, self._step), report.version
         self._prove()  # the push itself may not have been scored
         return report
 
     def is_overtaken(self) -> bool:
-        """The engine serves another version than was pushed last, on any rank: it has another owner, too. All ranks ask."""
-        found = self.engine.version != self._pushed[0]
-        if ranks().size > 1:
-            found = any(ranks().gather(found, "asking which version serves"))
-        if found and self._pushed[0]:
+        """The engine serves another version than was pushed last, on any rank: it has lost it, or has another owner, too. All ranks ask."""
+        found = self._anywhere(self.engine.version != self.serves, "asking which version serves")
+        if found:
             logger.warning(
-                "the engine serves version %d, which somebody else has pushed: the policy is pushed again",
+                "the engine serves version %d, and version %d was pushed last: the policy is pushed again. An engine that was started anew, "
+                "or one into which somebody else pushes, too",
                 self.engine.version,
+                self.serves,
             )
         return found
+
+    @property
+    def serves(self) -> int:
+        """The version that was pushed last; before the first push what the engine came with."""
+        return self.engine.version if self._serves is None else self._serves
 
     def generate(
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
@@ -146,9 +155,9 @@ class EngineBridge:
                 rollout = self.draw(prompts, images, seed=seed)
         if self.sleeps:
             self.engine.sleep()
-        if rollout.version != self._pushed[0]:
+        if rollout.version != self.serves:
             raise EngineBrokenError(
-                f"generating: version={rollout.version} has answered, and version={self._pushed[0]} was pushed: somebody else has pushed to "
+                f"generating: version={rollout.version} has answered, and version={self.serves} was pushed: somebody else has pushed to "
                 "this engine in the middle of a rollout. Give each trainer that runs at the same time an engine of its own."
             )
         self.last = rollout
@@ -208,10 +217,17 @@ class EngineBridge:
 
     def _prove(self) -> None:
         """Prove the policy again where the engine is not the one of which it was proven."""
-        if self.engine.incarnation != self._proven:
+        # What it takes all ranks do together, though each may have an engine of its own.
+        if self._anywhere(self.engine.incarnation != self._proven, "asking whether an engine is another one"):
             self.strategy.verify()
             self._proven = self.engine.incarnation
-            self._pushed = (self.engine.version, self._pushed[1])  # full weights that were lost were pushed again
+            if self._serves is not None:  # full weights that were lost were pushed again
+                self._serves = self.engine.version
+                self._pushed = (self._serves, self._pushed[1])
+
+    @staticmethod
+    def _anywhere(found: bool, doing: str) -> bool:
+        return found if ranks().size == 1 else any(ranks().gather(found, doing))
 
     def drain(self) -> tuple[list[SyncReport], int, float]:
         """Pushes, drawn tokens and seconds of generation since the last call of `drain`."""

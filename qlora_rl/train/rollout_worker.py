@@ -71,7 +71,7 @@ class Front:
     Args:
         bridge: to the engine.
         number: of the batch, for messages.
-        version: that draws; `None` is what serves.
+        version: that draws; an engine that holds one alone is not asked for it by name.
         seed_of: the seed of each turn, from 0.
         refuse_stopped: raises where the run ends.
 
@@ -83,11 +83,11 @@ class Front:
         self,
         bridge: EngineBridge,
         number: int,
-        version: int | None,
+        version: int,
         seed_of: Callable[[int], int],
         refuse_stopped: Callable[[], None],
     ):
-        self._bridge, self._number, self._asked = bridge, number, version
+        self._bridge, self._number = bridge, number
         self._seed_of, self._refuse_stopped = seed_of, refuse_stopped
         self.version = version
         self.tokens, self.seconds = 0, 0.0
@@ -109,12 +109,13 @@ class Front:
         seed = self._seed_of(self._turn)
         self._turn += 1
         with profiler or contextlib.nullcontext():
-            rollout = self._bridge.draw(prompts, images, seed=seed, version=self._asked)
-        if self.version is not None and rollout.version != self.version:
+            asked = self.version if self._bridge.holds_two else None
+            rollout = self._bridge.draw(prompts, images, seed=seed, version=asked)
+        if rollout.version != self.version:
             raise EngineBrokenError(
-                f"drawing batch {self._number}: it began with version={self.version}, and version={rollout.version} has answered."
+                f"drawing batch {self._number}: it began with version={self.version}, and version={rollout.version} has answered: somebody "
+                "else has pushed to this engine. Give each trainer that runs at the same time an engine of its own."
             )
-        self.version = rollout.version
         self.tokens, self.seconds = self.tokens + rollout.tokens, self.seconds + rollout.seconds
         return EngineBridge.as_trl_wants(prompts, rollout)
 
@@ -258,7 +259,7 @@ class RolloutWorkers:
                 try:
                     self._fill(kit, drawn, visit.version, seed_of, leave, is_training=True)
                 except VersionGoneError as error:
-                    if visit.version == self._bridge.engine.version:
+                    if visit.version == self._bridge.serves:
                         raise
                     # The engine was started anew in the middle of it, with the newest version alone. Nothing was rewarded yet.
                     logger.warning("batch %d is drawn again: %s", batch.number, error)
@@ -281,11 +282,10 @@ class RolloutWorkers:
         *,
         is_training: bool,
     ) -> None:
-        asked = version if self._bridge.holds_two else None
-        front = Front(self._bridge, drawn.number, asked, seed_of, self.turnstile.refuse_stopped)
+        front = Front(self._bridge, drawn.number, version, seed_of, self.turnstile.refuse_stopped)
         own = {**kit.own, "state": copy.copy(self._trainer().state), "vllm_generation": front}
         Drawing(self._picture, own, is_training=is_training).draw(drawn, leave)
-        drawn.version = version if front.version is None else front.version
+        drawn.version = version
         drawn.tokens, drawn.engine_seconds = front.tokens, front.seconds
 
     def _new_kit(self) -> _Kit:

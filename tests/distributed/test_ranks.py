@@ -279,6 +279,16 @@ def test_one_process_has_nobody_to_ask():
         raise ValueError("as it is")
 
 
+@pytest.mark.parametrize(("rank", "held"), [(0, [0.0, 1.0]), (1, [2.0]), (2, [])])
+def test_what_deepspeed_has_left_behind_the_last_number_is_no_part_of_a_weight(rank, held, monkeypatch):
+    """Of three numbers on three ranks, in parts of two."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
+    weight = torch.empty(0)
+    weight.ds_tensor = torch.tensor([*held, *[float("nan")] * (2 - len(held))])
+    weight.ds_numel, weight.ds_process_group = 3, None
+    assert distributed.here(weight).tolist() == held
+
+
 @pytest.mark.parametrize("name", ["tools", "environment_factory", "rollout_func"])
 def test_what_asks_a_common_engine_now_more_now_less_often_is_refused(name):
     with pytest.raises(NotYetSupportedError, match=f"{name} with one engine for 2 processes.*rollout='colocate'"):

@@ -261,3 +261,18 @@ def test_what_another_ranks_engine_is_shown_to_hold_is_the_cause_on_all(make_tra
     monkeypatch.setattr(examiner, "_tried", lambda *_: pytest.fail("it went on alone"))
     found = examiner.examine(Drawn([], [], []), 0.1)
     assert (found.cause, found.is_proven) == ("stale", True)
+
+
+def test_ranks_that_share_an_engine_ask_it_the_same_whatever_they_find(make_trainer, config, monkeypatch):
+    trainer = make_trainer(args=config(max_steps=1))
+    trainer.train()
+    examiner = Examiner(trainer.model, trainer.engine, trainer._link.strategy, trainer.admission, None)
+    asked, before = [], trainer._link.strategy.before
+    monkeypatch.setattr(trainer._link.strategy, "before", lambda: (asked.append(1), before())[1])
+    for holds in ("the newest", "another"):
+        if holds == "the newest":
+            trainer.bridge.sync_weights()
+        else:
+            trainer.engine.drop_adapter()
+        examiner._held()
+    assert len(asked) == 2

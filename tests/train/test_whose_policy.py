@@ -1,14 +1,21 @@
 """What is drawn is drawn by the policy of the trainer that asks, as it is now; what is logged is of the steps that it names. `FakeEngine`."""
 
+import contextlib
+import threading
+from types import SimpleNamespace
+
 import pytest
 from resumed import lines, make
 from test_resume import KillAt, Killed, rows
 
 from qlora_rl import EngineBrokenError, QLoRAAsyncGRPOTrainer, QLoRAGRPOTrainer
+from qlora_rl.adapter.export import export_adapter
+from qlora_rl.adapter.store import write_adapter
 
 # Trainer and FakeEngine compute by the same kernels: a policy one step older is far above.
 SAME = 1e-4
 EVALUATED = {"eval_dataset": rows(2, 60), "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+FOREIGN = 100
 KINDS = [QLoRAGRPOTrainer, QLoRAAsyncGRPOTrainer]
 
 
@@ -52,6 +59,66 @@ def test_what_somebody_else_has_pushed_in_the_middle_of_a_rollout_is_not_trained
         with pytest.raises(EngineBrokenError, match="version=2 has answered, and version=1 was pushed"):
             ours.train()
         del ours.engine.generate
+
+
+def test_a_rollout_that_begins_while_somebody_else_pushes_is_drawn_with_our_policy(base, tmp_path):
+    fields, pushed = {"trainer": QLoRAAsyncGRPOTrainer, "max_steps": 6, "max_staleness": 1}, threading.Event()
+    with make(base, tmp_path / "a", "fake", **fields) as ours:
+        real, theirs = ours.engine.generate, tmp_path / "theirs"
+        theirs.mkdir()
+        write_adapter(export_adapter(ours.model), theirs)
+
+        def generate(*arguments, **named):
+            try:
+                return real(*arguments, **named)
+            finally:
+                if not pushed.is_set():
+                    pushed.set()
+                    ours.engine.load_adapter(theirs, FOREIGN)
+
+        ours.engine.generate = generate
+        # Where it was drawn before, or was pushed again just then, the run goes on.
+        with contextlib.suppress(EngineBrokenError):
+            ours.train()
+        del ours.engine.generate
+        assert pushed.is_set()
+        assert FOREIGN not in {line["rollout_version"] for line in lines(tmp_path / "a")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_same_process", [True, False])
+def test_who_goes_on_from_a_checkpoint_pushes_once_a_step_and_accuses_nobody(
+    kind, is_same_process, base, tmp_path, caplog
+):
+    fields = {"trainer": kind, "max_steps": 4, **EVALUATED}
+    fields |= {"max_staleness": 0} if kind is QLoRAAsyncGRPOTrainer else {}
+    with make(base, tmp_path, "fake", **fields) as trainer:
+        callback = KillAt(3)
+        trainer.add_callback(callback)
+        with pytest.raises(Killed):
+            trainer.train()
+        trainer.remove_callback(callback)
+        if is_same_process:
+            trainer.train(resume_from_checkpoint=True)
+    if not is_same_process:
+        with make(base, tmp_path, "fake", existing="resume", **fields) as trainer:
+            trainer.train()
+    versions = [push["version"] for push in lines(tmp_path, "sync.jsonl")]
+    assert len(versions) == len(set(versions)) == 5, "four steps, and the evaluation after the last"
+    assert versions == sorted(versions)
+    assert "was pushed last" not in caplog.text
+
+
+def test_an_engine_that_is_another_one_on_any_rank_is_proven_on_all(base, tmp_path, monkeypatch):
+    with make(base, tmp_path, "fake", max_steps=1) as trainer:
+        trainer.train()
+        proofs = []
+        monkeypatch.setattr(trainer.bridge.strategy, "verify", lambda: proofs.append(1))
+        for elsewhere, count in ((False, 0), (True, 1)):
+            both = SimpleNamespace(size=2, gather=lambda value, _, elsewhere=elsewhere: [value, elsewhere])
+            monkeypatch.setattr("qlora_rl.train.bridge.ranks", lambda both=both: both)
+            trainer.bridge._prove()
+            assert len(proofs) == count
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -215,3 +215,16 @@ def test_whoever_changes_what_is_read_waits_for_the_calls_that_read_it():
     assert engine.steps <= steps + 2
     with pytest.raises(RolloutCancelledError):
         driver.finish(engine, third, lambda: None)
+
+
+def test_a_call_that_a_signal_has_ended_within_a_step_is_waited_for_by_nobody(monkeypatch):
+    driver, engine = Driver(lambda: None), Engine()
+    call = driver.begin(engine, [[1]], [None], None)
+
+    def struck():
+        raise SystemExit(143)
+
+    monkeypatch.setattr(engine, "step", struck)
+    with pytest.raises(SystemExit):
+        driver.finish(engine, call, lambda: None)
+    driver.drain(engine)  # would go on for ever
