@@ -57,10 +57,8 @@ class EngineBridge:
         self._step, self._is_evaluation = 0, False
         self._calls = {False: 0, True: 0}
         self._width = 0  # prompts of the first call of what has begun
-        self._pushed = (
-            0,
-            -1,
-        )  # the version that was pushed last, and in which step: of the run, which may have begun elsewhere
+        # The version that was pushed last, and in which step: of the run, which may have begun in another process.
+        self._pushed = (0, -1)
         self._serves: int | None = None  # the version that this bridge has pushed last
         self._proven = engine.incarnation
         self._reports: list[SyncReport] = []

@@ -79,7 +79,7 @@ def two(request, bases, wide_base, alone, tmp_path_factory):
 def root_of(kind, two):
     way, root = two
     if kind not in kinds_of(way):
-        pytest.skip("not under this one")
+        pytest.skip(f"{kind} is not among what is trained under {way}: {sorted(kinds_of(way))}")
     return root
 
 
