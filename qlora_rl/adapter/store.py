@@ -7,11 +7,13 @@ import os
 import secrets
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.errors import SyncError
+from qlora_rl.held import hold, sweep
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +22,7 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 ORIGIN = "qlora_adapter.json"  # beside PEFT's two files, which have no place for it
 _CONFIG_KEY = "adapter_config"
+_PREFIX = "qlora-rl-adapter-"
 
 
 def write_adapter(bundle: AdapterBundle, directory: Path) -> None:
@@ -73,7 +76,7 @@ class AdapterStore:
     """A ring of the newest versions under one root.
 
     A path is never used twice: vLLM's prefix cache is keyed by it. The root belongs to this object alone and goes with
-    `close()`.
+    `close()`; that of a process that was killed goes when another one makes a store in the same default place.
 
     Args:
         root: parent directory; by default tmpfs (`/dev/shm`) where there is one.
@@ -85,9 +88,12 @@ class AdapterStore:
         if keep < 2:
             raise ValueError(f"keeping adapter versions: keep={keep} < 2. The version that still serves must stay.")
         parent = Path(root) if root is not None else default_root()
+        if root is None:  # another place may lie on a network, where locks may hold on one machine only
+            sweep(parent, f"{_PREFIX}*")
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            self.root = Path(tempfile.mkdtemp(prefix="qlora-rl-adapter-", dir=parent))
+            self.root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            self._let_go = weakref.finalize(self, os.close, hold(self.root))
         except OSError as error:
             raise SyncError(
                 f"making a directory for adapters under {parent}: {error.strerror}. Pass another with sync_dir=."
@@ -139,6 +145,7 @@ class AdapterStore:
         """Remove everything."""
         self._versions.clear()
         shutil.rmtree(self.root, ignore_errors=True)
+        self._let_go()
 
 
 def default_root() -> Path:

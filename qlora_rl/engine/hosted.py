@@ -15,8 +15,8 @@ from typing import Any
 from qlora_rl.adapter.store import AdapterStore, default_root, unpack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities
 from qlora_rl.engine import compat
-from qlora_rl.engine.leftovers import hold, sweep
 from qlora_rl.errors import QloraRLError
+from qlora_rl.held import hold, sweep
 
 # Versions on disk: vLLM may read the two that it holds again, and the next one comes beside them.
 _KEPT = 3

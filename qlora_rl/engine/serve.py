@@ -27,9 +27,10 @@ from qlora_rl.engine import compat
 from qlora_rl.engine.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.gate import Gate, Visits
 from qlora_rl.engine.interrupt import interrupts_for_sure, no_child_left
-from qlora_rl.engine.leftovers import end_with, hold, sweep
+from qlora_rl.engine.leftovers import end_with
 from qlora_rl.engine.options import StartOptions, start_options
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError
+from qlora_rl.held import hold, sweep
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from qlora_rl.contracts import Leaf
-from qlora_rl.engine.leftovers import hold, sweep
 from qlora_rl.errors import ConfigConflictError, SyncError
+from qlora_rl.held import hold, sweep
 
 # What safetensors' header may take for each tensor, in bytes; and for a part.
 _HEADER_BYTES, _PART_HEADER_BYTES = 1024, 4096

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 
 from qlora_rl.adapter.store import default_root
 from qlora_rl.errors import SyncError
+from qlora_rl.held import hold, sweep
 
 Part = tuple[str, torch.Tensor]
 # Tells the receiver: a ticket of JSON values and, where wanted, bytes. Returns what waits until the receiver has taken them.
@@ -27,6 +29,7 @@ Announce = Callable[..., Callable[[], Any]]
 
 SHARD_BYTES = 256 * 2**20
 MARKER = "ready.json"
+_PREFIX = "qlora-rl-torchrl-"
 
 
 class Transfer(Protocol):
@@ -115,13 +118,17 @@ class DirectoryTransfer:
 
     def __init__(self, root: str | os.PathLike[str] | None = None, shard_bytes: int = SHARD_BYTES):
         self._is_ours = root is None
-        self.root = Path(tempfile.mkdtemp(prefix="qlora-rl-torchrl-", dir=default_root()) if root is None else root)
+        if root is None:
+            sweep(default_root(), f"{_PREFIX}*")  # of senders that were killed
+        self.root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=default_root()) if root is None else root)
         self.shard_bytes = shard_bytes
         self._is_writer = False
 
     def offer(self) -> dict[str, Any]:
         """Makes the directory."""
         self.root.mkdir(parents=True, exist_ok=True)
+        if self._is_ours and not self._is_writer:
+            weakref.finalize(self, os.close, hold(self.root))  # no attribute: it may travel to the other side
         self._is_writer = True
         return {}
 

@@ -172,6 +172,9 @@ class Resumable:
         self._load_from_checkpoint(saved["path"])
         self.state = TrainerState.load_from_json(str(Path(saved["path"]) / TRAINER_STATE))
         self._resumed = None
+        if ranks().is_first:  # it may have been killed before it came to that
+            root = Path(self.args.output_dir)
+            checkpoints.rotate(root, self.args.save_total_limit, self.state.best_model_checkpoint)
         since = saved["loss"]["since"]
         loss = (saved["loss"]["total"] + sum(since) / len(since)) / max(1, saved["step"])
         return TrainOutput(saved["step"], loss, {})

@@ -30,7 +30,9 @@ CONFIG, METRICS, SYNCS, SUMMARY, ADAPTER = "config.json", "metrics.jsonl", "sync
 FINGERPRINTS = "fingerprints.json"
 ROLLOUTS = "rollouts.json"  # the first and the newest, for people
 SESSION = "session"  # with a server
+SAMPLES = "samples.json"  # of the demo
 MODEL = "model"  # of a base that was trained itself
+_STAGING = f".{ADAPTER}-"
 EXISTING = ("refuse", "overwrite", "continue", "resume")
 
 
@@ -64,6 +66,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self._hold = _Hold.of(self.path)
             checkpoints.tidy(self.path)
+            self._tidy()
         except RunDirectoryError:
             raise
         except OSError as error:
@@ -71,6 +74,16 @@ class RunDirectory:
         if existing == "resume" and self.last_checkpoint() is None:
             self._refuse_ended()
             self._overwrites = True  # lines of steps that will be done again
+
+    def _tidy(self) -> None:
+        """After a kill: the adapter that was being replaced gets its name back, what is half written goes."""
+        for old in self.path.glob(f"{_STAGING}*-old"):
+            if not (self.path / ADAPTER).exists():
+                os.rename(old, self.path / ADAPTER)
+        for directory in (*self.path.glob(f"{_STAGING}*"), self.path / f".{MODEL}"):
+            shutil.rmtree(directory, ignore_errors=True)
+        for name in (CONFIG, SUMMARY, FINGERPRINTS, ROLLOUTS, SAMPLES):
+            (self.path / f".{name}.tmp").unlink(missing_ok=True)
 
     def begin(self) -> None:
         """The run really starts: what it is to overwrite goes now, when nothing can be refused any more."""
@@ -85,7 +98,7 @@ class RunDirectory:
             SUMMARY,
             FINGERPRINTS,
             ROLLOUTS,
-            "samples.json",
+            SAMPLES,
             "eval.json",
             "report.html",
         ):
@@ -135,7 +148,7 @@ class RunDirectory:
 
     def _refuse_ended(self) -> None:
         """A run that ended by itself has left an adapter, which a new beginning would remove."""
-        if (self.path / SUMMARY).exists():
+        if (self.path / SUMMARY).exists() and any((self.path / name).exists() for name in (ADAPTER, MODEL)):
             summary = json.loads((self.path / SUMMARY).read_text())
             raise RunDirectoryError(
                 f"resuming the run in {self.path}: it has {summary.get('status')} at step {summary.get('steps')} and left no whole "
@@ -178,7 +191,7 @@ class RunDirectory:
         """
         target = self.path / ADAPTER
         try:
-            staging = Path(tempfile.mkdtemp(prefix=".adapter-", dir=self.path))
+            staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.path))
             old = self.path / f"{staging.name}-old"
             try:
                 name = _trained(model)

@@ -101,21 +101,31 @@ class TrainedRun(Resumable):
             trained = None
         if self.run is None:
             return
-        try:
-            self._write_rest()
-            summary = {"status": status, "steps": self.state.global_step}
-            self.run.write_json(SUMMARY, summary | ({"error": f"{type(error).__name__}: {error}"} if error else {}))
-            if trained is None:
-                return
-            if is_bare(trained):
-                self.run.save_model(trained, self.base.path, weights)
-            else:
-                self.run.save_adapter(trained, self.base.parent or self.base.digest, weights)
-        except OSError:
-            # A full disk must not hide what ended the run.
-            if status == "finished":
-                raise
-            logger.exception("the run directory could not be completed")
+        summary = {"status": status, "steps": self.state.global_step}
+        if error is not None:
+            summary["error"] = f"{type(error).__name__}: {error}"
+        for write in (
+            self._write_rest,
+            lambda: self._save_trained(trained, weights),
+            lambda: self.run.write_json(
+                SUMMARY, summary
+            ),  # last: a run that says that it has ended has left what it trained
+        ):
+            try:
+                write()
+            except OSError:
+                # A full disk must not hide what ended the run.
+                if status == "finished":
+                    raise
+                logger.exception("the run directory could not be completed")
+
+    def _save_trained(self, trained: Any, weights: Any) -> None:
+        if trained is None:
+            return
+        if is_bare(trained):
+            self.run.save_model(trained, self.base.path, weights)
+        else:
+            self.run.save_adapter(trained, self.base.parent or self.base.digest, weights)
 
     def _describe(self, adapter_dtype: str, facts: dict[str, Any]) -> dict[str, Any]:
         """The content of config.json; `facts` stand between the base and the seed."""

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import time
 
@@ -161,3 +162,15 @@ def test_a_directory_of_its_own_goes_with_the_sender(tmp_path):
     with pytest.raises(SyncError, match="does not see it"):
         twin.accept({})
     shutil.rmtree(transfer.root, ignore_errors=True)
+
+
+def test_what_a_killed_sender_has_left_goes_with_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("qlora_rl.torchrl.transfer.default_root", lambda: tmp_path)
+    living, killed = DirectoryTransfer(), tmp_path / "qlora-rl-torchrl-killed"
+    living.offer()
+    killed.mkdir()
+    for directory in (living.root, killed):
+        os.utime(directory, (0, 0))
+    pickle.loads(pickle.dumps(living))  # it travels to the other side
+    another = DirectoryTransfer()
+    assert set(tmp_path.iterdir()) == {living.root, another.root}

@@ -1,10 +1,14 @@
-"""Real processes, real kill -9, at random moments: the run goes on every time, no checkpoint is torn, and it ends the same."""
+"""Real processes, real kill -9, at random moments and before every change to the run directory: the run goes on every time, no checkpoint is torn, and it ends the same."""
 
 import multiprocessing
+import os
 import random
+import re
 import shutil
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from resumed import assert_same_run, lines, run
@@ -20,12 +24,37 @@ def start():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trl", "peft", "resumed", "qlora_rl.train.trainers", "qlora_rl.engine.fake"])
 
-    def start(*arguments, **fields):
-        process = context.Process(target=run, args=arguments, kwargs=fields)
+    def start(*arguments, target=run, **fields):
+        process = context.Process(target=target, args=arguments, kwargs=fields)
         process.start()
         return process
 
     return start
+
+
+CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "shutil.rmtree")
+
+
+def dies(base, out, at, noted, **fields):
+    """`run`, killed just before its change number `at` to the run directory, from 1; 0: never, and the changes are noted."""
+    root, changes = str(out), []
+
+    def look(event, arguments):
+        if event not in CHANGES or not isinstance(arguments[0], str | os.PathLike):
+            return
+        path = str(arguments[0])
+        is_within = (
+            event in ("os.remove", "os.rmdir") and arguments[1] != -1
+        )  # the name alone, in a directory that is removed
+        if not (path.startswith(root) or is_within):
+            return
+        changes.append(f"{event} {path.removeprefix(root)}")
+        if len(changes) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)
+    run(base, out, "fake", **fields)
+    Path(noted).write_text("\n".join(changes))
 
 
 def wait(process, until, limit_s=300):
@@ -84,3 +113,49 @@ def test_a_run_survives_three_kills(start, base, tmp_path):
 @pytest.mark.full
 def test_a_run_survives_thirty_kills(start, base, tmp_path):
     survives(start, base, tmp_path, 30)
+
+
+def survives_at(start, base, tmp_path, chosen):
+    fields = {"max_steps": 3, "save_steps": 1, "save_total_limit": 1}
+    reference, out, noted = tmp_path / "reference", tmp_path / "run", tmp_path / "changes"
+
+    def ends(at):
+        process = start(base, out if at else reference, at, noted, target=dies, **fields)
+        process.join()
+        return process.exitcode
+
+    assert ends(0) == 0
+    changes = noted.read_text().splitlines()
+    for at in chosen(changes):
+        shutil.rmtree(out, ignore_errors=True)
+        # Numbers that are drawn and entries of directories in another order make no other change of the one that was noted.
+        assert ends(at) == -signal.SIGKILL
+        assert not any(checkpoints.damage(directory) for directory in checkpoints.numbered(out)), changes[at - 1]
+        process = start(base, out, "fake", **fields)
+        process.join()
+        assert process.exitcode == 0, changes[at - 1]
+        assert_same_run(out, reference)
+        left = {path.name for path in out.iterdir()} ^ {path.name for path in reference.iterdir()}
+        assert not {name for name in left if not name.startswith("begun-")}, changes[at - 1]
+
+
+def kinds(changes):
+    """The last change of each kind, by number."""
+    last = {re.sub(r"-\w{8}\b|\d", "", change): at for at, change in enumerate(changes, 1)}
+    return sorted(last.values())
+
+
+def test_a_run_survives_a_kill_before_changes_to_its_directory(start, base, tmp_path):
+    def chosen(changes):
+        found = kinds(changes)
+        assert len(found) > 30
+        ending = [at for at in found if "/.adapter-" in changes[at - 1] or "summary" in changes[at - 1]]
+        assert ending
+        return sorted({*random.Random(time.time_ns()).sample(found, 4), *ending[-4:]})
+
+    survives_at(start, base, tmp_path, chosen)
+
+
+@pytest.mark.full
+def test_a_run_survives_a_kill_before_every_change_to_its_directory(start, base, tmp_path):
+    survives_at(start, base, tmp_path, lambda changes: range(1, len(changes) + 1))

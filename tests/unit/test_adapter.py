@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,6 +150,44 @@ def test_the_store_keeps_a_ring_of_fresh_paths(adapted, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+_ROOT = Path(__file__).parents[2]
+STORE = """
+import pathlib, sys, time
+sys.path[:0] = [sys.argv[2]]
+from qlora_rl.adapter import store
+store.default_root = lambda: pathlib.Path(sys.argv[1])
+own = store.AdapterStore()
+print(own.root, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_process_has_stored_goes_with_the_next_store(tmp_path, monkeypatch):
+    monkeypatch.setattr("qlora_rl.adapter.store.default_root", lambda: tmp_path)
+    here = AdapterStore()
+    killed, living = (
+        subprocess.Popen([sys.executable, "-c", STORE, tmp_path, _ROOT], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    )
+    try:
+        roots = [Path(process.stdout.readline().strip()) for process in (killed, living)]
+        killed.kill()
+        killed.wait()
+        for root in (*roots, here.root):
+            os.utime(root, (0, 0))
+        another = AdapterStore()
+        assert set(tmp_path.iterdir()) == {roots[1], here.root, another.root}
+        os.utime(roots[1], (0, 0))
+        living.kill()
+        living.wait()
+        AdapterStore(tmp_path)  # a place that was named is not swept
+        assert roots[1].exists()
+    finally:
+        for process in (killed, living):
+            process.kill()
+            process.communicate()
+
+
 def test_a_version_appears_whole_or_not_at_all(adapted, tmp_path, monkeypatch):
     store, bundle = AdapterStore(tmp_path), export_adapter(adapted)
     good = store.publish(bundle, 1)
@@ -162,8 +203,6 @@ def _refuse(*_):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_says_how_much_is_needed_and_how_much_is_free(adapted, tmp_path):
-    import subprocess
-
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True, text=True)
@@ -174,6 +213,7 @@ def test_a_full_disk_says_how_much_is_needed_and_how_much_is_free(adapted, tmp_p
         with pytest.raises(SyncError, match=r"MiB are needed and .* MiB are free at .*sync_dir="):
             store.publish(export_adapter(adapted), 1)
         assert list(store.root.iterdir()) == []
+        store.close()
     finally:
         subprocess.run(["umount", small], check=True)
 

@@ -13,9 +13,9 @@ from safetensors.torch import load
 
 from qlora_rl import SyncError
 from qlora_rl.base.fingerprint import digest_plain
-from qlora_rl.engine.leftovers import hold, sweep
 from qlora_rl.engine.stage import Stage, encode_part, part_name, read_parts
 from qlora_rl.engine.upload import upload
+from qlora_rl.held import hold, sweep
 
 WEIGHTS = {"a": torch.randn(8, 3).bfloat16(), "b": torch.randn(5), "c": torch.randn(2, 2).half()}
 
@@ -159,7 +159,7 @@ def test_a_server_cannot_name_a_directory_that_is_no_stage(tmp_path, name):
 HOLD = """
 import pathlib, sys, time
 sys.path[:0] = [sys.argv[2]]
-from qlora_rl.engine.leftovers import hold
+from qlora_rl.held import hold
 handle = hold(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

@@ -1,0 +1,45 @@
+"""Directories of ours that a process locks while it lives, so that a later one can tell what a killed one has left, and remove it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+
+# Younger ones may be about to be locked, in seconds.
+_YOUNG_S = 60.0
+
+
+def hold(directory: Path) -> int:
+    """Lock a directory until the process ends, or the handle that is returned is closed."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return handle
+
+
+def sweep(root: Path, pattern: str, *, young_s: float = _YOUNG_S) -> list[Path]:
+    """Remove directories of ours under `root` that no living process holds; the names of those that were.
+
+    Args:
+        root: where to look.
+        pattern: of their names.
+        young_s: what was changed so many seconds ago, or later, is left alone.
+    """
+    removed = []
+    for directory in root.glob(pattern):
+        with contextlib.suppress(OSError):
+            handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                about = os.fstat(handle)
+                if about.st_uid != os.getuid() or time.time() - about.st_mtime < young_s:
+                    continue
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its owner lives
+                shutil.rmtree(directory, ignore_errors=True)
+                removed.append(directory)
+            finally:
+                os.close(handle)
+    return removed
