@@ -160,7 +160,7 @@ class PolicyMismatchError(QloraRLError, RuntimeError):
     """Rollouts were drawn by something else than the trainer's policy.
 
     Attributes:
-        cause: "scale", "stale", "layer", "bare", "adapter", "base", "sampling", "dtype" or "unknown".
+        cause: "scale", "stale", "layer", "bare", "adapter", "base", "sampling", "dtype", "nan" or "unknown".
     """
 
     cause: str = "unknown"

@@ -70,7 +70,8 @@ class Diagnosis:
     """Why rollouts are far from the policy.
 
     Attributes:
-        cause: one of `FAULTS`; "dropout" or "noise" (nothing is wrong), "dtype" or "unknown" (nothing was shown).
+        cause: one of `FAULTS`; "dropout" or "noise" (nothing is wrong), "dtype" or "unknown" (nothing was shown),
+            "nan" (nothing can be compared).
         sentence: for people.
         module: that is concerned, if one is.
         distance: mean scaled difference (fidelity.scaled_differences) of the tokens, scored anew without dropout; NaN if that was not

@@ -72,7 +72,7 @@ class MismatchAlarm:
         self.diagnoses: dict[int, Diagnosis] = {}
         self._examine, self._rescore = examine, rescore
         self._bounds = _BOUNDS.get(dtype, _BOUNDS["16 bit"])
-        self._looks = self._unexplained = 0
+        self._looks = self._unexplained = self._gaps = 0
         self._suspected = ""
 
     def observe(self, fidelity: Fidelity, drawn: Callable[[], Drawn]) -> Diagnosis | None:
@@ -89,7 +89,11 @@ class MismatchAlarm:
             PolicyMismatchError: with the likely cause.
         """
         self._looks += 1
-        return self._look(f"batch {self._looks}", fidelity.scaled_diff, f"{fidelity.tokens} drawn tokens", drawn)
+        place, share = f"batch {self._looks}", fidelity.masked_share
+        if fidelity.tokens and math.isnan(fidelity.scaled_diff):
+            share = 1.0
+        gap = self._look_at_gaps(place, share)
+        return self._look(place, fidelity.scaled_diff, f"{fidelity.tokens} drawn tokens", drawn) or gap
 
     def observe_again(self, drawn: Drawn) -> tuple[float, Diagnosis | None]:
         """Look at completions that an older policy has drawn: scored anew by the engine, under what serves now.
@@ -103,7 +107,9 @@ class MismatchAlarm:
         self._looks += 1
         again, distance = self._rescore(drawn)
         tokens = f"{sum(map(len, again.completions))} tokens of the batch before, scored anew"
-        return distance, self._look("after the newest push", distance, tokens, lambda: again)
+        place = "after the newest push"
+        gap = self._look_at_gaps(place, float(math.isnan(distance) and any(again.completions)))
+        return distance, self._look(place, distance, tokens, lambda: again) or gap
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: what was learnt, and what is suspected."""
@@ -111,13 +117,32 @@ class MismatchAlarm:
             "threshold": self.threshold,
             "looks": self._looks,
             "unexplained": self._unexplained,
+            "gaps": self._gaps,
             "suspected": self._suspected,
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Inverse of `state`."""
         self.threshold, self._looks = saved["threshold"], saved["looks"]
-        self._unexplained, self._suspected = saved["unexplained"], saved["suspected"]
+        self._unexplained, self._suspected, self._gaps = saved["unexplained"], saved["suspected"], saved.get("gaps", 0)
+
+    def _look_at_gaps(self, place: str, share: float) -> Diagnosis | None:
+        """Drawn tokens for which a side has no number: they are in no distance, and were drawn from no policy."""
+        self._gaps = self._gaps + 1 if share else 0
+        if not share:
+            return None
+        found = Diagnosis(
+            "nan",
+            "its logits are NaN, or the engine reports no logprobs. The adapter's products may overflow (lower the learning rate, clip "
+            "gradients), or the engine's base does (rollout dtype bfloat16 in place of float16)",
+        )
+        self.diagnoses[self._looks] = found
+        said = f"{place}: for {share:.0%} of the drawn tokens a side has no logprob: {found.sentence}"
+        if self._gaps >= 2 and not self.expected:
+            self._stop(said, found)
+        else:
+            logger.warning("%s%s", said, f" (expected: {', '.join(self.expected)})" if self.expected else "")
+        return found
 
     def _look(self, place: str, distance: float, tokens: str, drawn: Callable[[], Drawn]) -> Diagnosis | None:
         if math.isnan(distance):

@@ -133,8 +133,52 @@ def test_warn_says_it_and_goes_on(caplog):
         MismatchAlarm(Examined(), on_mismatch="ignore")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"masked_share": 0.01},
+        {"masked_share": 1.0, "tokens": 0, "scaled_diff": float("nan")},
+        {"scaled_diff": float("nan")},
+    ],
+    ids=["some", "all", "infinite"],
+)
+def test_tokens_without_a_logprob_stop_in_the_second_step_in_a_row(fields, caplog):
+    def seen(alarm, **fields):
+        return alarm.observe(dataclasses.replace(LIKE, scaled_diff=1e-3) if not fields else broken, lambda: None)
+
+    broken = dataclasses.replace(LIKE, **{"scaled_diff": 1e-3, **fields})
+    alarm, _ = alarm_that_saw(1e-3)
+    assert seen(alarm, **fields).cause == "nan"
+    assert "a side has no logprob" in caplog.text
+    assert seen(alarm) is None
+    seen(alarm, **fields)
+    again, _ = alarm_that_saw(1e-3)
+    again.restore(alarm.state())
+    with pytest.raises(PolicyMismatchError, match="a side has no logprob") as caught:
+        seen(again, **fields)
+    assert caught.value.cause == "nan"
+    for arguments in ({"expected": ("top_p=0.9",)}, {"on_mismatch": "warn"}):
+        alarm, _ = alarm_that_saw(1e-3, **arguments)
+        assert [seen(alarm, **fields).cause for _ in range(3)] == ["nan"] * 3
+
+
+@pytest.mark.parametrize("completions", [[[4, 5]], [[]]])
+def test_what_is_scored_anew_and_has_no_logprob_is_no_agreement(completions):
+    drawn = Drawn([[1]], completions, [[None] * len(completions[0])])
+    alarm = MismatchAlarm(Examined("noise", False), lambda _: (drawn, float("nan")))
+    _, found = alarm.observe_again(drawn)
+    if not completions[0]:
+        assert found is None
+        return
+    assert found.cause == "nan"
+    with pytest.raises(PolicyMismatchError):
+        alarm.observe_again(drawn)
+
+
 def test_nothing_drawn_is_no_distance():
-    alarm, examined = alarm_that_saw(float("nan"), float("nan"))
+    alarm, examined = alarm_that_saw()
+    nothing = measure(torch.zeros(2, 8), torch.zeros(2, 8), torch.zeros(2, 8))
+    assert [alarm.observe(nothing, lambda: None) for _ in range(3)] == [None] * 3
     assert alarm.threshold is None
     assert not examined.limits
 
