@@ -54,7 +54,7 @@ class Rollout:
     Attributes:
         completion_ids: B lists of token ids, the end-of-sequence token included where it was drawn.
         logprobs: B lists as long as `completion_ids`: natural log of the probability with which each token was drawn
-            (after temperature and filters); `None` where the engine reports none.
+            (after temperature and filters); `None` where the engine reports none, which the alarm does not accept for long.
         version: of the adapter that made every token (0: the bare base).
         seconds: wall time of the call.
     """

@@ -33,7 +33,7 @@ class Fidelity:
         ratio_p99: 99th percentile.
         ess: effective sample size of the sequences weighted by exp(sum of d), as a share of their number: 1 when all
             weights are equal.
-        masked_share: share of drawn tokens that were left out because the engine reported no logprob.
+        masked_share: share of drawn tokens that were left out because a side has no logprob, or NaN.
         scaled_diff: mean of min(|d| / max(1, |engine's logprob|), 0.5). 16-bit logits are rounded in proportion to their size, so
             a rare token may differ by more; and no single token can carry the mean away. The alarm watches this one.
         by_position: mean of |d| over each eighth of the T positions, first to last; NaN where nothing was drawn.

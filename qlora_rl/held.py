@@ -11,6 +11,9 @@ from pathlib import Path
 
 # Younger ones may be about to be locked, in seconds.
 _YOUNG_S = 60.0
+# Of those that `claim` locks as soon as they are made.
+YOUNG_WHEN_CLAIMED_S = 10.0
+_claimed: dict[str, int] = {}
 
 
 def hold(directory: Path) -> int:
@@ -19,6 +22,19 @@ def hold(directory: Path) -> int:
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return handle
+
+
+def claim(directory: Path) -> None:
+    """Lock a directory until the process ends, or `let_go`; whoever made it may be forgotten, others still know its path."""
+    let_go(directory)  # one that was removed and made anew
+    _claimed[str(directory)] = hold(directory)
+
+
+def let_go(directory: Path) -> None:
+    """Inverse of `claim`; harmless for one that is not claimed."""
+    handle = _claimed.pop(str(directory), None)
+    if handle is not None:
+        os.close(handle)
 
 
 def sweep(root: Path, pattern: str, *, young_s: float = _YOUNG_S) -> list[Path]:

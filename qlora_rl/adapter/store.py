@@ -7,13 +7,12 @@ import os
 import secrets
 import shutil
 import tempfile
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.errors import SyncError
-from qlora_rl.held import hold, sweep
+from qlora_rl.held import YOUNG_WHEN_CLAIMED_S, claim, let_go, sweep
 
 if TYPE_CHECKING:
     import torch
@@ -89,11 +88,11 @@ class AdapterStore:
             raise ValueError(f"keeping adapter versions: keep={keep} < 2. The version that still serves must stay.")
         parent = Path(root) if root is not None else default_root()
         if root is None:  # another place may lie on a network, where locks may hold on one machine only
-            sweep(parent, f"{_PREFIX}*")
+            sweep(parent, f"{_PREFIX}*", young_s=YOUNG_WHEN_CLAIMED_S)
         try:
             parent.mkdir(parents=True, exist_ok=True)
             self.root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            self._let_go = weakref.finalize(self, os.close, hold(self.root))
+            claim(self.root)
         except OSError as error:
             raise SyncError(
                 f"making a directory for adapters under {parent}: {error.strerror}. Pass another with sync_dir=."
@@ -145,7 +144,7 @@ class AdapterStore:
         """Remove everything."""
         self._versions.clear()
         shutil.rmtree(self.root, ignore_errors=True)
-        self._let_go()
+        let_go(self.root)
 
 
 def default_root() -> Path:

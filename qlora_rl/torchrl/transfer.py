@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 
 from qlora_rl.adapter.store import default_root
 from qlora_rl.errors import SyncError
-from qlora_rl.held import hold, sweep
+from qlora_rl.held import YOUNG_WHEN_CLAIMED_S, claim, let_go, sweep
 
 Part = tuple[str, torch.Tensor]
 # Tells the receiver: a ticket of JSON values and, where wanted, bytes. Returns what waits until the receiver has taken them.
@@ -119,16 +118,18 @@ class DirectoryTransfer:
     def __init__(self, root: str | os.PathLike[str] | None = None, shard_bytes: int = SHARD_BYTES):
         self._is_ours = root is None
         if root is None:
-            sweep(default_root(), f"{_PREFIX}*")  # of senders that were killed
+            sweep(default_root(), f"{_PREFIX}*", young_s=YOUNG_WHEN_CLAIMED_S)  # of senders that were killed
         self.root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=default_root()) if root is None else root)
+        if root is None:
+            claim(self.root)
         self.shard_bytes = shard_bytes
         self._is_writer = False
 
     def offer(self) -> dict[str, Any]:
         """Makes the directory."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        if self._is_ours and not self._is_writer:
-            weakref.finalize(self, os.close, hold(self.root))  # no attribute: it may travel to the other side
+        self.root.mkdir(mode=0o700 if self._is_ours else 0o777, parents=True, exist_ok=True)
+        if self._is_ours:
+            claim(self.root)  # in the process that writes; it may have been made in another, or be opened again
         self._is_writer = True
         return {}
 
@@ -197,6 +198,7 @@ class DirectoryTransfer:
         """Remove the directory, where it was made here."""
         if self._is_writer and self._is_ours:
             shutil.rmtree(self.root, ignore_errors=True)
+            let_go(self.root)
 
     def _marker(self) -> dict[str, Any] | None:
         try:

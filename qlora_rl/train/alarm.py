@@ -72,7 +72,8 @@ class MismatchAlarm:
         self.diagnoses: dict[int, Diagnosis] = {}
         self._examine, self._rescore = examine, rescore
         self._bounds = _BOUNDS.get(dtype, _BOUNDS["16 bit"])
-        self._looks = self._unexplained = self._gaps = 0
+        self._looks = self._unexplained = 0
+        self._gaps = {"batch": 0, "again": 0}  # in a row
         self._suspected = ""
 
     def observe(self, fidelity: Fidelity, drawn: Callable[[], Drawn]) -> Diagnosis | None:
@@ -89,11 +90,18 @@ class MismatchAlarm:
             PolicyMismatchError: with the likely cause.
         """
         self._looks += 1
-        place, share = f"batch {self._looks}", fidelity.masked_share
-        if fidelity.tokens and math.isnan(fidelity.scaled_diff):
-            share = 1.0
-        gap = self._look_at_gaps(place, share)
-        return self._look(place, fidelity.scaled_diff, f"{fidelity.tokens} drawn tokens", drawn) or gap
+        place, distance = f"batch {self._looks}", fidelity.scaled_diff
+        gap = self._look_for_gaps(place, fidelity)
+        return self._look(place, distance, f"{fidelity.tokens} drawn tokens", drawn) or gap
+
+    def observe_gaps(self, fidelity: Fidelity) -> Diagnosis | None:
+        """Look at a batch that an older policy has drawn: its distance says nothing, a logprob that is missing does.
+
+        Raises:
+            PolicyMismatchError: some were missing in the batch before, too.
+        """
+        self._looks += 1
+        return self._look_for_gaps(f"batch {self._looks}", fidelity)
 
     def observe_again(self, drawn: Drawn) -> tuple[float, Diagnosis | None]:
         """Look at completions that an older policy has drawn: scored anew by the engine, under what serves now.
@@ -108,7 +116,10 @@ class MismatchAlarm:
         again, distance = self._rescore(drawn)
         tokens = f"{sum(map(len, again.completions))} tokens of the batch before, scored anew"
         place = "after the newest push"
-        gap = self._look_at_gaps(place, float(math.isnan(distance) and any(again.completions)))
+        is_gap = math.isnan(distance) and any(map(bool, again.completions))
+        gap = self._count_gap(
+            "again", place, "of the tokens that were scored anew some have no logprob" if is_gap else ""
+        )
         return distance, self._look(place, distance, tokens, lambda: again) or gap
 
     def state(self) -> dict[str, Any]:
@@ -117,28 +128,36 @@ class MismatchAlarm:
             "threshold": self.threshold,
             "looks": self._looks,
             "unexplained": self._unexplained,
-            "gaps": self._gaps,
+            "gaps": dict(self._gaps),
             "suspected": self._suspected,
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Inverse of `state`."""
         self.threshold, self._looks = saved["threshold"], saved["looks"]
-        self._unexplained, self._suspected, self._gaps = saved["unexplained"], saved["suspected"], saved.get("gaps", 0)
+        self._unexplained, self._suspected, self._gaps = saved["unexplained"], saved["suspected"], dict(saved["gaps"])
 
-    def _look_at_gaps(self, place: str, share: float) -> Diagnosis | None:
-        """Drawn tokens for which a side has no number: they are in no distance, and were drawn from no policy."""
-        self._gaps = self._gaps + 1 if share else 0
-        if not share:
+    def _look_for_gaps(self, place: str, fidelity: Fidelity) -> Diagnosis | None:
+        said = ""
+        if fidelity.masked_share:
+            said = f"for {100 * fidelity.masked_share:.3g} % of the drawn tokens a side has no logprob"
+        elif fidelity.tokens and math.isnan(fidelity.scaled_diff):
+            said = "a logprob of a drawn token is infinite"
+        return self._count_gap("batch", place, said)
+
+    def _count_gap(self, kind: str, place: str, said: str) -> Diagnosis | None:
+        """`said` is of drawn tokens for which a side has no number, if there are any: no distance tells of them."""
+        self._gaps[kind] = self._gaps[kind] + 1 if said else 0
+        if not said:
             return None
         found = Diagnosis(
             "nan",
             "its logits are NaN, or the engine reports no logprobs. The adapter's products may overflow (lower the learning rate, clip "
-            "gradients), or the engine's base does (rollout dtype bfloat16 in place of float16)",
+            "gradients), or those of the engine's base do (compute_dtype float16)",
         )
         self.diagnoses[self._looks] = found
-        said = f"{place}: for {share:.0%} of the drawn tokens a side has no logprob: {found.sentence}"
-        if self._gaps >= 2 and not self.expected:
+        said = f"{place}: {said}: {found.sentence}"
+        if self._gaps[kind] >= 2 and not self.expected:
             self._stop(said, found)
         else:
             logger.warning("%s%s", said, f" (expected: {', '.join(self.expected)})" if self.expected else "")

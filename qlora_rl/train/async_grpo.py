@@ -230,6 +230,8 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
             self._trained = few_of(output, mask_BT)
         if self._drawn_version == self.bridge.serves:
             super()._watch(fidelity, output, mask_BT)
+        elif (found := self.alarm.observe_gaps(fidelity)) is not None:
+            self._record.add(mismatch_cause=found.cause)
 
     def _look_again(self) -> None:
         """After a push, while nothing is in its way: the engine scores what was drawn before under the version that serves now."""

@@ -141,12 +141,12 @@ def _seal(directory: Path) -> None:
     files = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file():
-            _flush(path)
+            flush(path)
             files[str(path.relative_to(directory))] = _digest(path)
     manifest = directory / MANIFEST
     manifest.write_text(json.dumps({"files": files}, indent=1))
     for path in (manifest, *(p for p in directory.rglob("*") if p.is_dir()), directory):
-        _flush(path)
+        flush(path)
 
 
 def _publish(directory: Path, root: Path) -> None:
@@ -155,7 +155,7 @@ def _publish(directory: Path, root: Path) -> None:
         _discard(target, lambda: os.rename(directory, target))
     else:
         os.rename(directory, target)
-    _flush(root)
+    flush(root)
 
 
 def _discard(directory: Path, then=lambda: None) -> None:
@@ -166,7 +166,13 @@ def _discard(directory: Path, then=lambda: None) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush_all(directory: Path) -> None:
+    """Files and directories under `directory`, and itself, survive a power cut from here on."""
+    for path in (*directory.rglob("*"), directory):
+        flush(path)
+
+
+def flush(path: Path) -> None:
     """What was written to a file or directory survives a power cut from here on."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -32,7 +32,8 @@ ROLLOUTS = "rollouts.json"  # the first and the newest, for people
 SESSION = "session"  # with a server
 SAMPLES = "samples.json"  # of the demo
 MODEL = "model"  # of a base that was trained itself
-_STAGING = f".{ADAPTER}-"
+# Hidden while they are written or removed; behind the first stand eight characters that are drawn.
+_STAGING, _MODELS = f".{ADAPTER}-", (f".{MODEL}-new", f".{MODEL}-old")
 EXISTING = ("refuse", "overwrite", "continue", "resume")
 
 
@@ -77,10 +78,10 @@ class RunDirectory:
 
     def _tidy(self) -> None:
         """After a kill: the adapter that was being replaced gets its name back, what is half written goes."""
-        for old in self.path.glob(f"{_STAGING}*-old"):
+        for old in self.path.glob(f"{_STAGING}{'?' * 8}-old"):
             if not (self.path / ADAPTER).exists():
                 os.rename(old, self.path / ADAPTER)
-        for directory in (*self.path.glob(f"{_STAGING}*"), self.path / f".{MODEL}"):
+        for directory in (*self.path.glob(f"{_STAGING}{'?' * 8}*"), *map(self.path.joinpath, _MODELS)):
             shutil.rmtree(directory, ignore_errors=True)
         for name in (CONFIG, SUMMARY, FINGERPRINTS, ROLLOUTS, SAMPLES):
             (self.path / f".{name}.tmp").unlink(missing_ok=True)
@@ -148,12 +149,17 @@ class RunDirectory:
 
     def _refuse_ended(self) -> None:
         """A run that ended by itself has left an adapter, which a new beginning would remove."""
-        if (self.path / SUMMARY).exists() and any((self.path / name).exists() for name in (ADAPTER, MODEL)):
+        if (self.path / SUMMARY).exists():
             summary = json.loads((self.path / SUMMARY).read_text())
+            way = ""
+            if (self.path / ADAPTER).exists():
+                way = (
+                    "Its adapter is in adapter/: train on with PeftModel.from_pretrained(..., is_trainable=True) in another "
+                    "output_dir. "
+                )
             raise RunDirectoryError(
                 f"resuming the run in {self.path}: it has {summary.get('status')} at step {summary.get('steps')} and left no whole "
-                "checkpoint to go on from (save_strategy, save_steps). Its adapter is in adapter/: train on with PeftModel.from_pretrained("
-                "..., is_trainable=True) in another output_dir, or pass existing_run='overwrite'."
+                f"checkpoint to go on from (save_strategy, save_steps). {way}Pass existing_run='overwrite' to begin anew."
             )
 
     def write_json(self, name: str, content: Mapping[str, Any] | list[Any]) -> None:
@@ -203,6 +209,7 @@ class RunDirectory:
                 if base_digest:
                     write_origin(saved, base_digest)
                 saved.chmod(0o755)
+                checkpoints.flush_all(saved)
                 if target.exists():
                     os.rename(target, old)
                 os.rename(saved, target)
@@ -211,6 +218,7 @@ class RunDirectory:
                     os.rename(old, target)
                 shutil.rmtree(staging, ignore_errors=True)
                 shutil.rmtree(old, ignore_errors=True)
+            checkpoints.flush(self.path)
         # safetensors reports a full disk as its own error type, which is no OSError.
         except Exception as error:
             raise _unwritable(target, error) from error
@@ -224,15 +232,19 @@ class RunDirectory:
             base: directory of the base that it was.
             weights: of the model, where they were gathered.
         """
-        target, staging = self.path / MODEL, self.path / f".{MODEL}"
+        target, (staging, old) = self.path / MODEL, map(self.path.joinpath, _MODELS)
         try:
-            for directory in (staging, target):
+            if target.exists():
+                os.rename(target, old)  # no part of it has its name
+            for directory in (staging, old):
                 shutil.rmtree(directory, ignore_errors=True)
             model.save_pretrained(staging, **({} if weights is None else {"state_dict": dict(weights)}))
             for file in (*base.glob("*token*"), *base.glob("*.jinja"), *base.glob("vocab*"), *base.glob("merges*")):
                 if file.is_file():
                     shutil.copy(file, staging / file.name)
+            checkpoints.flush_all(staging)
             os.rename(staging, target)
+            checkpoints.flush(self.path)
         except Exception as error:
             shutil.rmtree(staging, ignore_errors=True)
             raise _unwritable(target, error) from error

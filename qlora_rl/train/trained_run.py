@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,23 +102,30 @@ class TrainedRun(Resumable):
             trained = None
         if self.run is None:
             return
-        summary = {"status": status, "steps": self.state.global_step}
-        if error is not None:
-            summary["error"] = f"{type(error).__name__}: {error}"
-        for write in (
-            self._write_rest,
-            lambda: self._save_trained(trained, weights),
-            lambda: self.run.write_json(
-                SUMMARY, summary
-            ),  # last: a run that says that it has ended has left what it trained
-        ):
+        unwritten: OSError | None = None
+
+        def attempt(write: Callable[[], Any]) -> None:
+            nonlocal unwritten
             try:
                 write()
-            except OSError:
-                # A full disk must not hide what ended the run.
-                if status == "finished":
-                    raise
-                logger.exception("the run directory could not be completed")
+            except OSError as problem:
+                unwritten = unwritten or problem
+                if status != "finished":  # a full disk must not hide what ended the run
+                    logger.exception("the run directory could not be completed")
+
+        attempt(self._write_rest)
+        attempt(lambda: self._save_trained(trained, weights))
+        # Last: what says "finished" has left what it trained.
+        error = error or unwritten
+        summary = {
+            "status": "failed" if unwritten and status == "finished" else status,
+            "steps": self.state.global_step,
+        }
+        if error is not None:
+            summary["error"] = f"{type(error).__name__}: {error}"
+        attempt(lambda: self.run.write_json(SUMMARY, summary))
+        if unwritten is not None and status == "finished":
+            raise unwritten
 
     def _save_trained(self, trained: Any, weights: Any) -> None:
         if trained is None:

@@ -172,5 +172,12 @@ def test_what_a_killed_sender_has_left_goes_with_the_next(tmp_path, monkeypatch)
     for directory in (living.root, killed):
         os.utime(directory, (0, 0))
     pickle.loads(pickle.dumps(living))  # it travels to the other side
-    another = DirectoryTransfer()
+    another = DirectoryTransfer()  # is not opened for long
     assert set(tmp_path.iterdir()) == {living.root, another.root}
+    living.close()
+    living.offer()  # and is opened again
+    for directory in (living.root, another.root):
+        os.utime(directory, (0, 0))
+    DirectoryTransfer()
+    assert living.root.stat().st_mode & 0o777 == 0o700
+    assert another.root.is_dir()

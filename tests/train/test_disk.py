@@ -52,3 +52,25 @@ def test_a_full_disk_ends_the_run_with_its_name_and_what_was_written_is_whole(ma
     json.loads((output / "config.json").read_text())
     (small_disk / "filler").unlink()
     assert not list(output.glob(".*"))  # no half-written file is left
+
+
+def test_an_adapter_that_could_not_be_saved_is_a_failed_run(make_trainer, config, tmp_path, monkeypatch):
+    from qlora_rl.train.run import RunDirectory
+
+    def refuse(*_):
+        raise RunDirectoryError("writing adapter: No space left on device.")
+
+    trainer = make_trainer(args=config(save_strategy="no"))
+    monkeypatch.setattr(RunDirectory, "save_adapter", refuse)
+    with pytest.raises(RunDirectoryError, match="writing adapter"):
+        trainer.train()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {
+        "status": "failed",
+        "steps": 1,
+        "error": "RunDirectoryError: writing adapter: No space left on device.",
+    }
+    with pytest.raises(
+        RunDirectoryError, match=r"has failed at step 1 and left no whole checkpoint .*Pass existing_run"
+    ):
+        make_trainer(args=config(), existing_run="resume")

@@ -176,6 +176,34 @@ def test_staleness_is_no_alarm(make_async, config, plain, staleness, caplog):
     assert "drifted" not in said
 
 
+@pytest.mark.parametrize("staleness", [None, 0, 1])
+def test_an_engine_whose_logits_are_nan_ends_the_run(
+    make_trainer, make_async, config, plain, engine, monkeypatch, staleness
+):
+    """Every third token, in every rollout of training but the first two; what is scored anew is whole."""
+    engine.drop_adapter()
+    real, calls = engine.generate, []
+
+    def generate(*arguments, **named):
+        rollout = real(*arguments, **named)
+        calls.append(1)
+        if len(calls) > 2:
+            for row in rollout.logprobs:
+                row[::3] = [None] * len(row[::3])
+        return rollout
+
+    monkeypatch.setattr(engine, "generate", generate)
+    fields = {"args": config(max_steps=10), "train_dataset": plain, "canary_every": 0}
+    if staleness is None:
+        trainer = make_trainer(**fields)
+    else:
+        trainer = make_async(**fields, peft_config=WIDE, max_staleness=staleness)
+    with pytest.raises(PolicyMismatchError, match="of the drawn tokens a side has no logprob") as stopped:
+        trainer.train()
+    assert stopped.value.cause == "nan"
+    assert trainer.state.global_step == 3  # the fourth batch is the second in a row
+
+
 @pytest.mark.parametrize(
     ("cause", "hidden", "staleness"),
     [("scale", False, 1), ("layer", False, 2), ("layer", True, 1), ("scale", True, 2)],

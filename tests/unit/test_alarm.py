@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 
 import pytest
 import torch
@@ -134,32 +135,43 @@ def test_warn_says_it_and_goes_on(caplog):
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "said"),
     [
-        {"masked_share": 0.01},
-        {"masked_share": 1.0, "tokens": 0, "scaled_diff": float("nan")},
-        {"scaled_diff": float("nan")},
+        ({"masked_share": 0.001}, "for 0.1 % of the drawn tokens a side has no logprob"),
+        ({"masked_share": 1.0, "tokens": 0, "scaled_diff": float("nan")}, "for 100 % of"),
+        ({"scaled_diff": float("nan")}, "a logprob of a drawn token is infinite"),
     ],
     ids=["some", "all", "infinite"],
 )
-def test_tokens_without_a_logprob_stop_in_the_second_step_in_a_row(fields, caplog):
+def test_tokens_without_a_logprob_stop_in_the_second_step_in_a_row(fields, said, caplog):
     def seen(alarm, **fields):
         return alarm.observe(dataclasses.replace(LIKE, scaled_diff=1e-3) if not fields else broken, lambda: None)
 
     broken = dataclasses.replace(LIKE, **{"scaled_diff": 1e-3, **fields})
     alarm, _ = alarm_that_saw(1e-3)
     assert seen(alarm, **fields).cause == "nan"
-    assert "a side has no logprob" in caplog.text
+    assert said in caplog.text
     assert seen(alarm) is None
     seen(alarm, **fields)
     again, _ = alarm_that_saw(1e-3)
     again.restore(alarm.state())
-    with pytest.raises(PolicyMismatchError, match="a side has no logprob") as caught:
+    with pytest.raises(PolicyMismatchError, match=re.escape(said)) as caught:
         seen(again, **fields)
     assert caught.value.cause == "nan"
     for arguments in ({"expected": ("top_p=0.9",)}, {"on_mismatch": "warn"}):
         alarm, _ = alarm_that_saw(1e-3, **arguments)
         assert [seen(alarm, **fields).cause for _ in range(3)] == ["nan"] * 3
+
+
+def test_what_is_scored_anew_without_gaps_does_not_speak_for_what_was_drawn():
+    """NaN where tokens are drawn one by one, and none where all are scored at once."""
+    drawn = Drawn([[1]], [[4, 5]], [[-1.0, -1.0]])
+    alarm = MismatchAlarm(Examined("noise", False), lambda _: (drawn, 1e-4))
+    gaps = dataclasses.replace(LIKE, masked_share=0.3)
+    assert alarm.observe_gaps(gaps).cause == "nan"
+    assert alarm.observe_again(drawn)[1] is None
+    with pytest.raises(PolicyMismatchError, match="for 30 % of the drawn tokens"):
+        alarm.observe_gaps(gaps)
 
 
 @pytest.mark.parametrize("completions", [[[4, 5]], [[]]])
