@@ -164,6 +164,8 @@ def _columns(said: _Said) -> Iterator[Finding]:
     names, template = said.get("data", "columns"), said.get("data", "prompt_template")
     if not isinstance(names, Mapping) or not isinstance(template, str | None):
         return
+    if not all(isinstance(old, str) for old in names.values()):
+        return
     if template is not None and "prompt" in names:
         yield Finding("[data] prompt_template", "makes the column prompt, and so does columns. Leave one of them out")
         return

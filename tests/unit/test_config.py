@@ -66,7 +66,7 @@ WRONG = {
         "eval_split": [([], TEXT)],
         "subset": [(1, TEXT), ("main", "train names a file")],
         "revision": [(1.5, TEXT), ("main", "train names a file")],
-        "columns": [("prompt", "a table of texts"), ({"text": "txet"}, "no column 'txet', but prompt, answer, careless")],
+        "columns": [({"a": []}, "texts"), ("prompt", "a table of texts"), ({"text": "txet"}, "no column 'txet', but prompt, answer, careless")],
         "prompt_template": [
             ("no braces", "names no column"),
             ("{", "is no template"),
