@@ -78,11 +78,13 @@ class RunDirectory:
 
     def _tidy(self) -> None:
         """After a kill: the adapter that was being replaced gets its name back, what is half written goes."""
-        for old in self.path.glob(f"{_STAGING}{'?' * 8}-old"):
+        drawn = f"{_STAGING}{'?' * 8}"
+        for old in self.path.glob(f"{drawn}-old"):
             if not (self.path / ADAPTER).exists():
                 os.rename(old, self.path / ADAPTER)
-        for directory in (*self.path.glob(f"{_STAGING}{'?' * 8}*"), *map(self.path.joinpath, _MODELS)):
-            shutil.rmtree(directory, ignore_errors=True)
+        for hidden in (drawn, f"{drawn}-old", *_MODELS):
+            for directory in self.path.glob(hidden):
+                shutil.rmtree(directory, ignore_errors=True)
         for name in (CONFIG, SUMMARY, FINGERPRINTS, ROLLOUTS, SAMPLES):
             (self.path / f".{name}.tmp").unlink(missing_ok=True)
 
@@ -234,10 +236,11 @@ class RunDirectory:
         """
         target, (staging, old) = self.path / MODEL, map(self.path.joinpath, _MODELS)
         try:
-            if target.exists():
-                os.rename(target, old)  # no part of it has its name
             for directory in (staging, old):
                 shutil.rmtree(directory, ignore_errors=True)
+            if target.exists():
+                os.rename(target, old)  # no part of it keeps the name
+                shutil.rmtree(old, ignore_errors=True)
             model.save_pretrained(staging, **({} if weights is None else {"state_dict": dict(weights)}))
             for file in (*base.glob("*token*"), *base.glob("*.jinja"), *base.glob("vocab*"), *base.glob("merges*")):
                 if file.is_file():
