@@ -6,13 +6,14 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
 # Younger ones may be about to be locked, in seconds.
 _YOUNG_S = 60.0
-# Of those that `claim` locks as soon as they are made.
-YOUNG_WHEN_CLAIMED_S = 10.0
+# Of those that are locked as soon as they are made.
+_YOUNG_WHEN_CLAIMED_S = 10.0
 _claimed: dict[str, int] = {}
 
 
@@ -22,6 +23,21 @@ def hold(directory: Path) -> int:
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return handle
+
+
+def new_directory(root: Path, prefix: str, *, sweeps: bool = True) -> Path:
+    """Make a directory with mode 700 under `root`, and claim it; first, those of killed processes with this prefix go.
+
+    Args:
+        root: an existing directory.
+        prefix: of its name.
+        sweeps: False where `root` may lie on a network, whose locks may hold on one machine only.
+    """
+    if sweeps:
+        sweep(root, f"{prefix}*", young_s=_YOUNG_WHEN_CLAIMED_S)
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+    claim(directory)
+    return directory
 
 
 def claim(directory: Path) -> None:

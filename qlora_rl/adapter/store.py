@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.errors import SyncError
-from qlora_rl.held import YOUNG_WHEN_CLAIMED_S, claim, let_go, sweep
+from qlora_rl.held import let_go, new_directory
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,6 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 ORIGIN = "qlora_adapter.json"  # beside PEFT's two files, which have no place for it
 _CONFIG_KEY = "adapter_config"
-_PREFIX = "qlora-rl-adapter-"
 
 
 def write_adapter(bundle: AdapterBundle, directory: Path) -> None:
@@ -87,12 +86,9 @@ class AdapterStore:
         if keep < 2:
             raise ValueError(f"keeping adapter versions: keep={keep} < 2. The version that still serves must stay.")
         parent = Path(root) if root is not None else default_root()
-        if root is None:  # another place may lie on a network, where locks may hold on one machine only
-            sweep(parent, f"{_PREFIX}*", young_s=YOUNG_WHEN_CLAIMED_S)
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            self.root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            claim(self.root)
+            self.root = new_directory(parent, "qlora-rl-adapter-", sweeps=root is None)
         except OSError as error:
             raise SyncError(
                 f"making a directory for adapters under {parent}: {error.strerror}. Pass another with sync_dir=."

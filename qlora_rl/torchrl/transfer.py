@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 
 from qlora_rl.adapter.store import default_root
 from qlora_rl.errors import SyncError
-from qlora_rl.held import YOUNG_WHEN_CLAIMED_S, claim, let_go, sweep
+from qlora_rl.held import claim, let_go, new_directory
 
 Part = tuple[str, torch.Tensor]
 # Tells the receiver: a ticket of JSON values and, where wanted, bytes. Returns what waits until the receiver has taken them.
@@ -28,7 +27,6 @@ Announce = Callable[..., Callable[[], Any]]
 
 SHARD_BYTES = 256 * 2**20
 MARKER = "ready.json"
-_PREFIX = "qlora-rl-torchrl-"
 
 
 class Transfer(Protocol):
@@ -117,11 +115,7 @@ class DirectoryTransfer:
 
     def __init__(self, root: str | os.PathLike[str] | None = None, shard_bytes: int = SHARD_BYTES):
         self._is_ours = root is None
-        if root is None:
-            sweep(default_root(), f"{_PREFIX}*", young_s=YOUNG_WHEN_CLAIMED_S)  # of senders that were killed
-        self.root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=default_root()) if root is None else root)
-        if root is None:
-            claim(self.root)
+        self.root = new_directory(default_root(), "qlora-rl-torchrl-") if root is None else Path(root)
         self.shard_bytes = shard_bytes
         self._is_writer = False
 

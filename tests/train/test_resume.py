@@ -416,3 +416,25 @@ def test_several_processes_go_on_with_the_entropy_bonus_too(base, tmp_path, monk
         monkeypatch.setattr(resume, "load_optimizer", lambda *_: None)
         trainer._load_optimizer_and_scheduler(str(tmp_path))
         assert (trainer.entropy_coef, trainer._last_world_entropy) == (0.25, 1.5)
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["moved aside", "replaced"])
+def test_what_a_kill_leaves_of_the_final_adapter_is_put_back_or_goes(tmp_path, is_there):
+    """Between two renames of `save_adapter`, and after them; what is somebody else's stays."""
+    for name in (
+        ".adapter-ab1d_fgh-old",
+        ".adapter-ab1d_fgh",
+        ".model-new",
+        ".model-old",
+        ".adapter-of-mine",
+        ".model",
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    (tmp_path / ".summary.json.tmp").touch()
+    if is_there:
+        (tmp_path / "adapter").mkdir()
+        (tmp_path / "adapter" / "file").write_text("new")
+    RunDirectory(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", ".adapter-of-mine", ".model"}
+    assert (tmp_path / "adapter" / "file").read_text() == ("new" if is_there else ".adapter-ab1d_fgh-old")
