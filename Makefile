@@ -18,15 +18,18 @@ demo: $(STAMP)              ## the whole thing on this machine: a 4-bit model le
 # Files in two processes of one thread each: on two cores half the time of one process with two. `make test WORKERS=0` is one.
 WORKERS ?= 2
 ACROSS := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile)
+# `make test PROCESSOR=avx2`: as on a processor without AVX-512 and bf16 instructions; torch, vLLM, MKL and bitsandbytes take their other kernels.
+PROCESSOR ?=
+AS := $(if $(PROCESSOR),PYTHONPATH=$(CURDIR)/tests/$(PROCESSOR))
 
 test: $(STAMP)              ## unit tests, then real vLLM and real bitsandbytes
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ACROSS) $(ARGS)
+	$(AS) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ACROSS) $(ARGS)
 
 unit: $(STAMP)              ## no vLLM, two minutes
-	$(PY) -m pytest tests/unit $(ARGS)
+	$(AS) $(PY) -m pytest tests/unit $(ARGS)
 
 test-full: $(STAMP)         ## long matrices and soak runs
-	QLORA_RL_TEST_EXAMPLES=drawn OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ACROSS) -m "not gpu" $(ARGS)
+	$(AS) QLORA_RL_TEST_EXAMPLES=drawn OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ACROSS) -m "not gpu" $(ARGS)
 
 gpu: $(STAMP)               ## what needs an NVIDIA GPU
 	$(PY) -m pytest -m gpu $(ARGS)

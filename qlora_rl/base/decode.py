@@ -13,6 +13,17 @@ from qlora_rl.base.quant import require_bitsandbytes
 Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
+def uses_avx512() -> bool:
+    """bitsandbytes' compiled CPU kernels run with AVX-512 here; its library asks the processor itself."""
+    require_bitsandbytes()
+    from bitsandbytes.cextension import lib
+
+    try:
+        return bool(lib.has_avx512f_cpu() & 1)
+    except (AttributeError, RuntimeError):  # built without it
+        return False
+
+
 def decoder(quant_type: str, blocksize: int) -> Decode | None:
     """A function (codes, absmax, out) that writes bf16 weights [rows, I] into `out`; `None` where bitsandbytes has none.
 

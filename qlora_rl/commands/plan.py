@@ -65,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from qlora_rl.ledger.plan import largest_length, plan_memory
     from qlora_rl.ledger.shape import read_config, stored_spec
+    from qlora_rl.processor import copies_dtype, processor
 
     spec = stored_spec(arguments.model, arguments.quant, double_quant=arguments.double_quant)
     targets = arguments.target_modules
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         shared=not arguments.two_copies,
         sleeps=arguments.sleep,
         device="cuda" if arguments.base_compute is None else "cpu",
-        keeps_copies=arguments.base_compute == "baked",
+        copies_dtype=copies_dtype() if arguments.base_compute == "baked" else None,
         gpu_memory_gib=arguments.gpu_memory,
     )
     longest = largest_length(ledger) if arguments.gpu_memory is not None else None
@@ -90,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(ledger.as_dict() | {"longest_max_length": longest, "savings": ways}, indent=1))
         return 0 if ledger.fits else DOES_NOT_FIT
     print(ledger)
+    if arguments.base_compute is not None:
+        print(f"\nprocessor: {processor()}")
     cache = f"{ledger.cache_sequences} sequences of {arguments.max_length} tokens"
     print(f"\nKV cache: {cache} at once, {ledger.cache_tokens} tokens in all")
     if longest is not None:

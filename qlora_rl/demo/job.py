@@ -17,6 +17,7 @@ from typing import Any
 
 from qlora_rl.demo import task
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.processor import processor
 from qlora_rl.train.run import METRICS, SUMMARY, RunDirectory, describe_machine, describe_versions
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ def run_demo(
     """
     quieten()
     run = RunDirectory(out)
+    say(f"     {processor()}")
     started = time.perf_counter()
     say("1/4  a tiny language model that has read sums by two pupils, one of whom forgets to carry")
     base = _make_base(run, say, show_progress)

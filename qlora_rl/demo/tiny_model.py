@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qlora_rl.demo.task import LONGEST_ANSWER, Problem, problems
+from qlora_rl.processor import processor
+from qlora_rl.products import Float32Products
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +48,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights; its hash names the cached model."""
+    """Everything that decides the weights, but for the processor."""
 
     seed: int = 0
     # 300 x 256 sums are 12 passes over the pretraining split.
@@ -65,12 +67,18 @@ class Recipe:
     warmup_share: float = 0.05
     decay_share: float = 0.6
     # Raised whenever the code below changes the weights that one recipe gives.
-    version: int = 1
+    version: int = 2
 
     def digest(self) -> str:
-        """Twelve hex digits over the recipe and the pretraining problems."""
+        """Twelve hex digits over the recipe, the pretraining problems, and what adds up the sums: torch, the processor, its threads.
+
+        Equal digests mean equal weights. Another processor adds in another order: its weights differ, and so does its digest.
+        """
+        import torch
+
         text = [(p.prompt, p.answer, p.careless_answer) for p in problems("pretraining")]
-        content = json.dumps([asdict(self), text], sort_keys=True)
+        adds = [torch.__version__, torch.get_num_threads(), processor().as_dict()]
+        content = json.dumps([asdict(self), text, adds], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
@@ -83,7 +91,7 @@ def make_tiny_model(
 ) -> Path:
     """Return the directory of a pretrained bf16 checkpoint with its tokenizer, pretraining it where it is not cached.
 
-    Equal seeds, steps, versions and thread counts give equal weights. torch's random state is left as it was.
+    Equal seeds, steps, versions, processors and thread counts give equal weights. torch's random state is left as it was.
 
     Args:
         out_dir: a copy of the model is put here and this path returned; nothing may be there but an earlier copy.
@@ -174,7 +182,8 @@ def _pretrain_into(target: Path, recipe: Recipe, progress: Progress | None) -> N
     import torch
 
     tokenizer = make_tokenizer()
-    with torch.random.fork_rng(devices=[]):
+    # Muon multiplies in bf16 whatever the model is.
+    with torch.random.fork_rng(devices=[]), Float32Products(torch.bfloat16):
         torch.manual_seed(recipe.seed)
         model = _build_model(recipe, tokenizer)
         _pretrain(model, tokenizer, recipe, progress)
@@ -225,7 +234,7 @@ def _pretrain(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, recipe: Recipe,
         is_careful_B_1 = torch.rand(len(batch), 1, generator=rng) < recipe.careful_share
         labels_B_S = torch.where(is_careful_B_1, careful_N_S[batch], careless_N_S[batch])
         ids_B_S = labels_B_S.masked_fill(labels_B_S == _IGNORED, tokenizer.pad_token_id)
-        with torch.autocast("cpu", torch.bfloat16, enabled=_has_fast_bf16()):
+        with torch.autocast("cpu", torch.bfloat16):
             logits_B_S_V = model(ids_B_S[:, :-1], use_cache=False).logits
         # The numbers to be added are random: only the answer can be learned.
         loss = torch.nn.functional.cross_entropy(
@@ -267,13 +276,6 @@ def _make_optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim
             weight_decay=0.0,
         ),
     ]
-
-
-def _has_fast_bf16() -> bool:
-    import torch
-
-    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
 
 
 def _recipe_of(directory: Path) -> dict[str, object] | None:

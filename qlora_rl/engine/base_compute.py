@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from qlora_rl.engine import kernels
-from qlora_rl.engine.decoded import SLICE, DecodedLinear
+from qlora_rl.engine.decoded import LIFTED_SLICE, SLICE, DecodedLinear
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.processor import processor
 
 MODES = ("nf4", "baked", "auto", "vllm")
 # Of all memory, what must stay free for baked copies to be chosen.
@@ -102,7 +103,7 @@ def install(
         held, limit = _held_and_limit(planned_gib, limit_gib)
         base, reason = choose(
             seconds,
-            baked_gib=sum(2 * linear.shape[0] * linear.shape[1] for linear in linears) / GIB,
+            baked_gib=sum(linear.baked_bytes for linear in linears) / GIB,
             planned_gib=held,
             limit_gib=limit,
         )
@@ -110,7 +111,7 @@ def install(
     if base != "vllm":
         for linear, layer in zip(linears, layers, strict=True):
             if base == "baked":
-                nbytes += linear.bake(kernels.pack_as_vllm)
+                nbytes += linear.bake(kernels.pack)
             layer.quant_method.apply = linear
     return BaseCompute(base, adapter, reason, nbytes, left, seconds), linears
 
@@ -137,13 +138,16 @@ def choose(seconds: Mapping[str, float], *, baked_gib: float, planned_gib: float
 
 def _decoded(model: torch.nn.Module, left: dict[str, str]) -> tuple[list[DecodedLinear], list[torch.nn.Module]]:
     buffer: torch.Tensor | None = None
+    lifted: torch.Tensor | None = None
     linears: list[DecodedLinear] = []
     layers: list[torch.nn.Module] = []
     for name, layer in kernels.bitsandbytes_linears(model).items():
         if buffer is None:
-            buffer = torch.empty(SLICE, dtype=torch.bfloat16)
+            is_native = processor().multiplies_in(torch.bfloat16) is torch.bfloat16
+            buffer = torch.empty(SLICE if is_native else LIFTED_SLICE, dtype=torch.bfloat16)
+            lifted = None if is_native else torch.empty(LIFTED_SLICE)
         try:
-            linears.append(DecodedLinear(layer.weight, buffer))
+            linears.append(DecodedLinear(layer.weight, buffer, lifted))
         except ValueError as why:
             left[name] = str(why)
             continue
@@ -165,7 +169,7 @@ def _measure(linears: list[DecodedLinear], layers: list[torch.nn.Module], rows: 
             times["vllm"] += len(members) * _seconds([layer.quant_method.apply for _, layer in few], few, x)
             times["nf4"] += len(members) * _seconds([linear for linear, _ in few], few, x)
             for linear, _ in few:
-                linear.bake(kernels.pack_as_vllm)
+                linear.bake(kernels.pack)
             times["baked"] += len(members) * _seconds([linear for linear, _ in few], few, x)
             for linear, _ in few:
                 linear.unbake()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from qlora_rl.engine.leftovers import EndsWithParent
+from qlora_rl.engine.leftovers import FirstThing
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -380,7 +380,9 @@ def refuse_data_parallel(size: Any) -> None:
         )
 
 
-def server_arguments(arguments: dict[str, Any], host: str, port: int, more: Sequence[str]) -> Any:
+def server_arguments(
+    arguments: dict[str, Any], host: str, port: int, more: Sequence[str], dtypes: Sequence[torch.dtype]
+) -> Any:
     """vLLM's namespace of server arguments: its defaults, what was asked for, and our own.
 
     Args:
@@ -388,6 +390,7 @@ def server_arguments(arguments: dict[str, Any], host: str, port: int, more: Sequ
         host: to listen on.
         port: to listen on.
         more: options of vLLM's own command line.
+        dtypes: of matrices that are multiplied on the CPU.
 
     Raises:
         ConfigConflictError: an option sets what is ours, or vLLM does not take it.
@@ -427,7 +430,7 @@ def server_arguments(arguments: dict[str, Any], host: str, port: int, more: Sequ
             reasons=taken,
         )
     if "additional_config" not in changed:
-        own["additional_config"] = EndsWithParent()  # an object of any class, handed to every process
+        own["additional_config"] = FirstThing(*dtypes)  # an object of any class, handed to every process
     for name, value in own.items():
         setattr(asked, name, value)
     validate_parsed_serve_args(asked)

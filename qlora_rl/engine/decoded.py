@@ -20,6 +20,8 @@ from qlora_rl.engine.linear import Pack, Product
 
 # Weights that are decoded at a time: 4 MiB in bf16, so that the product reads them out of the cache.
 SLICE = 2**21
+# The same where they are lifted to float32 as well.
+LIFTED_SLICE = 2**19
 
 
 @dataclass
@@ -37,14 +39,15 @@ class DecodedLinear:
 
     Args:
         weight: vLLM's parameter: codes [bytes, 1], a QuantState per part.
-        buffer: bf16, of `SLICE` elements or more; every layer of the engine may have the same.
+        buffer: bf16, as many elements as are decoded at a time; every layer of the engine may have the same.
+        lifted: float32, as large: products are made in float32 and rounded once. Without it in bf16.
 
     Raises:
         ValueError: says why this weight is left to vLLM.
     """
 
-    def __init__(self, weight: torch.nn.Parameter, buffer: torch.Tensor) -> None:
-        self._joined, self._buffer = Joined(weight), buffer
+    def __init__(self, weight: torch.nn.Parameter, buffer: torch.Tensor, lifted: torch.Tensor | None = None) -> None:
+        self._joined, self._buffer, self._lifted = Joined(weight), buffer, lifted
         self.shape, self.parts = self._joined.shape, len(self._joined.sizes)
         self._columns = self.shape[1]
         decode = decoder(self._joined.quant_type, self._joined.blocksize)
@@ -57,7 +60,7 @@ class DecodedLinear:
 
     def _cut(self) -> None:
         blocksize = self._joined.blocksize
-        rows = max(1, min(SLICE, self._buffer.numel()) // self._columns)
+        rows = max(1, self._buffer.numel() // self._columns)
         if rows * self._columns > self._buffer.numel():
             raise ValueError("one row of it is larger than the buffer")
         absmax, codes = self._joined.absmax, self._joined.codes
@@ -101,9 +104,13 @@ class DecodedLinear:
         weight = torch.empty(self.shape, dtype=torch.bfloat16)
         for part in self._slices:
             weight[part.first : part.first + part.rows] = self._decoded(part)
-        nbytes = weight.numel() * weight.element_size()
         self._packed, self._pack = pack(weight), pack
-        return nbytes
+        return self.baked_bytes
+
+    @property
+    def baked_bytes(self) -> int:
+        """What the decoded weight takes."""
+        return math.prod(self.shape) * (2 if self._lifted is None else 4)
 
     def refresh(self) -> None:
         """Make the copy anew, where there is one: the codes or scales under it have changed."""
@@ -115,7 +122,7 @@ class DecodedLinear:
         self._packed = None
 
     def __call__(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., I] times the weight, plus the bias; multiplied in bf16, as vLLM's layer does."""
+        """x [..., I] times the weight, plus the bias; the product is rounded to bf16, as that of vLLM's layer is."""
         if self._packed is not None:
             if x.dtype == torch.bfloat16 and (bias is None or bias.dtype == x.dtype):
                 return self._packed(x, bias)
@@ -124,11 +131,14 @@ class DecodedLinear:
         if self._joined.renew():
             self._cut()
         flat = x.reshape(-1, self._columns).to(torch.bfloat16)
-        out = torch.empty(flat.shape[0], self.shape[0], dtype=torch.bfloat16)
+        flat = flat if self._lifted is None else flat.float()
+        out = torch.empty(flat.shape[0], self.shape[0], dtype=flat.dtype)
         for part in self._slices:
             weight = self._decoded(part)
+            if self._lifted is not None:
+                weight = self._lifted[: weight.numel()].view_as(weight).copy_(weight)
             torch.mm(flat, weight.t(), out=out[:, part.first : part.first + part.rows])
-        out = out.to(x.dtype).view(*x.shape[:-1], self.shape[0])
+        out = out.to(torch.bfloat16).to(x.dtype).view(*x.shape[:-1], self.shape[0])
         if bias is not None:
             out += bias
         return out

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from qlora_rl.processor import processor
+
 
 def multiply_adapters_directly(runner: Any) -> str:
     """Have `linear.AdapterProducts` multiply the adapters of a model runner; empty, or why it stays with vLLM's own way.
@@ -34,7 +36,7 @@ def multiply_adapters_directly(runner: Any) -> str:
         if isinstance(wrapper.add_lora_linear, AdapterProducts):
             products.setdefault(id(wrapper), wrapper.add_lora_linear)
         else:
-            products[id(wrapper)] = _follow(wrapper, AdapterProducts(wrapper.add_lora_linear, pack_as_vllm))
+            products[id(wrapper)] = _follow(wrapper, AdapterProducts(wrapper.add_lora_linear, pack))
         if isinstance(layer.lora_a_stacked, tuple):
             layer.lora_a_stacked = _numbered(layer.lora_a_stacked)
             layer.lora_b_stacked = _numbered(layer.lora_b_stacked)
@@ -68,8 +70,36 @@ def bitsandbytes_linears(model: torch.nn.Module, device: str = "cpu") -> dict[st
     return {name: layer for name, layer in found.items() if methods.count(id(layer.quant_method)) == 1}
 
 
+def packs_away(dtype: torch.dtype) -> bool:
+    """vLLM's CPU backend keeps unquantised linears in a form of its own here, which nobody else can read; asked of a small one.
+
+    Without oneDNN's kernel for the dtype on this processor it multiplies with the weight as it is.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    layer: Any = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype), requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    return layer.weight.numel() == 0
+
+
+def pack(weight_OI: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    """The product with a copy of a 16-bit weight, as this processor makes it fastest; rounded once to the weight's dtype."""
+    dtype = weight_OI.dtype
+    if processor().multiplies_in(dtype) == dtype:
+        return pack_as_vllm(weight_OI)
+    in_float32 = pack_as_vllm(weight_OI.float())
+
+    def lifted(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return in_float32(x.float(), None if bias is None else bias.float()).to(dtype)
+
+    return lifted
+
+
 def pack_as_vllm(weight_OI: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """The product with a 16-bit weight as vLLM's CPU backend makes it for an unquantised linear; it keeps its own copy.
+    """The product with a weight as vLLM's CPU backend makes it for an unquantised linear; it keeps its own copy.
 
     Private functions that move between releases: without them, torch's own product. Remove when vLLM names them.
     """

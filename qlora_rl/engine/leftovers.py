@@ -8,6 +8,10 @@ import os
 import signal
 from typing import Any
 
+import torch
+
+from qlora_rl.products import Float32Products
+
 
 def end_with(parent: int, by: int) -> bool:
     """Have the kernel send `by` when the thread that started this process ends, however it ends (Linux); whether it still lives."""
@@ -16,20 +20,30 @@ def end_with(parent: int, by: int) -> bool:
     return os.getppid() == parent
 
 
-class EndsWithParent:
-    """Put into vLLM's config, it has each process that is started with that config killed when its parent ends.
+class FirstThing:
+    """Put into vLLM's config, what each process does first that is started with that config: it is killed when its parent ends, and
+    multiplies in float32 where the processor asks for that.
 
     vLLM hands its config to its processes as the first thing that they read, long before they load our worker extension: a server
-    that is killed while it starts would leave them behind.
+    that is killed while it starts would leave them behind, and the first pass through the model would be slow.
+
+    Args:
+        dtypes: of the model, and of its products.
     """
 
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        self._dtypes = dtypes
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"parent": os.getpid()}
+        return {"parent": os.getpid(), "dtypes": self._dtypes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        parent = state["parent"]
-        if parent != os.getpid() and not end_with(parent, signal.SIGKILL):  # within one process it was only copied
+        parent, self._dtypes = state["parent"], state["dtypes"]
+        if parent == os.getpid():  # within one process it was only copied
+            return
+        if not end_with(parent, signal.SIGKILL):
             os._exit(1)
+        Float32Products(*self._dtypes)  # for the life of the process
 
     def compute_hash(self) -> str:
         """What vLLM compiles does not depend on it."""

@@ -24,6 +24,7 @@ from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled_
 from qlora_rl.engine.shared import Borrowers
 from qlora_rl.engine.worker import Lending
 from qlora_rl.errors import EngineClosedError, EngineUnsupportedError
+from qlora_rl.products import Float32Products
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class LocalEngine:
         self._incarnation = self._repairs = 0
         self._is_broken = self._is_closed = self._is_asleep = False
         self._llm: Any = None
+        self._products: Float32Products | None = None
         self._driver = Driver(on_failure=self._break)
         self.borrowers = Borrowers()
 
@@ -403,19 +405,21 @@ class LocalEngine:
 
     def _build(self) -> None:
         ranks = self._start.ranks
+        self._products = Float32Products(*self._start.dtypes)
         with compat.construction(ranks):
             from vllm import LLM
 
             try:
                 self._llm = LLM(**self._options)
             except Exception as error:
+                self._products.close()
                 compat.trim_memory()
                 hint = IN_PROCESSES if ranks > 1 else ""
                 raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}{hint}") from error
         compat.started(self._llm)
         try:
             if ranks > 1:
-                self._llm.collective_rpc("qlora_begin_as_rank")
+                self._llm.collective_rpc("qlora_begin_as_rank", args=(self._start.dtypes,))
             if self._repair_scales:
                 self._repair()
             compute = self._llm.collective_rpc("qlora_multiply_directly", kwargs=self._base_compute)[0]
@@ -434,6 +438,8 @@ class LocalEngine:
         if llm is not None:
             compat.shut_down(llm, owns_process_group=self._owns_process_group)
             del llm
+        if self._products is not None:
+            self._products.close()
         compat.trim_memory()
 
     def _ensure_usable(self) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase, open_base
 from qlora_rl.base.fingerprint import linear_names
@@ -55,6 +57,14 @@ class StartOptions:
     is_cpu: bool
     max_lora_rank: int
     max_model_length: int
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of matrices that are multiplied on the CPU: those of the model, and bf16, in which a 4-bit base is multiplied."""
+        if not self.is_cpu:
+            return ()
+        own = getattr(torch, self.arguments["dtype"])
+        return (own, torch.bfloat16) if self.is_4bit else (own,)
 
 
 def vllm_arguments() -> set[str]:

@@ -113,7 +113,7 @@ def serve(
         stack.callback(sock.close)
         url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         own_arguments = start.arguments | (compat.executor_of_server(start.ranks) if start.is_cpu else {})
-        arguments = compat.server_arguments(own_arguments, host, sock.getsockname()[1], vllm_options)
+        arguments = compat.server_arguments(own_arguments, host, sock.getsockname()[1], vllm_options, start.dtypes)
         server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file, base_compute)
         stack.enter_context(compat.room_for(start.ranks))
         try:
@@ -153,7 +153,7 @@ class _Server:
         await engine.collective_rpc("qlora_end_with_server", args=(os.getpid(),))
         ranks = self.start.ranks
         if ranks > 1:
-            await engine.collective_rpc("qlora_begin_as_rank")
+            await engine.collective_rpc("qlora_begin_as_rank", args=(self.start.dtypes,))
         repaired = (await engine.collective_rpc("qlora_repair_scales"))[0] if self.start.is_4bit else {}
         wish = {"wish": self.base_compute, "rows": self.start.arguments["max_num_seqs"]}
         compute = BaseCompute(**(await engine.collective_rpc("qlora_multiply_directly", kwargs=wish))[0])

@@ -14,6 +14,7 @@ from qlora_rl.contracts import Rollout, SamplingSpec
 from qlora_rl.engine import compat
 from qlora_rl.engine.options import start_options
 from qlora_rl.engine.sampling import sampled_logprobs, sampling_params
+from qlora_rl.products import torchs_own
 
 
 class StockEngine:
@@ -30,7 +31,7 @@ class StockEngine:
         self._owns_process_group = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         arguments = start_options(base, max_lora_rank=max_lora_rank, max_loras=1, **options).arguments
         del arguments["worker_extension_cls"]
-        with compat.construction():
+        with compat.construction(), torchs_own():
             from vllm import LLM
 
             self._llm: Any = LLM(**arguments)
@@ -44,12 +45,13 @@ class StockEngine:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec) -> Rollout:
         """One completion for each of B prompts, through `LLM.generate`."""
         started = time.perf_counter()
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-            sampling_params(sampling, range(len(prompts))),
-            lora_request=self._request,
-            use_tqdm=False,
-        )
+        with torchs_own():
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+                sampling_params(sampling, range(len(prompts))),
+                lora_request=self._request,
+                use_tqdm=False,
+            )
         drawn = [output.outputs[0] for output in outputs]
         return Rollout(
             completion_ids=[list(o.token_ids) for o in drawn],

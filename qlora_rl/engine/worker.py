@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from qlora_rl.engine.held import parts, quantised, shard_names, unquantised
 from qlora_rl.engine.parallel import adapted_layers, held_pieces, held_shards
 from qlora_rl.engine.reload import reload_dense
 from qlora_rl.engine.stage import read_parts
+from qlora_rl.products import Float32Products
 
 
 @dataclass(frozen=True)
@@ -227,13 +228,14 @@ class BaseExtension:
         modules = self.model_runner.lora_manager._adapter_manager.modules
         return adapted_layers(self.model_runner.get_model(), modules)
 
-    def qlora_begin_as_rank(self) -> None:
-        """What a rank among several does first.
+    def qlora_begin_as_rank(self, dtypes: Sequence[torch.dtype]) -> None:
+        """What a rank among several does first; `dtypes` are those that are multiplied.
 
         Ctrl-C is left to the process that drives the ranks: vLLM's own end at it, in the middle of a step. And its CPU backend leaves the
         shared memory through which they add up behind, 4 MiB a rank: all have opened it by now, and it needs no name any more.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        Float32Products(*dtypes)  # for the life of the process
         if (run := os.environ.get("VLLM_DIST_IDENT", "")).startswith("vllm_dist_"):
             for file in Path("/dev/shm").glob(f"{run}-*-cpushm_*"):
                 file.unlink(missing_ok=True)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
+import torch
+
 from qlora_rl.adapter.shape import adapted_inputs
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import rank_class
@@ -179,10 +181,13 @@ def parted_base(lines: list[Line], shape: ModelShape, trainer: int, engine: int)
     return found
 
 
-def copies_line(shape: ModelShape, spec: QuantSpec) -> Line:
-    """What an engine with `base_compute="baked"` keeps beside the codes: every 4-bit linear decoded. Experts are not."""
+def copies_line(shape: ModelShape, spec: QuantSpec, dtype: str) -> Line:
+    """What an engine with `base_compute="baked"` keeps as well as the codes: every 4-bit linear dequantised. Experts are not."""
+    width = getattr(torch, dtype).itemsize
     numbers = sum(prod(weight) for name, weight in shape.linears.items() if is_quantised(name, spec))
-    return Line("base, decoded copies", 2 * numbers, f"{numbers / 1e9:.3g}e9 parameters x 2 bytes, packed for the CPU")
+    return Line(
+        "base, decoded copies", width * numbers, f"{numbers / 1e9:.3g}e9 parameters x {width} bytes, packed for the CPU"
+    )
 
 
 def adapter_bytes(adapter: Mapping[str, tuple[int, ...]], dtype_width: int) -> int:

@@ -35,7 +35,8 @@ class MemoryRequest:
         adapter_dtype: torch name of the dtype of the trained weights.
         shared: trainer and engine hold one base; otherwise two.
         baked: the engine serves the baked base, for full weights; then nothing is shared.
-        keeps_copies: the engine multiplies with decoded copies of the 4-bit linears (`base_compute="baked"`, on the CPU).
+        copies_dtype: torch name of the dtype of dequantised copies of the 4-bit linears that the engine multiplies with
+            (`base_compute="baked"`, on the CPU); `None` for no copies.
         sleeps: the KV cache is given back while the trainer works.
         chunked_logits: the output head works in tiles (TRL's way); otherwise all logits are held.
         padded: sequences are of unequal length, so that attention gets a mask.
@@ -58,7 +59,7 @@ class MemoryRequest:
     adapter_dtype: str = "float32"
     shared: bool = True
     baked: bool = False
-    keeps_copies: bool = False
+    copies_dtype: str | None = None
     sleeps: bool = False
     chunked_logits: bool = True
     padded: bool = True
@@ -79,7 +80,7 @@ class MemoryRequest:
             raise ConfigConflictError(f"planning the memory: {'; '.join(wrong)}.", reasons=wrong)
         if self.device not in ("cuda", "cpu"):
             raise ConfigConflictError(f"planning the memory: device={self.device!r} is neither 'cuda' nor 'cpu'.")
-        if self.keeps_copies and self.device != "cpu":
+        if self.copies_dtype and self.device != "cpu":
             raise ConfigConflictError(
                 "planning the memory: base_compute='baked' is for device='cpu'; a GPU has kernels for the codes."
             )
@@ -385,8 +386,8 @@ def _ledger(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tup
         count.head_line(shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device),
         count.rollout_line(shape, spec, sequences=request.sequences, length=length),
     ]
-    if request.keeps_copies and spec.is_4bit:
-        lines.insert(0, count.copies_line(shape, spec))
+    if request.copies_dtype and spec.is_4bit:
+        lines.insert(0, count.copies_line(shape, spec, request.copies_dtype))
     if device == "cuda":
         overhead = int(count.OVERHEAD_GIB * GIB)
         lines.append(Line("CUDA and vLLM", overhead, "context, workspaces, CUDA graphs: assumed", is_exact=False))
@@ -415,8 +416,8 @@ def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
         changes.append(("quant='nf4'", {"spec": QuantSpec(compute_dtype=request.spec.compute_dtype)}))
     if not request.shared and not request.baked and request.trainer_parts == request.engine_parts == 1:
         changes.append(("one base for trainer and engine", {"shared": True}))
-    if request.keeps_copies:
-        changes.append(("base_compute='nf4'", {"keeps_copies": False}))
+    if request.copies_dtype:
+        changes.append(("base_compute='nf4'", {"copies_dtype": None}))
     if not request.chunked_logits:
         changes.append(("logits in tiles", {"chunked_logits": True}))
     if count.OPTIMIZERS.get(request.optimizer, (2, 0))[0]:

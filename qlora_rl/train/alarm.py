@@ -23,6 +23,7 @@ from qlora_rl.errors import ConfigConflictError, PolicyMismatchError
 from qlora_rl.fidelity import Fidelity
 from qlora_rl.sync.diagnosis import Diagnosis, Drawn, Examiner
 from qlora_rl.train.link import Link
+from qlora_rl.train.settings import autocast_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +306,7 @@ def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_fu
         on_mismatch: as the trainer takes it.
         rollout_func: TRL's: what it returns was not drawn by the bridge.
     """
-    autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    autocast = autocast_dtype(args)
     expected = list(filters_of(link.bridge.sampling))
     expected += ["rollout_func"] if rollout_func is not None else []
     expected += [] if link.admission.is_proven else ["another base is allowed"]

@@ -15,6 +15,7 @@ from qlora_rl.base.quant import QuantSpec, spec_of
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.plan import MemoryLedger, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
+from qlora_rl.processor import copies_dtype
 from qlora_rl.train.entry import spec_from_config
 from qlora_rl.train.processes import shards_base
 from qlora_rl.train.settings import engine_options as trl_engine_options
@@ -96,7 +97,7 @@ class MemoryBudget:
                 adapter_dtype=adapter_dtype,
                 shared=shared and not baked and not shards_base(args),
                 baked=baked,
-                keeps_copies=keeps_copies,
+                copies_dtype=copies_dtype() if keeps_copies else None,
                 has_engine=has_engine,
                 gpu_memory_gib=limit,
                 device="cuda" if on_gpu else "cpu",

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
-
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
+from qlora_rl.products import Float32Products
 from qlora_rl.sync.admission import Admission, prove_base
 from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.dense import DenseSync
@@ -23,6 +22,8 @@ from qlora_rl.train.engines import EngineChoice
 from qlora_rl.train.for_all import EngineForAll, TransportForAll
 from qlora_rl.train.processes import check_common_base
 from qlora_rl.train.run import SYNCS, RunDirectory
+from qlora_rl.train.settings import autocast_dtype
+from qlora_rl.train.trained_run import products_of
 from qlora_rl.train.whole import judge_policy
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Link:
         strategy: does it.
         bridge: what TRL generates through.
         close_engine: closes it with the link; `None` where the engine is somebody else's.
+        products: the trainer's claim on products in float32, where the processor asks for it.
     """
 
     engine: RolloutEngine
@@ -49,10 +51,14 @@ class Link:
     strategy: SyncStrategy
     bridge: EngineBridge
     close_engine: Callable[[], None] | None
+    products: Float32Products
 
     def close(self) -> None:
         """Remove the versions on their way, and close the engine if it was started here."""
-        release(self.strategy, self.close_engine)
+        try:
+            release(self.strategy, self.close_engine)
+        finally:
+            self.products.close()
 
     def rollout_facts(self, run: RunDirectory | None) -> dict[str, float]:
         """What was drawn and pushed since the last call, for the step's record; the pushes also go to `run`."""
@@ -118,6 +124,7 @@ def link_policy(
         AdapterRefusedError, BaseMismatchError, CanaryError, ConfigConflictError: with the way out.
     """
     strategy = None
+    products = products_of(model, base, args)
     try:
         verdict = judge_policy(model)
         # Refuses before an engine is started that is not there yet.
@@ -130,8 +137,7 @@ def link_policy(
         plan = plan_sync(verdict, engine.capabilities(), admission.diff, sync, allow_base_mismatch=allow_base_mismatch)
         canary = None
         if canary_every and admission.is_proven:
-            autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-            canary = Canary(model, engine, every=canary_every, autocast=autocast)
+            canary = Canary(model, engine, every=canary_every, autocast=autocast_dtype(args))
             canary.calibrate()
         strategy = (
             DenseSync(model, cast(DenseEngine, engine), canary)
@@ -150,9 +156,10 @@ def link_policy(
         if args.vllm_enable_sleep_mode and not can_sleep:
             logger.warning("vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake", engine.capabilities().name)
     except BaseException:
+        products.close()
         release(strategy, choice.closer(engine))
         raise
-    return Link(engine, admission, plan, strategy, bridge, choice.closer(engine))
+    return Link(engine, admission, plan, strategy, bridge, choice.closer(engine), products)
 
 
 def _transport(name: str, sync_dir: str | os.PathLike[str] | None, engine: RolloutEngine) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from qlora_rl.train.trained_run import (
     check_optimizer,
     load_tokenizer,
     open_run,
+    products_of,
     set_adapter_dtype,
     trained_values,
 )
@@ -92,6 +94,8 @@ class OfflineTrainer(TrainedRun):
             check_optimizer(optimizers[0], self.model)
             self.make_resumable()
             show_progress(self)
+            products = products_of(self.model, self.base, args)
+            self._finalizer = weakref.finalize(self, products.close)  # also when nobody calls close()
             self._record = StepRecord(self.run)
             self.add_callback(_Recorder(self._record))
             if self.run is not None:
@@ -99,6 +103,10 @@ class OfflineTrainer(TrainedRun):
                 verdict = judge_adapter(self.model)
                 travels = {"travels_as": verdict.kind, "reasons": list(verdict.reasons)}
                 self.run.write_json(CONFIG, self._describe(adapter_dtype, {"adapter": travels}))
+
+    def close(self) -> None:
+        """Give torch its own products back, where others were made; harmless when repeated."""
+        self._finalizer()
 
     def _write_rest(self) -> None:
         self._record.flush()

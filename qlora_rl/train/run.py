@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 
 from qlora_rl.adapter.store import write_origin
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.processor import processor
 from qlora_rl.train import checkpoints
 
 logger = logging.getLogger(__name__)
@@ -290,13 +291,19 @@ class StepRecord:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Cores, memory and GPU, for the record."""
+    """Processor, cores, memory and GPU, for the record."""
     import torch
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu_cores": cores, "memory_gib": round(memory, 1), "gpu": gpu, "platform": platform.platform(terse=True)}
+    return {
+        "processor": processor().as_dict(),
+        "cpu_cores": cores,
+        "memory_gib": round(memory, 1),
+        "gpu": gpu,
+        "platform": platform.platform(terse=True),
+    }
 
 
 def describe_versions() -> dict[str, str]:

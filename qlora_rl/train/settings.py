@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from qlora_rl.advice import CORRECTION
 from qlora_rl.contracts import RolloutEngine, SamplingSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
@@ -219,3 +221,8 @@ def _is_set(args: GRPOConfig, name: str) -> bool:
         return False
     default = field.default if field.default is not MISSING else None
     return getattr(args, name) != default
+
+
+def autocast_dtype(args: Any) -> torch.dtype | None:
+    """In which dtype the trainer's products are made under autocast; `None` without it."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None

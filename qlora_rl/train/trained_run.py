@@ -14,6 +14,9 @@ from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.distributed import is_sharded, ranks
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.processor import processor
+from qlora_rl.products import Float32Products
+from qlora_rl.train import settings
 from qlora_rl.train.entry import Source, resolve_model
 from qlora_rl.train.processes import fit_for_sharding
 from qlora_rl.train.resume import Resumable
@@ -175,6 +178,14 @@ def load_tokenizer(base: PreparedBase, args: Any) -> Any:
     return AutoTokenizer.from_pretrained(
         base.path, padding_side="left", truncation_side="left", trust_remote_code=args.trust_remote_code
     )
+
+
+def products_of(model: Any, base: PreparedBase, args: Any) -> Float32Products:
+    """The claim of a trainer on the CPU: its base's dtype, and that of autocast."""
+    if next(model.parameters()).device.type != "cpu":
+        return Float32Products()
+    logger.info("the trainer runs on %s", processor())
+    return Float32Products(base.spec.dtype, settings.autocast_dtype(args) or base.spec.dtype)
 
 
 def trained_values(model: Any) -> dict[str, torch.Tensor]:

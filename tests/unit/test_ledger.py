@@ -425,7 +425,9 @@ def test_plan_as_json_holds_every_line(config_json, capsys):
     assert adapter["nbytes"] == 4 * 36 * 32 * (4096 + 4096 + 4096 + 1024)
 
 
-def test_plan_has_a_line_for_decoded_copies_and_only_on_the_cpu(config_json, capsys):
+@pytest.mark.parametrize(("products", "width"), [("native", 2), ("float32", 4)])
+def test_plan_has_a_line_for_decoded_copies_and_only_on_the_cpu(products, width, config_json, capsys, monkeypatch):
+    monkeypatch.setenv("QLORA_RL_CPU_PRODUCTS", products)
     lines = {}
     for way in ("nf4", "baked"):
         assert main(["plan", config_json, "--base-compute", way, "--json"]) == 0
@@ -434,9 +436,11 @@ def test_plan_has_a_line_for_decoded_copies_and_only_on_the_cpu(config_json, cap
     assert lines["baked"] == lines["nf4"]
     assert "CUDA and vLLM" not in lines["nf4"]
     spec, shape = QuantSpec(), read_shape(read_config(config_json))
-    assert copies == 2 * sum(o * i for n, (o, i) in shape.linears.items() if count.is_quantised(n, spec))
+    assert copies == width * sum(o * i for n, (o, i) in shape.linears.items() if count.is_quantised(n, spec))
+    assert main(["plan", config_json, "--base-compute", "nf4"]) == 0
+    assert f"QLORA_RL_CPU_PRODUCTS={products}" in capsys.readouterr().out
     with pytest.raises(ConfigConflictError, match="baked"):
-        MemoryRequest(keeps_copies=True, device="cuda")
+        MemoryRequest(copies_dtype="bfloat16", device="cuda")
 
 
 def test_plan_reads_how_a_prepared_base_is_held(tmp_path, capsys):

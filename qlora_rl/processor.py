@@ -1,0 +1,106 @@
+"""What this machine's processor multiplies fast, and what follows from it. Whoever depends on it asks `processor()`.
+
+torch hands bf16 products on a CPU to oneDNN where the processor has AVX-512 (or Arm's bf16 instructions). Elsewhere it takes a loop of its
+own, at a hundredth of the speed of float32. There both sides of a training multiply in float32 and round once
+(`qlora_rl.products`), which is also what the bf16 instructions do.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_rl.errors import ConfigConflictError
+
+SETTING = "QLORA_RL_CPU_PRODUCTS"
+CHOICES = ("auto", "native", "float32")
+
+
+@dataclass(frozen=True)
+class Processor:
+    """The processor as torch sees it.
+
+    Attributes:
+        name: of the model.
+        architecture: "x86_64", "aarch64", ...
+        torch_kernels: the instructions that torch's own kernels were chosen for: "AVX512", "AVX2", "DEFAULT", ...
+        native: 16-bit dtypes that torch multiplies with the processor's instructions.
+        setting: what `QLORA_RL_CPU_PRODUCTS` says: "auto"; "native" leaves all products to torch; "float32" takes the way of a processor
+            that has no instructions for 16 bits.
+    """
+
+    name: str
+    architecture: str
+    torch_kernels: str
+    native: tuple[str, ...]
+    setting: str = "auto"
+
+    def multiplies_in(self, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype matrices of `dtype` are multiplied fast: their own, or float32, the result rounded once."""
+        if dtype not in (torch.bfloat16, torch.float16) or self.setting == "native":
+            return dtype
+        return dtype if self.setting == "auto" and _name(dtype) in self.native else torch.float32
+
+    def __str__(self) -> str:
+        is_native = self.multiplies_in(torch.bfloat16) is torch.bfloat16
+        how = "natively" if is_native else "in float32 and rounded once"
+        why = "" if self.setting == "auto" else f" ({SETTING}={self.setting})"
+        return f"{self.name}, {self.architecture}, torch's {self.torch_kernels} kernels; bf16 products are computed {how}{why}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a run's directory."""
+        return {
+            **asdict(self),
+            "native": list(self.native),
+            "multiplies_bf16_in": _name(self.multiplies_in(torch.bfloat16)),
+        }
+
+
+def processor() -> Processor:
+    """The processor of this machine, under the setting of the environment.
+
+    Raises:
+        ConfigConflictError: `QLORA_RL_CPU_PRODUCTS` is none of "auto", "native" and "float32".
+    """
+    setting = os.environ.get(SETTING) or "auto"
+    if setting not in CHOICES:
+        raise ConfigConflictError(
+            f"reading the environment: {SETTING}={setting!r} is not one of {CHOICES}. Use 'auto'."
+        )
+    return Processor(
+        _model_name(), platform.machine(), torch.backends.cpu.get_cpu_capability(), _native_dtypes(), setting
+    )
+
+
+def copies_dtype() -> str:
+    """Torch name of the dtype in which an engine on this processor keeps dequantised copies of 4-bit weights."""
+    return _name(processor().multiplies_in(torch.bfloat16))
+
+
+def _native_dtypes() -> tuple[str, ...]:
+    """What torch's own choice of a kernel asks, for each product: is oneDNN on, and does it take the dtype on this processor?"""
+    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
+        return ()
+    asked = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return tuple(_name(dtype) for dtype, is_supported in asked.items() if is_supported())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _model_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else platform.processor() or "unknown processor"

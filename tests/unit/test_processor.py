@@ -1,0 +1,223 @@
+"""What the processor multiplies fast, and products in float32 where it does not multiply bf16."""
+
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from qlora_rl import products
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.processor import SETTING, Processor, processor
+from qlora_rl.products import Float32Products, are_replaced, torchs_own
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def slow(monkeypatch):
+    """The branch of a processor without bf16 instructions, on any."""
+    monkeypatch.setenv(SETTING, "float32")
+    assert not are_replaced()
+    yield
+    assert not are_replaced()
+
+
+def randn(*shape, seed=0, dtype=BF16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("native", "setting", "dtype", "expected"),
+    [
+        (("bfloat16",), "auto", BF16, BF16),
+        ((), "auto", BF16, torch.float32),
+        (("bfloat16",), "auto", torch.float16, torch.float32),
+        (("bfloat16", "float16"), "float32", BF16, torch.float32),
+        ((), "native", BF16, BF16),
+        ((), "auto", torch.float32, torch.float32),
+        ((), "float32", torch.float64, torch.float64),
+    ],
+)
+def test_a_dtype_without_instructions_is_multiplied_in_float32(native, setting, dtype, expected):
+    assert Processor("some", "x86_64", "AVX2", native, setting).multiplies_in(dtype) is expected
+
+
+def test_what_the_processor_is_said_to_multiply_is_what_it_multiplies_fast(monkeypatch):
+    """The question is put to torch; a stop-watch must agree, whatever this processor is."""
+    monkeypatch.setenv(SETTING, "auto")
+    a, b = randn(512, 512), randn(512, 512, dtype=torch.float32)
+
+    def seconds(x):
+        found = []
+        for _ in range(7):
+            started = time.perf_counter()
+            torch.mm(x, x)
+            found.append(time.perf_counter() - started)
+        return min(found)
+
+    is_native = processor().multiplies_in(BF16) is BF16
+    # Measured: 0.4 with AVX-512 and bf16 instructions, 60 to 100 without either.
+    assert (seconds(a) < 8 * seconds(b)) == is_native
+
+
+def test_an_unknown_setting_is_refused(monkeypatch):
+    monkeypatch.setenv(SETTING, "fast")
+    with pytest.raises(ConfigConflictError, match="QLORA_RL_CPU_PRODUCTS='fast' is not one of"):
+        processor()
+
+
+def test_the_processor_is_said_in_one_line(monkeypatch):
+    assert "in float32 and rounded once (QLORA_RL_CPU_PRODUCTS=float32)" in str(processor())
+    assert processor().as_dict()["multiplies_bf16_in"] == "float32"
+    monkeypatch.setenv(SETTING, "native")
+    assert "computed natively" in str(processor())
+    assert "\n" not in str(processor())
+
+
+# Every operator that is replaced, with factors that lie in every way.
+def _calls():
+    a, b, c = randn(5, 24), randn(24, 7, seed=1), randn(5, 7, seed=2)
+    stack, other, added = randn(3, 5, 24), randn(3, 24, 7, seed=1), randn(3, 5, 7, seed=2)
+    row, few = randn(7, seed=3), randn(2, 24)
+    yield "mm", lambda f: torch.mm(f(a), f(b))
+    yield "mm, transposed", lambda f: torch.mm(f(b).t(), f(a).t())
+    yield "mm, few rows", lambda f: torch.mm(f(few), f(b).t().contiguous().t())
+    yield "mm, no rows", lambda f: torch.mm(f(a)[:0], f(b))
+    yield "mm, nothing to sum", lambda f: torch.mm(f(a)[:, :0], f(b)[:0])
+    yield "mm, out", lambda f: torch.mm(f(a), f(b), out=f(torch.zeros(5, 9))[:, 1:8])
+    yield "mm, empty out", lambda f: torch.mm(f(a), f(b), out=f(torch.zeros(0)))
+    yield "linear with a bias", lambda f: torch.nn.functional.linear(f(stack), f(b).t(), f(row))
+    yield "addmm", lambda f: torch.addmm(f(c), f(a), f(b), beta=0.5, alpha=-2)
+    yield "addmm, beta 0", lambda f: torch.addmm(f(torch.full_like(c, torch.nan)), f(a), f(b), beta=0)
+    yield "addmm, out", lambda f: torch.addmm(f(row), f(a), f(b), out=f(torch.zeros(5, 7)))
+    yield "addmm, in place", lambda f: f(c).clone().addmm_(f(a), f(b), alpha=3)
+    yield "bmm", lambda f: torch.bmm(f(stack), f(other))
+    yield "bmm, out", lambda f: torch.bmm(f(stack), f(other), out=f(torch.zeros(3, 5, 7)))
+    yield "baddbmm", lambda f: torch.baddbmm(f(added), f(stack), f(other), beta=2)
+    yield "baddbmm, out", lambda f: torch.baddbmm(f(added), f(stack), f(other), out=f(torch.zeros(3, 5, 7)))
+    yield "baddbmm, in place", lambda f: f(added).clone().baddbmm_(f(stack), f(other))
+
+
+CALLS = dict(_calls())
+
+
+@pytest.mark.parametrize("slice_size", [2**19, 16], ids=["whole", "in slices"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_product_is_the_float32_one_rounded_once(name, slice_size, monkeypatch):
+    monkeypatch.setattr(products, "SLICE", slice_size)
+    exact = CALLS[name](lambda t: t.double())
+    with Float32Products(BF16):
+        assert are_replaced()
+        found = CALLS[name](lambda t: t.to(BF16))
+    assert found.dtype is BF16
+    assert found.shape == exact.shape
+    # The float64 result rounded once may differ by the last bit where float32 lands on the other side of a tie.
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)
+    assert torch.equal(found.isnan(), exact.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])
+def test_other_dtypes_keep_torchs_own_kernels(dtype):
+    a, b = randn(5, 24).to(dtype), randn(24, 7, seed=1).to(dtype)
+    own = torch.mm(a, b)
+    with Float32Products(BF16):
+        assert torch.equal(torch.mm(a, b), own)
+        for mixed in (
+            lambda: torch.mm(a, b.to(BF16)),
+            lambda: torch.mm(a.to(BF16), b.to(BF16), out=torch.empty(5, 7, dtype=dtype)),
+        ):
+            with pytest.raises(RuntimeError, match="dtype"):
+                mixed()
+
+
+def test_autograd_and_autocast_go_through_them():
+    x, w = randn(6, 24, dtype=torch.float32).requires_grad_(), randn(7, 24, dtype=torch.float32).requires_grad_()
+    with Float32Products(BF16), torch.autocast("cpu", BF16):
+        out = torch.nn.functional.linear(x, w)
+    assert out.dtype is BF16
+    with Float32Products(BF16):
+        out.sum().backward()
+    ones = torch.ones(6, 7, dtype=torch.float64)
+    torch.testing.assert_close(x.grad.double(), ones @ w.detach().to(BF16).double(), rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(w.grad.double(), ones.t() @ x.detach().to(BF16).double(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_of_attention_are_those_of_float32(masked):
+    inputs = [randn(1, 2, 9, 32, seed=i) for i in range(3)]
+    mask = randn(1, 1, 9, 9, seed=4) if masked else None
+
+    def gradients(dtype):
+        leaves = [t.to(dtype).clone().requires_grad_() for t in inputs]
+        how = {"attn_mask": mask.to(dtype)} if masked else {"is_causal": True}
+        scaled_dot_product_attention(*leaves, **how).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    with Float32Products(BF16):
+        found = gradients(BF16)
+    for one, other in zip(found, gradients(torch.float32), strict=True):
+        assert one.dtype is BF16
+        torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.05)
+
+
+def test_the_last_claim_that_closes_gives_the_kernels_back():
+    first, second = Float32Products(BF16), Float32Products(BF16, torch.float16)
+    first.close()
+    first.close()  # harmless
+    assert are_replaced()
+    assert set(second.dtypes) == {BF16, torch.float16}
+    with torchs_own():
+        assert not are_replaced()
+    assert are_replaced()
+    second.close()
+    assert not are_replaced()
+    with Float32Products(torch.float32):
+        assert not are_replaced()
+    with Float32Products():
+        assert not are_replaced()
+
+
+def test_nothing_is_replaced_where_the_processor_is_left_alone(monkeypatch):
+    monkeypatch.setenv(SETTING, "native")
+    with Float32Products(BF16, torch.float16):
+        assert not are_replaced()
+
+
+def test_claims_of_many_threads_leave_nothing_behind():
+    a, wrong = randn(64, 64), []
+    with Float32Products(BF16):
+        expected = a @ a
+
+    def work():
+        for _ in range(50):
+            with Float32Products(BF16):
+                if not torch.equal(a @ a, expected):
+                    wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_nothing_is_said_and_nothing_is_done_at_import():
+    code = (
+        "import warnings; warnings.simplefilter('error')\n"
+        "import torch, qlora_rl.products as p\n"
+        "assert not p.are_replaced()\n"
+        "with p.Float32Products(torch.bfloat16): torch.ones(2, 2, dtype=torch.bfloat16).mm(torch.ones(2, 2, dtype=torch.bfloat16))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warn" not in done.stderr.lower()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Float32Products(BF16):
+            pass
