@@ -53,8 +53,8 @@ class LocalEngine:
         model_impl: vLLM's own model code ("vllm"), transformers' ("transformers"), or "auto".
         trust_remote_code: let the model's own code run.
         seed: of the engine; requests carry their own.
-        base_compute: what linears multiply with on the CPU: "nf4", the codes, decoded slice by slice; "baked", 16-bit copies
-            beside them (four times their memory); "auto", what is fastest here and leaves a fifth of the memory free; "vllm",
+        base_compute: what linears multiply with on the CPU: "nf4", the codes, decoded slice by slice; "baked", dequantised copies as
+            well (four times their memory, eight times in float32); "auto", what is fastest here and leaves a fifth of the memory free; "vllm",
             its own way, for the adapter too. On a GPU "auto" measures, all else is vLLM's way. The attribute says the outcome.
         planned_memory_gib: for "auto": what the run will hold at its peak; by default what this process holds then.
         memory_limit_gib: for "auto": what it may hold; by default what others leave of the machine.
@@ -97,7 +97,7 @@ class LocalEngine:
         self._incarnation = self._repairs = 0
         self._is_broken = self._is_closed = self._is_asleep = False
         self._llm: Any = None
-        self._products: Float32Products | None = None
+        self._products = Float32Products()
         self._driver = Driver(on_failure=self._break)
         self.borrowers = Borrowers()
 
@@ -129,8 +129,6 @@ class LocalEngine:
         }
         self._repair_scales = start.is_4bit and repair_scales
         self._build()
-
-    # --- what people ask it -----------------------------------------------------------------------------------------
 
     @property
     def llm(self) -> Any:
@@ -401,8 +399,6 @@ class LocalEngine:
     ) -> None:
         self.close(force=error is not None)  # an error of the caller's must not be hidden by ours
 
-    # --- inside -----------------------------------------------------------------------------------------------------
-
     def _build(self) -> None:
         ranks = self._start.ranks
         self._products = Float32Products(*self._start.dtypes)
@@ -412,8 +408,7 @@ class LocalEngine:
             try:
                 self._llm = LLM(**self._options)
             except Exception as error:
-                self._products.close()
-                compat.trim_memory()
+                self._tear_down()
                 hint = IN_PROCESSES if ranks > 1 else ""
                 raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}{hint}") from error
         compat.started(self._llm)
@@ -438,8 +433,7 @@ class LocalEngine:
         if llm is not None:
             compat.shut_down(llm, owns_process_group=self._owns_process_group)
             del llm
-        if self._products is not None:
-            self._products.close()
+        self._products.close()
         compat.trim_memory()
 
     def _ensure_usable(self) -> None:

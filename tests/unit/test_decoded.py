@@ -51,17 +51,25 @@ def close(one, other):
     return torch.allclose(one.float(), other.float(), rtol=2**-7, atol=2**-6)
 
 
-def linear_of(weight, slice_size=2**12):
-    return DecodedLinear(weight, torch.empty(slice_size, dtype=torch.bfloat16))
+@pytest.fixture(params=["in bf16", "in float32", "in float32, by table"], autouse=True)
+def way(request, monkeypatch):
+    """How this processor, one without bf16 instructions, and one without AVX-512 either make a product."""
+    monkeypatch.setattr(decoded, "uses_avx512", lambda: "table" not in request.param)
+    return request.param
+
+
+def linear_of(weight, slice_size=2**12, way="in bf16"):
+    lifted = None if way == "in bf16" else torch.empty(slice_size)
+    return DecodedLinear(weight, torch.empty(slice_size, dtype=torch.bfloat16), lifted)
 
 
 @pytest.mark.parametrize("quant", ["nf4", "fp4"])
 @pytest.mark.parametrize("blocksize", [64, 128])
 @pytest.mark.parametrize("slice_size", [IN, 2**12, 2**20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_parts_are_multiplied_as_one(quant, blocksize, slice_size, dtype):
+def test_parts_are_multiplied_as_one(quant, blocksize, slice_size, dtype, way):
     weight = fused(quant=quant, blocksize=blocksize)
-    linear = linear_of(weight, slice_size)
+    linear = linear_of(weight, slice_size, way)
     for shape in ((1, IN), (5, IN), (2, 3, IN)):
         x, bias = torch.randn(shape).to(dtype), torch.randn(160).to(dtype)
         out = linear(LAYER, x, bias)
@@ -69,22 +77,22 @@ def test_parts_are_multiplied_as_one(quant, blocksize, slice_size, dtype):
         assert close(out, plain(weight, x) + bias)
 
 
-def test_decoded_and_baked_are_bitsandbytes_own_weights_bit_for_bit():
+def test_decoded_and_baked_are_bitsandbytes_own_weights_bit_for_bit(way):
     """Multiplied with the identity, a product is the weight itself."""
     weight = fused()
-    linear, eye = linear_of(weight), torch.eye(IN, dtype=torch.bfloat16)
+    linear, eye = linear_of(weight, way=way), torch.eye(IN, dtype=torch.bfloat16)
     wanted = plain(weight, eye)
     assert torch.equal(linear(LAYER, eye), wanted)
-    assert linear.bake(pack) == 2 * 160 * IN
+    assert linear.bake(pack) == (2 if way == "in bf16" else 4) * 160 * IN
     assert torch.equal(linear(LAYER, eye), wanted)
     linear.unbake()
     assert torch.equal(linear(LAYER, eye), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_baked_weight_takes_any_shape_and_a_bias(dtype):
+def test_a_baked_weight_takes_any_shape_and_a_bias(dtype, way):
     weight = fused()
-    linear = linear_of(weight)
+    linear = linear_of(weight, way=way)
     linear.bake(pack)
     for shape in ((5, IN), (2, 3, IN)):
         x, bias = torch.randn(shape).to(dtype), torch.randn(160).to(dtype)
@@ -93,17 +101,17 @@ def test_a_baked_weight_takes_any_shape_and_a_bias(dtype):
         assert close(out, plain(weight, x) + bias)
 
 
-def test_joining_the_scales_changes_none_of_them():
+def test_joining_the_scales_changes_none_of_them(way):
     weight, other = fused(), fused()
-    linear_of(weight)
+    linear_of(weight, way=way)
     for i, state in weight.bnb_quant_state.items():
         assert torch.equal(state.absmax, other.bnb_quant_state[i].absmax.flatten())
 
 
 @pytest.mark.parametrize("change", ["scales in place", "other scales", "codes in place", "other codes"])
-def test_what_is_changed_in_the_base_counts_from_the_next_product_on(change):
+def test_what_is_changed_in_the_base_counts_from_the_next_product_on(change, way):
     weight = fused()
-    linear, eye = linear_of(weight), torch.eye(IN, dtype=torch.bfloat16)
+    linear, eye = linear_of(weight, way=way), torch.eye(IN, dtype=torch.bfloat16)
     before = linear(LAYER, eye)
     state = weight.bnb_quant_state[1]
     if change == "scales in place":
@@ -118,9 +126,9 @@ def test_what_is_changed_in_the_base_counts_from_the_next_product_on(change):
     assert torch.equal(linear(LAYER, eye), plain(weight, eye))
 
 
-def test_a_baked_weight_follows_when_it_is_refreshed():
+def test_a_baked_weight_follows_when_it_is_refreshed(way):
     weight = fused()
-    linear, eye = linear_of(weight), torch.eye(IN, dtype=torch.bfloat16)
+    linear, eye = linear_of(weight, way=way), torch.eye(IN, dtype=torch.bfloat16)
     linear.bake(pack)
     weight.bnb_quant_state[0].absmax.mul_(1.25)
     linear.refresh()
