@@ -1,12 +1,15 @@
 """A disk that fills up in the middle of a run."""
 
+import errno
 import json
 import os
 import subprocess
 
 import pytest
+import torch
 
 from qlora_rl import RunDirectoryError
+from qlora_rl.train.run import RunDirectory
 
 
 @pytest.fixture
@@ -74,3 +77,46 @@ def test_an_adapter_that_could_not_be_saved_is_a_failed_run(make_trainer, config
         RunDirectoryError, match=r"has failed at step 1 and left no whole checkpoint .*Pass existing_run"
     ):
         make_trainer(args=config(), existing_run="resume")
+
+
+@pytest.mark.parametrize("fails", ["in save_pretrained", "before the rename"])
+def test_a_model_that_cannot_be_written_leaves_the_one_before_it(fails, model_dir, tmp_path, monkeypatch):
+    """As on a full disk: the newest state is lost, the saved one is not."""
+    from transformers import AutoModelForCausalLM
+
+    run = RunDirectory(tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    before = {p.name: p.read_bytes() for p in run.save_model(model, model_dir).iterdir()}
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1.0)
+    with monkeypatch.context() as patch:
+        if fails == "in save_pretrained":
+            patch.setattr(model, "save_pretrained", full)
+        else:
+            patch.setattr("qlora_rl.train.checkpoints.flush_all", full)
+        with pytest.raises(RunDirectoryError, match="No space left"):
+            run.save_model(model, model_dir)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run" / "model").iterdir()} == before
+    run.save_model(model, model_dir)
+    after = {p.name: p.read_bytes() for p in (tmp_path / "run" / "model").iterdir()}
+    assert after.keys() == before.keys()
+    assert after["model.safetensors"] != before["model.safetensors"]
+    assert not [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith(".") and "model" in p.name]
+
+
+def test_a_model_whose_replacement_was_killed_between_two_renames_gets_its_name_back(model_dir, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    run = RunDirectory(tmp_path / "run")
+    run.save_model(AutoModelForCausalLM.from_pretrained(model_dir), model_dir)
+    held = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    (tmp_path / "run" / "model").rename(tmp_path / "run" / ".model-old")
+    (tmp_path / "run" / ".model-new").mkdir()
+    del run
+    RunDirectory(tmp_path / "run", "continue")
+    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == held
+    assert sorted(p.name for p in (tmp_path / "run").glob(".model*")) == []

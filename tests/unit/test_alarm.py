@@ -58,6 +58,24 @@ def test_noise_raises_the_threshold_and_is_not_examined_twice():
     assert {n: d.cause for n, d in alarm.diagnoses.items()} == {2: "noise"}
 
 
+@pytest.mark.parametrize(
+    ("cause", "arguments", "most"),
+    [
+        ("noise", {}, 0.1),
+        ("dropout", {}, 0.25),
+        ("unknown", {"expected": ["top_p=0.9"]}, 0.25),
+        ("unknown", {"on_mismatch": "warn"}, 0.25),
+    ],
+)
+def test_whatever_was_normal_an_engine_that_has_nothing_to_do_with_the_policy_is_examined(cause, arguments, most):
+    """The measure is at most 0.5: a threshold near that would hear nothing."""
+    alarm, examined = alarm_that_saw(1e-3, *[0.2857] * 3, cause=cause, **arguments)
+    assert alarm.threshold == pytest.approx(most)
+    before = len(examined.limits)
+    see(alarm, 0.5)
+    assert len(examined.limits) == before + 1
+
+
 def test_a_first_batch_that_is_far_off_is_examined_before_it_calibrates():
     alarm, examined = alarm_that_saw(0.02)
     assert examined.limits == [0.01]

@@ -343,3 +343,19 @@ def test_a_directory_without_weights_is_said(model_dir, tmp_path):
     shutil.copytree(model_dir, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(BaseIncompleteError, match="holds a model's weights"):
         prepare_base(bare)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_whose_blocks_span_rows_is_refused_on_every_device(device):
+    """As on a GPU, whose kernel is right: the base would be served, and compared, on CPUs whose kernel is not."""
+    import bitsandbytes as bnb
+
+    from qlora_rl.base.quant import spec_of
+
+    layer = bnb.nn.Linear4bit(96, 8, quant_type="nf4", bias=False)
+    layer.weight = bnb.nn.Params4bit(torch.randn(8, 96), requires_grad=False, quant_type="nf4", blocksize=64)
+    model = torch.nn.Sequential(layer.to("cpu"))
+    assert model[0].weight.quant_state is not None
+    model[0].weight.data = model[0].weight.data.to(device)
+    with pytest.raises(UnsupportedQuantError, match=r"in_features=96 is no multiple of blocksize=64 at 0"):
+        spec_of(model)

@@ -623,3 +623,28 @@ def test_one_in_the_place_of_another_of_which_nobody_has_heard_is_proven_when_it
         fleet.wake()
         assert (first in fleet.live, second in fleet.live) == (True, holds == BASE)
         assert all(each.version == 3 and each.adapter == first.adapter for each in fleet.live)
+
+
+def test_a_drop_that_comes_while_another_thread_takes_it_back_is_not_forgotten(connect, replicas, monkeypatch):
+    """A thread takes the replica back; before it has noted that, another one finds it gone again."""
+    fleet = connect()
+    group = fleet._team
+    lost = group.all[1]
+    group.drop(lost, errors.EngineBrokenError("gone"))
+    proves, dropped = group._prove, []
+
+    def prove(each):
+        proves(each)
+        if not dropped:  # the proof was made; then it dies, and a rollout of another thread notices first
+            dropped.append(threading.Thread(target=group.drop, args=(each, errors.EngineBrokenError("gone again"))))
+            dropped[0].start()
+            dropped[0].join(0.5)
+
+    monkeypatch.setattr(group, "_prove", prove)
+    for entry in group._lost.values():
+        entry.next_look = 0.0
+    group._look_for_lost()
+    dropped[0].join()
+    assert not group.takes_part(lost)
+    assert group._lost[lost].reason == "gone again"
+    assert group.returns == 0
