@@ -275,11 +275,12 @@ def spec_of(model: torch.nn.Module) -> QuantSpec:
                     f"reading the model's quantisation: {name} is not quantised yet. Move the model to its device first.",
                     module=name,
                 )
-            if module.in_features % state.blocksize and module.weight.device.type == "cpu":
+            # Also where this device's kernel is right: the base may be served, and is compared, on a CPU whose kernel is not.
+            if module.in_features % state.blocksize:
                 raise UnsupportedQuantError(
                     f"reading the model's quantisation: in_features={module.in_features} is no multiple of "
-                    f"blocksize={state.blocksize} at {name}: blocks span rows, and bitsandbytes' CPU kernel takes the wrong "
-                    "scales for them. Leave the module out of the quantisation (llm_int8_skip_modules).",
+                    f"blocksize={state.blocksize} at {name}: blocks span rows, and bitsandbytes' CPU kernel with AVX-512 takes the "
+                    "wrong scales for them. Leave the module out of the quantisation (llm_int8_skip_modules).",
                     module=name,
                 )
             found.setdefault((state.quant_type, state.nested, state.blocksize), name)

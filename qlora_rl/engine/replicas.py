@@ -180,6 +180,7 @@ class Replicas:
         self.changing = threading.RLock()
         self.is_closed = False
         self._lost: dict[Replica, _Lost] = {}
+        self._losing = threading.Lock()  # held where `_lost` changes
         self._left_alone: list[Future[Any]] = []  # of calls that were interrupted
         self._overdue: dict[Replica, list[Future[Any]]] = {}  # asked of a replica that was dropped before it answered
 
@@ -311,7 +312,8 @@ class Replicas:
 
     def drop(self, each: Replica, fault: BaseException) -> None:
         """It takes no part from now on."""
-        self._lost[each] = _Lost(str(fault), time.monotonic() + _LOOK_AGAIN_S, _LOOK_AGAIN_S)
+        with self._losing:
+            self._lost[each] = _Lost(str(fault), time.monotonic() + _LOOK_AGAIN_S, _LOOK_AGAIN_S)
         logger.warning("%s is dropped, %d replicas are left: %s", each.url, len(self.live), fault)
 
     def _look_for_lost(self) -> None:
@@ -321,8 +323,8 @@ class Replicas:
             return
         try:
             for each in due:
-                if each in self._lost:
-                    self._take_back(each, self._lost[each])
+                if lost := self._lost.get(each):
+                    self._take_back(each, lost)
         finally:
             self.changing.release()
 
@@ -339,13 +341,16 @@ class Replicas:
             reason = str(error)
             if reason != lost.reason:
                 logger.warning("%s is not taken back: %s", each.url, error)
-        if not is_proven:
-            pause = min(_LOOK_SELDOM_S, 2 * max(lost.pause_s, time.monotonic() - started))
-            self._lost[each] = _Lost(reason, time.monotonic() + pause, pause)
-            return
-        self._overdue.pop(each, None)
-        self.returns += 1
-        del self._lost[each]
+        with self._losing:
+            if self._lost.get(each) is not lost:  # dropped once more by another thread, after what was proven here
+                return
+            if not is_proven:
+                pause = min(_LOOK_SELDOM_S, 2 * max(lost.pause_s, time.monotonic() - started))
+                self._lost[each] = _Lost(reason, time.monotonic() + pause, pause)
+                return
+            del self._lost[each]
+            self._overdue.pop(each, None)
+            self.returns += 1
         logger.warning("%s is back: its base is proven and it holds version %d", each.url, each.version)
 
 

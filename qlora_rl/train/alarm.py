@@ -34,6 +34,8 @@ _BOUNDS = {
     "float32": {"least": 1e-6, "usual": 1e-4, "most": 0.01},
     "16 bit": {"least": 1e-3, "usual": 0.01, "most": 0.1},
 }
+# Nor does any threshold, whatever is known to differ: the measure is at most 0.5, and an engine that has nothing to do with the policy must stand out.
+_AUDIBLE = 0.25
 # The first batch, times this, is the threshold; noise that was examined, times the other.
 _FACTOR, _RAISED = 3.0, 2.0
 # Sequences, and tokens of each, that are scored anew.
@@ -194,10 +196,9 @@ class MismatchAlarm:
         else:
             log = logger.info if is_noise else logger.warning
             log("%s%s", said, f" (expected: {', '.join(self.expected)})" if self.expected else "")
-        # What is not understood must not raise it without end.
-        raised = _RAISED * distance
-        is_known = bool(self.expected) or is_noise or self.on_mismatch == "warn"
-        self.threshold = max(limit, raised if is_known else min(raised, self._bounds["most"]))
+        is_known = bool(self.expected) or found.cause == "dropout" or self.on_mismatch == "warn"
+        most = _AUDIBLE if is_known else self._bounds["most"]
+        self.threshold = max(limit, min(_RAISED * distance, most))
         return found
 
     def _stop(self, said: str, found: Diagnosis) -> None:

@@ -78,11 +78,13 @@ class RunDirectory:
             self._overwrites = True  # lines of steps that will be done again
 
     def _tidy(self) -> None:
-        """After a kill: the adapter that was being replaced gets its name back, what is half written goes."""
+        """After a kill: the adapter or model that was being replaced gets its name back, what is half written goes."""
         drawn = f"{_STAGING}{'?' * 8}"
         for old in self.path.glob(f"{drawn}-old"):
             if not (self.path / ADAPTER).exists():
                 os.rename(old, self.path / ADAPTER)
+        if (old := self.path / _MODELS[1]).exists() and not (self.path / MODEL).exists():
+            os.rename(old, self.path / MODEL)
         for hidden in (drawn, f"{drawn}-old", *_MODELS):
             for directory in self.path.glob(hidden):
                 shutil.rmtree(directory, ignore_errors=True)
@@ -228,7 +230,7 @@ class RunDirectory:
         return target
 
     def save_model(self, model: Any, base: Path, weights: Mapping[str, Any] | None = None) -> Path:
-        """Save a model that was trained itself to `model/`, with the tokenizer of its base; an older one goes first.
+        """Save a model that was trained itself to `model/`, with the tokenizer of its base; the one before it stays until this one is whole.
 
         Args:
             model: of transformers.
@@ -239,19 +241,22 @@ class RunDirectory:
         try:
             for directory in (staging, old):
                 shutil.rmtree(directory, ignore_errors=True)
-            if target.exists():
-                os.rename(target, old)  # no part of it keeps the name
-                shutil.rmtree(old, ignore_errors=True)
             model.save_pretrained(staging, **({} if weights is None else {"state_dict": dict(weights)}))
             for file in (*base.glob("*token*"), *base.glob("*.jinja"), *base.glob("vocab*"), *base.glob("merges*")):
                 if file.is_file():
                     shutil.copy(file, staging / file.name)
             checkpoints.flush_all(staging)
+            if target.exists():
+                os.rename(target, old)
             os.rename(staging, target)
             checkpoints.flush(self.path)
         except Exception as error:
-            shutil.rmtree(staging, ignore_errors=True)
             raise _unwritable(target, error) from error
+        finally:
+            if not target.exists() and old.exists():
+                os.rename(old, target)
+            for directory in (staging, old):
+                shutil.rmtree(directory, ignore_errors=True)
         return target
 
 

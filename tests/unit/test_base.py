@@ -355,7 +355,9 @@ def test_a_model_whose_blocks_span_rows_is_refused_on_every_device(device):
     layer = bnb.nn.Linear4bit(96, 8, quant_type="nf4", bias=False)
     layer.weight = bnb.nn.Params4bit(torch.randn(8, 96), requires_grad=False, quant_type="nf4", blocksize=64)
     model = torch.nn.Sequential(layer.to("cpu"))
-    assert model[0].weight.quant_state is not None
-    model[0].weight.data = model[0].weight.data.to(device)
+    state = model[0].weight.quant_state
+    codes = model[0].weight.data.to(device)
+    model[0].weight = bnb.nn.Params4bit(codes, requires_grad=False, quant_state=state, bnb_quantized=True)
+    assert (model[0].weight.device.type, model[0].weight.quant_state) == (device, state)
     with pytest.raises(UnsupportedQuantError, match=r"in_features=96 is no multiple of blocksize=64 at 0"):
         spec_of(model)
