@@ -35,11 +35,12 @@ def make(base, tmp_path):
         trainer, config, rows = KINDS[kind]
         tiny = tiny_training(output_dir=str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=8)
         usual = {
+            "args": config(**tiny | (fields or {})),
             "model": base,
             "train_dataset": rows,
             "peft_config": LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
         }
-        return trainer(**usual | arguments, args=config(**tiny | (fields or {})))
+        return trainer(**usual | arguments)
 
     return build
 
@@ -162,3 +163,20 @@ def test_sft_takes_conversations_and_evaluates(make, tmp_path):
     trainer = make("sft", train_dataset=chats, eval_dataset=chats)
     trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_sft_takes_transformers_own_arguments_as_trl_does(make, tmp_path):
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(str(tmp_path / "plain"), max_steps=1, use_cpu=True, report_to=[], learning_rate=0.5)
+    trainer = make("sft", args=args)
+    trainer.train()
+    assert (trainer.args.learning_rate, trainer.state.global_step) == (0.5, 1)
+    assert type(trainer.args).__name__ == "SFTConfig"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_is_sent_to_an_argument_that_the_trainer_does_not_take(kind, make):
+    with pytest.raises(ConfigConflictError, match="peft_config=LoraConfig") as caught:
+        make(kind, peft_config=None)
+    assert "sync=" not in str(caught.value)

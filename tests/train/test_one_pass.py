@@ -155,6 +155,21 @@ def test_a_batch_of_several_steps_is_scored_when_it_is_drawn(fields, make_traine
     assert "sampling/importance_sampling_ratio/mean" in trainer.state.log_history[0]
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_with_dropout_the_ratio_is_that_of_two_masks_as_in_trl(dropout, make_trainer, config):
+    """TRL's two passes have a mask each, so its ratio is not 1; one pass would make it so."""
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=["q_proj", "down_proj"])
+    trainer = make_trainer(args=config(max_steps=2), peft_config=lora)
+    passes = []
+    trainer.model.get_base_model().model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    trainer.train()
+    scored = sum(not grad for grad in passes)
+    assert trainer._scores_once() == (dropout == 0)
+    assert bool(scored) == bool(dropout)
+
+
 @pytest.mark.parametrize("name", ["_compute_loss", "compute_loss"])
 def test_a_loss_of_the_users_own_finds_what_trl_gives_it(name, base, engine, plain, config, lora):
     seen = []
