@@ -56,6 +56,7 @@ def resolve_model(
     processing_class: Any,
     is_whole: bool = False,
     refers: bool | None = None,
+    takes_sync: bool = True,
 ) -> Source:
     """Check what was passed, and find or make its prepared base; nothing is loaded for training yet.
 
@@ -66,6 +67,7 @@ def resolve_model(
         peft_config: the adapter to make; required unless `model` is a PeftModel.
         processing_class: stored with a base that is made from a model object.
         is_whole: the base itself is trained (`train.whole`).
+        takes_sync: the trainer has that argument, and so a way to train all weights.
         refers: TRL makes a frozen copy of a PeftModel's adapter, to refer to; by default where `args.beta` is not 0.
 
     Raises:
@@ -82,8 +84,8 @@ def resolve_model(
     if not is_peft and peft_config is None and not is_whole:
         raise ConfigConflictError(
             "reading the model: peft_config=None and the model carries no adapter; a 4-bit base itself cannot be trained. Pass "
-            "peft_config=LoraConfig(r=16, target_modules='all-linear'); or, to train all weights of a base that is not 4-bit, "
-            "sync='weights'."
+            "peft_config=LoraConfig(r=16, target_modules='all-linear')"
+            + ("; or, to train all weights of a base that is not 4-bit, sync='weights'." if takes_sync else ".")
         )
     start = getattr(peft_config, "init_lora_weights", None)
     if isinstance(start, str) and start.lower().startswith(BASE_CHANGING_INITS):

@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from qlora_rl.adapter.verdict import judge_adapter
@@ -70,6 +70,7 @@ class OfflineTrainer(TrainedRun):
                 quantization_config=quantization_config,
                 peft_config=peft_config,
                 processing_class=processing_class,
+                takes_sync=False,
             )
             loaded = source.load()
             check_base(loaded, self.base.path)
@@ -179,7 +180,7 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
     def __init__(
         self,
         model: Any,
-        args: SFTConfig | None = None,
+        args: SFTConfig | TrainingArguments | None = None,
         data_collator: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -199,7 +200,7 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
     ):
         self.set_up(
             model,
-            args if args is not None else SFTConfig("qlora-sft"),
+            _sft_config(args),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -216,6 +217,15 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             formatting_func=formatting_func,
         )
+
+
+def _sft_config(args: SFTConfig | TrainingArguments | None) -> SFTConfig:
+    """Transformers' own arguments as TRL's, which has more; only SFT takes them."""
+    if args is None:
+        return SFTConfig("qlora-sft")
+    if isinstance(args, SFTConfig):
+        return args
+    return SFTConfig(**args.to_dict() | {"hub_token": args.hub_token})  # to_dict hides the token
 
 
 class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):

@@ -50,6 +50,8 @@ class OnePass:
             # It may score by itself, when it draws.
             and self.rollout_func is None
             and self._is_trls_own()
+            # TRL's two passes have a mask each: its ratio is not 1, and one pass would train on another objective.
+            and not any(isinstance(each, torch.nn.Dropout) and each.p > 0 for each in self.model.modules())
         )
 
     def _is_trls_own(self) -> bool:
