@@ -22,8 +22,8 @@ from qlora_rl.processor import processor
 
 # Entries of a weight that are lifted at a time: 2 MiB in float32, which the product reads out of the cache.
 SLICE = 2**19
-# With so few rows torch's own loop reads the 16-bit weight once and nothing is lifted.
-FEW_ROWS = 2
+# Rows for each thread that MKL adds up alike, whatever their number; one to three rows alone it adds up in another order.
+ROWS_ALIKE = 4
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _lock = threading.Lock()
@@ -68,6 +68,14 @@ class Float32Products:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def lifted_rows(x_TI: torch.Tensor) -> torch.Tensor:
+    """The rows in float32, and zeros below them, so that the result of each row does not depend on how many there are."""
+    step = ROWS_ALIKE * torch.get_num_threads()
+    lifted = torch.zeros(-(-len(x_TI) // step) * step, x_TI.shape[1])
+    lifted[: len(x_TI)] = x_TI
+    return lifted
 
 
 def are_replaced() -> bool:
@@ -132,18 +140,17 @@ def _call(name: str, *arguments: Any, **named: Any) -> Any:
 
 
 def _product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    """The product in float32 (with few rows in the dtype of the factors, which is rounded once too); no sum is split."""
+    """The product in float32; no sum is split."""
     rows, columns = a_MK.shape[0], b_KN.shape[1]
-    if rows <= FEW_ROWS and b_KN.stride(0) == 1:
-        return _call("mm", a_MK, b_KN)
+    a_MK = lifted_rows(a_MK)
     if b_KN.numel() <= 2 * SLICE:
-        return _call("mm", a_MK.float(), b_KN.float())
-    a_MK, product_MN = a_MK.float(), torch.empty(rows, columns)
+        return _call("mm", a_MK, b_KN.float())[:rows]
+    product_MN = torch.empty(len(a_MK), columns)
     step = max(1, SLICE // b_KN.shape[0])
     for first in range(0, columns, step):
         part = slice(first, first + step)
         _call("mm.out", a_MK, b_KN[:, part].float(), out=product_MN[:, part])
-    return product_MN
+    return product_MN[:rows]
 
 
 def _products(a_BMK: torch.Tensor, b_BKN: torch.Tensor) -> torch.Tensor:

@@ -121,6 +121,22 @@ def test_a_product_is_the_float32_one_rounded_once(name, slice_size, monkeypatch
     assert torch.equal(found.isnan(), exact.isnan())
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 256), (768, 96)])
+def test_a_row_gives_the_same_bits_in_any_company(inputs, outputs, threads):
+    """So rollouts do not depend on which sequences are sampled together, nor on how replicas share them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, w = randn(130, inputs), randn(outputs, inputs, seed=1)
+        with Float32Products(BF16):
+            whole = torch.nn.functional.linear(x, w)
+            for rows in (*range(1, 20), 31, 33, 64, 100):
+                assert torch.equal(torch.nn.functional.linear(x[:rows], w), whole[:rows]), rows
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])
 def test_other_dtypes_keep_torchs_own_kernels(dtype):
     a, b = randn(5, 24).to(dtype), randn(24, 7, seed=1).to(dtype)
