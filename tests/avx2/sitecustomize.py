@@ -81,11 +81,16 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    """Finds as others do, as often as it is asked: who looks whether there is a torch does not load it."""
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name not in _TOLD:
             return None
-        tell = _TOLD.pop(name)
-        spec = importlib.util.find_spec(name)
+        tell = _TOLD.pop(name)  # while the others are asked
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            _TOLD[name] = tell
         if spec is not None:
             spec.loader = _Loader(spec.loader, tell)
         return spec
