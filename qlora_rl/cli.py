@@ -38,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Some commands have codes of their own beside these (`qlora_rl/commands/codes.py`).
     """
-    arguments = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    # argparse takes a positional that may be empty before it has seen the options in front of the --.
+    end = given.index("--") if given[:1] == ["serve"] and "--" in given else len(given)
+    arguments = _parser().parse_args(given[:end])
+    if end < len(given):
+        arguments.vllm_options = given[end + 1 :]
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     # It warns, at every start on a CPU, of an optional kernel that is not installed.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

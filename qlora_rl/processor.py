@@ -102,5 +102,10 @@ def _model_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return found[0] if found else platform.processor() or "unknown processor"
+    found: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    # Arm's have no name there, but numbers.
+    parts = [f"{part} {found[f'CPU {part}']}" for part in ("implementer", "part", "variant") if f"CPU {part}" in found]
+    return found.get("model name") or ", ".join(parts) or platform.processor() or "unknown processor"

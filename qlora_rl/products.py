@@ -1,9 +1,11 @@
 """Products of 16-bit matrices on a processor without instructions for them: in float32, the result rounded once.
 
-While a `Float32Products` is open, torch's CPU kernels of `mm`, `addmm`, `bmm`, `baddbmm` and of the backward pass of its attention are
-replaced for its dtypes. Nothing is replaced at import, nor where the processor is fast. Autograd and autocast lie above and notice nothing.
+With the first `Float32Products` torch's CPU kernels of `mm`, `addmm`, `addmv`, `bmm`, `baddbmm` and of the backward pass of its attention
+are replaced, for the life of the process: a kernel that is taken away while another thread computes with it is a crash. While no claim is
+open the replacements call torch's own. Nothing is replaced at import, nor where the processor is fast. Autograd and autocast lie above and
+notice nothing.
 
-Letters: M and N rows and columns of a result, K what is summed over.
+Letters: B batch, M and N rows and columns of a result, K what is summed over.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -20,22 +21,30 @@ import torch
 
 from qlora_rl.processor import processor
 
-# Entries of a weight that are lifted at a time: 2 MiB in float32, which the product reads out of the cache.
+# Entries of a right factor that are lifted at a time: 2 MiB in float32, which the product reads out of the cache.
 SLICE = 2**19
+# Entries of a left factor that are lifted at a time (4 MiB), and the fewest rows, so that lifting the right factor anew costs little.
+LEFT_SLICE = 2**20
+FEWEST_ROWS = 256
 # Rows for each thread that MKL adds up alike, whatever their number; one to three rows alone it adds up in another order.
 ROWS_ALIKE = 4
+# With more threads than this, rows are not padded further: a single row would cost as much as hundreds.
+THREADS_ALIKE = 8
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_lock = threading.Lock()
-# How many claims there are on a dtype.
-_claims: Counter[torch.dtype] = Counter()
+# Open claims on each dtype, and reasons to let torch compute all the same. Sets, because a claim may be closed by the garbage collector in
+# the middle of anything: adding and discarding need no lock.
+_claims: dict[torch.dtype, set[object]] = {torch.bfloat16: set(), torch.float16: set()}
+_suspended: set[object] = set()
+_NONE: frozenset[object] = frozenset()
+_registration = threading.Lock()
 _library: torch.library.Library | None = None
 # torch's own, by name; looked up before they are replaced.
 _own: dict[str, Any] = {}
 
 
 class Float32Products:
-    """A claim on products in float32; when the last one is closed torch has its own kernels back.
+    """A claim on products in float32; when the last one is closed torch computes with its own kernels again.
 
     Args:
         dtypes: of the matrices. For those that the processor multiplies natively nothing is done.
@@ -50,16 +59,16 @@ class Float32Products:
     def __init__(self, *dtypes: torch.dtype) -> None:
         here = processor()
         self.dtypes = tuple(dtype for dtype in set(dtypes) if here.multiplies_in(dtype) != dtype)
-        with _lock:
-            _claims.update(self.dtypes)
-            _settle()
+        if self.dtypes:
+            _replace()
+        for dtype in self.dtypes:
+            _claims[dtype].add(self)
 
     def close(self) -> None:
         """Give the claim up; harmless when repeated."""
-        with _lock:
-            _claims.subtract(self.dtypes)
-            self.dtypes = ()
-            _settle()
+        dtypes, self.dtypes = self.dtypes, ()
+        for dtype in dtypes:
+            _claims[dtype].discard(self)
 
     def __enter__(self) -> Float32Products:
         return self
@@ -70,65 +79,51 @@ class Float32Products:
         self.close()
 
 
-def lifted_rows(x_TI: torch.Tensor) -> torch.Tensor:
+def lifted_rows(x_MK: torch.Tensor) -> torch.Tensor:
     """The rows in float32, and zeros below them, so that the result of each row does not depend on how many there are."""
-    step = ROWS_ALIKE * torch.get_num_threads()
-    lifted = torch.zeros(-(-len(x_TI) // step) * step, x_TI.shape[1])
-    lifted[: len(x_TI)] = x_TI
+    step = ROWS_ALIKE * min(torch.get_num_threads(), THREADS_ALIKE)
+    lifted = x_MK.new_zeros(-(-len(x_MK) // step) * step, x_MK.shape[1], dtype=torch.float32)
+    lifted[: len(x_MK)] = x_MK
     return lifted
 
 
 def are_replaced() -> bool:
-    """torch's kernels are replaced at the moment."""
-    return _library is not None
+    """Some dtype is multiplied in float32 at the moment."""
+    return not _suspended and any(_claims.values())
 
 
 @contextlib.contextmanager
 def torchs_own() -> Iterator[None]:
     """torch's own kernels whatever is claimed, for measuring what others do; for all threads of the process."""
-    with _lock:
-        _restore()
+    reason = object()
+    _suspended.add(reason)
     try:
         yield
     finally:
-        with _lock:
-            _settle()
-
-
-def _settle() -> None:
-    if not any(_claims.values()):
-        _restore()
-    elif _library is None:
-        _replace()
+        _suspended.discard(reason)
 
 
 def _replace() -> None:
     global _library
-    for name in _REPLACEMENTS:
-        _own[name] = torch.library.get_kernel(f"aten::{name}", "CPU")
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of the first kernel that is replaced
-        for name, replacement in _REPLACEMENTS.items():
-            library.impl(name, _chosen(name, replacement), "CPU", with_keyset=True)
-    _library = library
+    with _registration:
+        if _library is not None:
+            return
+        for name in _REPLACEMENTS:
+            _own[name] = torch.library.get_kernel(f"aten::{name}", "CPU")
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of the first kernel that is replaced
+            for name, (fits, replacement) in _REPLACEMENTS.items():
+                library.impl(name, _chosen(_own[name].call_boxed, fits, replacement), "CPU", with_keyset=True)
+        _library = library
 
 
-def _restore() -> None:
-    global _library
-    if _library is not None:
-        _library._destroy()
-        _library = None
-
-
-def _chosen(name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of an operator: ours where all matrices have one dtype that is claimed, torch's own (and its errors) elsewhere."""
-    own = _own[name].call_boxed
-    matrices = slice(3 if "add" in name else 2)
+def _chosen(own: Callable[..., Any], fits: Callable[..., bool], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of an operator: ours for what fits and has one dtype that is claimed; torch's own, and its errors, elsewhere."""
 
     def kernel(keys: Any, *given: Any, **named: Any) -> Any:
-        dtype = given[0].dtype
-        if _claims[dtype] and all(x.dtype is dtype for x in (*given[matrices], named.get("out", given[0]))):
+        is_claimed = _claims.get(given[0].dtype, _NONE) and not _suspended
+        if is_claimed and fits(*given, **named):
             return replacement(*given, **named)
         return own(keys, *given, **named)
 
@@ -139,29 +134,58 @@ def _call(name: str, *arguments: Any, **named: Any) -> Any:
     return _own[name].call_boxed(_CPU, *arguments, **named)
 
 
-def _product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    """The product in float32; no sum is split."""
-    rows, columns = a_MK.shape[0], b_KN.shape[1]
-    a_MK = lifted_rows(a_MK)
-    if b_KN.numel() <= 2 * SLICE:
-        return _call("mm", a_MK, b_KN.float())[:rows]
-    product_MN = torch.empty(len(a_MK), columns)
-    step = max(1, SLICE // b_KN.shape[0])
-    for first in range(0, columns, step):
-        part = slice(first, first + step)
-        _call("mm.out", a_MK, b_KN[:, part].float(), out=product_MN[:, part])
-    return product_MN[:rows]
+def _product(
+    a_MK: torch.Tensor, b_KN: torch.Tensor, added_MN: torch.Tensor | None, beta: float, alpha: float
+) -> torch.Tensor:
+    """The product, plus something, rounded; no sum is split."""
+    (rows, inner), columns = a_MK.shape, b_KN.shape[1]
+    height = max(FEWEST_ROWS, LEFT_SLICE // max(1, inner))
+    width = max(1, columns if b_KN.numel() <= 2 * SLICE else SLICE // inner)
+    out_MN = a_MK.new_empty(rows, columns)
+    for top in range(0, rows, height):
+        lines = slice(top, top + height)
+        lifted = lifted_rows(a_MK[lines])
+        for left in range(0, columns, width):
+            part = (lines, slice(left, left + width))
+            product = _call("mm", lifted, b_KN[:, part[1]].float())[: rows - top][:height]
+            out_MN[part] = _plus(product, None if added_MN is None else added_MN[part], beta, alpha)
+    return out_MN
 
 
-def _products(a_BMK: torch.Tensor, b_BKN: torch.Tensor) -> torch.Tensor:
-    return _call("bmm", a_BMK.float(), b_BKN.float())
+def _products(
+    a_BMK: torch.Tensor, b_BKN: torch.Tensor, added_BMN: torch.Tensor | None, beta: float, alpha: float
+) -> torch.Tensor:
+    """As `_product`, for each matrix of a batch."""
+    (batch, rows, inner), columns = a_BMK.shape, b_BKN.shape[2]
+    count = max(1, LEFT_SLICE // max(1, rows * inner, inner * columns, rows * columns))
+    out_BMN = a_BMK.new_empty(batch, rows, columns)
+    for first in range(0, batch, count):
+        part = slice(first, first + count)
+        product = _call("bmm", a_BMK[part].float(), b_BKN[part].float())
+        out_BMN[part] = _plus(product, None if added_BMN is None else added_BMN[part], beta, alpha)
+    return out_BMN
 
 
-def _plus(added: torch.Tensor, product: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
-    product = product.float()
+def _plus(product: torch.Tensor, added: torch.Tensor | None, beta: float, alpha: float) -> torch.Tensor:
     if alpha != 1:
         product *= alpha
-    return product if beta == 0 else product.add_(added, alpha=beta)
+    return product if added is None else product.add_(added, alpha=beta)
+
+
+def _shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
+    return (*a.shape[:-1], *b.shape[a.dim() - 1 :])
+
+
+def _sum(
+    c: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """beta * c + alpha * a @ b, in the dtype of a; a [M, K] with b [K, N] or [K], or a [B, M, K] with b [B, K, N]."""
+    c = None if c is None or beta == 0 else c.expand(_shape(a, b))
+    if a.dim() == 3:
+        return _products(a, b, c, beta, alpha)
+    if b.dim() == 2:
+        return _product(a, b, c, beta, alpha)
+    return _product(a, b[:, None], None if c is None else c[:, None], beta, alpha)[:, 0]
 
 
 def _write(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -170,52 +194,62 @@ def _write(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     return out.copy_(result)
 
 
-def _of_two(product: Callable[..., torch.Tensor]) -> tuple[Callable[..., Any], ...]:
-    """Forms of an operator with two factors: that makes its result, and that is given the place for it."""
+def _forms(name: str, dims: tuple[int, int], *, adds: bool) -> dict[str, Any]:
+    """The forms of an operator: that makes its result, that is given the place for it, and, where it adds, that changes what is added to."""
 
-    def made(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return product(a, b).to(a.dtype)
+    summed = dims[0] - 2  # the dimension of the right factor, after those of the batch
 
-    def written(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        return _write(out, product(a, b))
+    def fits(*given: torch.Tensor, out: torch.Tensor | None = None, beta: float = 1, alpha: float = 1) -> bool:
+        a, b = given[-2:]
+        if any(x.dtype is not a.dtype for x in (*given, a if out is None else out)) or (a.dim(), b.dim()) != dims:
+            return False
+        if a.shape[-1] != b.shape[summed] or a.shape[:summed] != b.shape[:summed]:
+            return False
+        return not adds or _can_expand(given[0], _shape(a, b))
 
-    return made, written
+    def fits_in_place(*given: torch.Tensor, **scales: float) -> bool:
+        return fits(*given, **scales) and given[0].shape == _shape(*given[1:])
 
+    def made(*given: torch.Tensor, **scales: float) -> torch.Tensor:
+        return _sum(*given, **scales) if adds else _sum(None, *given)
 
-def _of_three(product: Callable[..., torch.Tensor]) -> tuple[Callable[..., Any], ...]:
-    """Forms of an operator that adds a product to something: a new result, a given place, and in place."""
+    def written(*given: torch.Tensor, out: torch.Tensor, **scales: float) -> torch.Tensor:
+        return _write(out, made(*given, **scales))
 
-    def made(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-        return _plus(c, product(a, b), beta, alpha).to(a.dtype)
+    def in_place(*given: torch.Tensor, **scales: float) -> torch.Tensor:
+        return given[0].copy_(made(*given, **scales))
 
-    def written(
-        c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1, out: torch.Tensor
-    ) -> torch.Tensor:
-        return _write(out, _plus(c, product(a, b), beta, alpha))
-
-    def in_place(
-        c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
-    ) -> torch.Tensor:
-        return c.copy_(_plus(c, product(a, b), beta, alpha))
-
-    return made, written, in_place
+    forms = {name: (fits, made), f"{name}.out": (fits, written)}
+    return forms | {f"{name}_": (fits_in_place, in_place)} if adds else forms
 
 
-def _attention_backward(*arguments: Any, attn_mask: torch.Tensor | None = None, scale: float | None = None) -> Any:
+def _can_expand(x: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    sizes = zip(reversed(x.shape), reversed(shape), strict=False)
+    return x.dim() <= len(shape) and all(size in (1, wanted) for size, wanted in sizes)
+
+
+def _attention_backward(*given: Any, attn_mask: torch.Tensor | None = None, scale: float | None = None) -> Any:
     """Gradients of query, key and value; torch's own kernel in float32."""
-    dtype = arguments[0].dtype
-    lifted = [value.float() if isinstance(value, torch.Tensor) else value for value in arguments]
+    dtype = given[0].dtype
+    lifted = [value.float() if isinstance(value, torch.Tensor) else value for value in given]
     if attn_mask is not None and attn_mask.dtype == dtype:
         attn_mask = attn_mask.float()
     found = _call(_ATTENTION_BACKWARD, *lifted, attn_mask=attn_mask, scale=scale)
     return tuple(gradient.to(dtype) for gradient in found)
 
 
+def _attends(*given: Any, **named: Any) -> bool:
+    gradient, query, key, value, out = given[:5]
+    return len({x.dtype for x in (gradient, query, key, value, out)}) == 1
+
+
 _ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
-_REPLACEMENTS: dict[str, Callable[..., Any]] = {
-    **dict(zip(("mm", "mm.out"), _of_two(_product), strict=True)),
-    **dict(zip(("bmm", "bmm.out"), _of_two(_products), strict=True)),
-    **dict(zip(("addmm", "addmm.out", "addmm_"), _of_three(_product), strict=True)),
-    **dict(zip(("baddbmm", "baddbmm.out", "baddbmm_"), _of_three(_products), strict=True)),
-    _ATTENTION_BACKWARD: _attention_backward,
+# By operator: whether what it is given is ours to compute, and how.
+_REPLACEMENTS: dict[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
+    **_forms("mm", (2, 2), adds=False),
+    **_forms("addmm", (2, 2), adds=True),
+    **_forms("addmv", (2, 1), adds=True),
+    **_forms("bmm", (3, 3), adds=False),
+    **_forms("baddbmm", (3, 3), adds=True),
+    _ATTENTION_BACKWARD: (_attends, _attention_backward),
 }

@@ -12,9 +12,10 @@ def add(commands: Any) -> None:
     serve = commands.add_parser(
         "serve",
         help="a vLLM server on a base, LoRA on, locked down",
+        usage="%(prog)s [-h] [OPTION ...] BASE [-- VLLM_OPTION ...]",
         epilog="What follows -- goes to vLLM's own server.",
     )
-    serve.add_argument("base", type=Path, help="directory made by `prepare`")
+    serve.add_argument("base", type=Path, metavar="BASE", help="directory made by `prepare`")
     serve.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
     serve.add_argument("--port", type=int, default=8000, help="to listen on; 0 takes a free one (default: %(default)s)")
     serve.add_argument(
@@ -46,7 +47,6 @@ def add(commands: Any) -> None:
         "--max-body-mib", type=float, metavar="MIB", help="largest request (default: by the largest adapter)"
     )
     serve.add_argument("--ready-file", type=Path, metavar="F", help="is written, as JSON, when the server answers")
-    serve.add_argument("vllm_options", nargs="*", metavar="-- OPTION", help="of vLLM's own server")
     serve.set_defaults(run=run)
 
 

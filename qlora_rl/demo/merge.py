@@ -32,8 +32,12 @@ class MergingTrainer(MeasuredSteps, GRPOTrainer):
 
         # Not TRL's: without them a step of the demo takes a quarter of a minute on a processor without bf16 instructions.
         self._products = Float32Products(torch.bfloat16)
-        with engine_environment():
-            super().__init__(**arguments)
+        try:
+            with engine_environment():
+                super().__init__(**arguments)
+        except BaseException:
+            self._products.close()
+            raise
         compat.started(self.vllm_generation.llm)
         self.run = run
         self.measure_into(run)
@@ -72,11 +76,11 @@ class MergingTrainer(MeasuredSteps, GRPOTrainer):
         """Stop the vLLM that TRL has no way to stop."""
         from qlora_rl.engine import compat
 
+        self._products.close()
         llm, self.vllm_generation.llm = self.vllm_generation.llm, None
         if llm is not None:
             compat.shut_down(llm, owns_process_group=True)
             compat.trim_memory()
-        self._products.close()
 
 
 @contextlib.contextmanager

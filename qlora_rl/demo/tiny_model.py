@@ -77,7 +77,8 @@ class Recipe:
         import torch
 
         text = [(p.prompt, p.answer, p.careless_answer) for p in problems("pretraining")]
-        adds = [torch.__version__, torch.get_num_threads(), processor().as_dict()]
+        told = [os.environ.get(name) for name in ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")]
+        adds = [torch.__version__, torch.get_num_threads(), processor().as_dict(), told]
         content = json.dumps([asdict(self), text, adds], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 

@@ -145,7 +145,7 @@ def _decoded(model: torch.nn.Module, left: dict[str, str]) -> tuple[list[Decoded
         if buffer is None:
             is_native = processor().multiplies_in(torch.bfloat16) is torch.bfloat16
             buffer = torch.empty(SLICE if is_native else LIFTED_SLICE, dtype=torch.bfloat16)
-            lifted = None if is_native else torch.empty(LIFTED_SLICE)
+            lifted = None if is_native else torch.empty(LIFTED_SLICE, dtype=torch.float32)
         try:
             linears.append(DecodedLinear(layer.weight, buffer, lifted))
         except ValueError as why:

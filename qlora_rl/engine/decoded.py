@@ -153,7 +153,7 @@ class DecodedLinear:
 
     def _lifted_product(self, x_TI: torch.Tensor, lifted: torch.Tensor) -> torch.Tensor:
         x = lifted_rows(x_TI)
-        out = torch.empty(len(x), self.shape[0])
+        out = x.new_empty(len(x), self.shape[0])
         for part in self._slices:
             weight = self._decoded(part)
             weight = lifted[: weight.numel()].view_as(weight).copy_(weight)

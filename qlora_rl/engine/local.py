@@ -402,19 +402,19 @@ class LocalEngine:
     def _build(self) -> None:
         ranks = self._start.ranks
         self._products = Float32Products(*self._start.dtypes)
-        with compat.construction(ranks):
-            from vllm import LLM
-
-            try:
-                self._llm = LLM(**self._options)
-            except Exception as error:
-                self._tear_down()
-                hint = IN_PROCESSES if ranks > 1 else ""
-                raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}{hint}") from error
-        compat.started(self._llm)
         try:
+            with compat.construction(ranks):
+                from vllm import LLM
+
+                try:
+                    self._llm = LLM(**self._options)
+                except Exception as error:
+                    hint = IN_PROCESSES if ranks > 1 else ""
+                    raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}{hint}") from error
+            compat.started(self._llm)
             if ranks > 1:
-                self._llm.collective_rpc("qlora_begin_as_rank", args=(self._start.dtypes,))
+                self._llm.collective_rpc("qlora_begin_as_rank")
+                self._llm.collective_rpc("qlora_multiply_in_float32", args=(self._start.dtype_names,))
             if self._repair_scales:
                 self._repair()
             compute = self._llm.collective_rpc("qlora_multiply_directly", kwargs=self._base_compute)[0]
@@ -430,10 +430,10 @@ class LocalEngine:
 
     def _tear_down(self) -> None:
         llm, self._llm = self._llm, None
+        self._products.close()
         if llm is not None:
             compat.shut_down(llm, owns_process_group=self._owns_process_group)
             del llm
-        self._products.close()
         compat.trim_memory()
 
     def _ensure_usable(self) -> None:

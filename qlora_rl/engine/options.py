@@ -66,6 +66,11 @@ class StartOptions:
         own = getattr(torch, self.arguments["dtype"])
         return (own, torch.bfloat16) if self.is_4bit else (own,)
 
+    @property
+    def dtype_names(self) -> list[str]:
+        """Those of `dtypes`, for other processes: vLLM sends them no torch dtypes."""
+        return [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+
 
 def vllm_arguments() -> set[str]:
     """Names of the arguments that the installed vLLM takes; importing it takes seconds and starts nothing.

@@ -153,7 +153,9 @@ class _Server:
         await engine.collective_rpc("qlora_end_with_server", args=(os.getpid(),))
         ranks = self.start.ranks
         if ranks > 1:
-            await engine.collective_rpc("qlora_begin_as_rank", args=(self.start.dtypes,))
+            await engine.collective_rpc("qlora_begin_as_rank")
+        # A process that was given `FirstThing` does so already; ranks, and whoever sets --additional-config, were not.
+        lifts = await engine.collective_rpc("qlora_multiply_in_float32", args=(self.start.dtype_names,))
         repaired = (await engine.collective_rpc("qlora_repair_scales"))[0] if self.start.is_4bit else {}
         wish = {"wish": self.base_compute, "rows": self.start.arguments["max_num_seqs"]}
         compute = BaseCompute(**(await engine.collective_rpc("qlora_multiply_directly", kwargs=wish))[0])
@@ -182,6 +184,7 @@ class _Server:
             "adapter_dtype": str(engine.model_config.dtype).removeprefix("torch."),
             "adapter_dir": str(self.store.root.parent),
             "base_compute": compute.base,
+            "multiplies_in_float32": all(lifts),
         }
         app.include_router(Api(policy, about, max_body, Lease(LEASE_S)).router())
         # In front of everything, Starlette's own error page included; vLLM has built the stack already, so that none can be added.

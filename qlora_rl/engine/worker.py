@@ -228,14 +228,21 @@ class BaseExtension:
         modules = self.model_runner.lora_manager._adapter_manager.modules
         return adapted_layers(self.model_runner.get_model(), modules)
 
-    def qlora_begin_as_rank(self, dtypes: Sequence[torch.dtype]) -> None:
-        """What a rank among several does first; `dtypes` are those that are multiplied.
+    def qlora_multiply_in_float32(self, dtypes: Sequence[str]) -> bool:
+        """In a process of its own: products of `dtypes` (torch's names) are made as this processor makes them fast, for its life.
+
+        Returns:
+            Whether they are made in float32.
+        """
+        return bool(Float32Products(*(getattr(torch, name) for name in dtypes)).dtypes)
+
+    def qlora_begin_as_rank(self) -> None:
+        """What a rank among several does first.
 
         Ctrl-C is left to the process that drives the ranks: vLLM's own end at it, in the middle of a step. And its CPU backend leaves the
         shared memory through which they add up behind, 4 MiB a rank: all have opened it by now, and it needs no name any more.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        Float32Products(*dtypes)  # for the life of the process
         if (run := os.environ.get("VLLM_DIST_IDENT", "")).startswith("vllm_dist_"):
             for file in Path("/dev/shm").glob(f"{run}-*-cpushm_*"):
                 file.unlink(missing_ok=True)

@@ -95,8 +95,6 @@ class OfflineTrainer(TrainedRun):
             check_optimizer(optimizers[0], self.model)
             self.make_resumable()
             show_progress(self)
-            products = products_of(self.model, self.base, args)
-            self._finalizer = weakref.finalize(self, products.close)  # also when nobody calls close()
             self._record = StepRecord(self.run)
             self.add_callback(_Recorder(self._record))
             if self.run is not None:
@@ -104,6 +102,9 @@ class OfflineTrainer(TrainedRun):
                 verdict = judge_adapter(self.model)
                 travels = {"travels_as": verdict.kind, "reasons": list(verdict.reasons)}
                 self.run.write_json(CONFIG, self._describe(adapter_dtype, {"adapter": travels}))
+        # Last, so that nothing is claimed for a trainer that could not be made.
+        products = products_of(self.model, self.base, args)
+        self._finalizer = weakref.finalize(self, products.close)  # also when nobody calls close()
 
     def close(self) -> None:
         """Give torch its own products back, where others were made; harmless when repeated."""

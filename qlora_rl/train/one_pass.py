@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from qlora_rl.fidelity import importance_ratio
 from qlora_rl.train.measure import drawn_mask
@@ -51,7 +52,7 @@ class OnePass:
             and self.rollout_func is None
             and self._is_trls_own()
             # TRL's two passes have a mask each: its ratio is not 1, and one pass would train on another objective.
-            and not any(isinstance(each, torch.nn.Dropout) and each.p > 0 for each in self.model.modules())
+            and not has_dropout(self.model)
         )
 
     def _is_trls_own(self) -> bool:
@@ -157,3 +158,13 @@ class OnePass:
         }
         for name, value in logged.items():
             self._metrics["train"][name].append(value.item())
+
+
+def has_dropout(model: torch.nn.Module) -> bool:
+    """Two passes in training mode have a mask each: a layer drops, or a module hands a rate on, as attention does."""
+    for module in model.modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            return True
+        if any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(module).items()):
+            return True
+    return False

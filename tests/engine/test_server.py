@@ -48,6 +48,7 @@ from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.cli import main
 from qlora_rl.contracts import AdapterBundle, RolloutEngine
 from qlora_rl.engine.serve import RunningServer
+from qlora_rl.processor import SETTING
 from qlora_rl.sync.transports import DirectoryTransport
 from qlora_rl.sync.wire import HttpTransport
 from qlora_rl.train.engines import connect
@@ -734,11 +735,12 @@ def test_killed_in_the_middle_of_a_rollout_and_started_again_it_is_proven_pushed
 
 
 def test_a_signal_leaves_no_child_and_no_directory_behind(base, tmp_path):
-    """By the command itself."""
+    """By the command itself; an option of the user's in the place of ours does not keep the processes from what this processor needs."""
     ready, key = tmp_path / "ready.json", tmp_path / "key"
     command = [sys.executable, "-m", "qlora_rl.cli", "serve", str(base), "--port", "0", "--api-key-file", str(key), "--ready-file",
-               str(ready), "--max-lora-rank", "8", "--max-model-length", "64", "--max-num-seqs", "4"]  # fmt: skip
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+               str(ready), "--max-lora-rank", "8", "--max-model-length", "64", "--max-num-seqs", "4", "--", "--additional-config", '{"mine": 1}']  # fmt: skip
+    environment = os.environ | {SETTING: "float32"}
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     try:
         end = time.monotonic() + 400
         while not ready.exists() and job.poll() is None and time.monotonic() < end:
@@ -746,6 +748,7 @@ def test_a_signal_leaves_no_child_and_no_directory_behind(base, tmp_path):
         offspring = children(job.pid)
         assert offspring
         about = json.loads(ready.read_text())
+        assert about["multiplies_in_float32"]
         assert key.stat().st_mode & 0o777 == 0o600
         assert os.path.isdir(about["adapter_dir"])
         job.send_signal(signal.SIGTERM)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from online_kinds import by_place
 from support import randomise
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from qlora_rl import FakeEngine, QLoRAGRPOTrainer, load_base, prepare_base
 from qlora_rl.train import one_pass
@@ -168,6 +169,23 @@ def test_with_dropout_the_ratio_is_that_of_two_masks_as_in_trl(dropout, make_tra
     scored = sum(not grad for grad in passes)
     assert trainer._scores_once() == (dropout == 0)
     assert bool(scored) == bool(dropout)
+
+
+def test_a_rate_that_attention_hands_on_is_dropout_too():
+    from qlora_rl.train.one_pass import has_dropout
+
+    config = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    for rate in (0.0, 0.1):
+        model = Qwen2ForCausalLM(Qwen2Config(**config, num_key_value_heads=1, attention_dropout=rate))
+        assert has_dropout(model) == (rate > 0)
+    assert has_dropout(torch.nn.Sequential(torch.nn.Dropout1d(0.1)))
+    assert not has_dropout(torch.nn.Sequential(torch.nn.Dropout1d(0.0)))
 
 
 @pytest.mark.parametrize("name", ["_compute_loss", "compute_loss"])
