@@ -5,6 +5,7 @@ All ranks call every method that asks it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,8 @@ from qlora_rl.contracts import (
 )
 from qlora_rl.distributed import Ranks
 from qlora_rl.sync.dense import DenseStream
+
+logger = logging.getLogger(__name__)
 
 
 class EngineForAll:
@@ -194,9 +197,26 @@ class TransportForAll:
         self.name = inner.name
 
     def deliver(self, adapter: AdapterSource, version: int, engine: EngineForAll) -> Delivery:
-        """The owner delivers what all ranks have gathered."""
+        """The owner delivers what all ranks have gathered; where one group's engine does not take it, no other serves it."""
         adapter.bundle()
-        return engine._ask(lambda held: self.inner.deliver(adapter, version, held), "delivering the adapter")
+        try:
+            return engine._ask(lambda held: self.inner.deliver(adapter, version, held), "delivering the adapter")
+        except BaseException:
+            self._undo(version)
+            raise
+
+    def _undo(self, version: int) -> None:
+        """By each owner for itself: what has led here may have ended one rank alone, so nobody is waited for."""
+        held = self._engine.inner
+        if held is None or held.version != version:
+            return
+        try:
+            self.inner.revoke(held)
+        except Exception:
+            logger.exception("version %d could not be taken back; the engine serves nothing until the next push", version)
+            held.withdraw_adapter(
+                f"version={version} did not arrive everywhere, and the one before it could not be loaded"
+            )
 
     def commit(self) -> None:
         """The version is proven."""

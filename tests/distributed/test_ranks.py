@@ -151,18 +151,29 @@ class Draws(Takes):
     def load_adapter(self, directory, version):
         self.version, self.loaded = version, directory
 
+    def withdraw_adapter(self, reason):
+        self.withdrawn = reason
+
 
 class Way:
     """A transport of one rank."""
 
     name = "directory"
+    is_stuck = False
 
     def __init__(self, rank):
         self.rank, self.committed = rank, 0
 
     def deliver(self, adapter, version, engine):
+        if (self.rank, version) == (2, 6):
+            raise SyncError("delivering the adapter: the disk is full.")
         engine.load_adapter(f"of rank {self.rank}", version)
         return self.rank
+
+    def revoke(self, engine):
+        if self.is_stuck:
+            raise SyncError("taking the adapter back: the disk is full.")
+        engine.load_adapter(f"before of rank {self.rank}", engine.version - 1)
 
     def commit(self):
         self.committed += 1
@@ -207,6 +218,20 @@ def test_each_group_of_ranks_draws_for_its_own_prompts_on_an_engine_of_its_own_a
             way.commit()
         assert [way.inner.committed for way in ways] == [1, 0, 1, 0]
         assert both(four, lambda ranks: ways[ranks.rank].before()) == [0, 0, 2, 2]
+
+        # Where one engine does not take a push, no other one is left with a version that nobody will verify.
+        ends = both(four, lambda ranks: ways[ranks.rank].deliver(adapter, 6, engines[ranks.rank]))
+        assert [repr(each) for each in ends] == ["SyncError('delivering the adapter: the disk is full.')"] * 4
+        assert [engine.version for engine in engines] == [5] * 4
+        assert [(engines[r].inner.version, engines[r].inner.loaded) for r in (0, 2)] == [
+            (5, "before of rank 0"),
+            (5, "of rank 2"),
+        ]
+        ways[0].inner.is_stuck = True
+        both(four, lambda ranks: ways[ranks.rank].deliver(adapter, 6, engines[ranks.rank]))
+        assert engines[0].inner.withdrawn == (
+            "version=6 did not arrive everywhere, and the one before it could not be loaded"
+        )
 
 
 def test_an_error_that_cannot_travel_is_told_in_words(pair):
