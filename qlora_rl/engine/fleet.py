@@ -58,6 +58,8 @@ class Fleet:
         self._pushed: tuple[bytes, int] | None = None
         self._version = 0
         self._withdrawn = ""
+        # In the place of others, and not compared with anybody yet: nobody is compared with them.
+        self._unproven: set[Replica] = set()
         try:
             _check_alike(replicas)
         except BaseException:
@@ -277,7 +279,13 @@ class Fleet:
 
     def wake(self) -> None:
         """See which replicas are there; those that were started anew or are back are proven and pushed to."""
-        self._team.ask_all(self._wake)
+        found = self._team.ask_all(self._wake)
+        self._unproven.update(each for each, is_another in found.items() if is_another)
+        try:
+            self._team.ask([each for each in found if each in self._unproven], self._prove_another)
+        finally:
+            self._unproven.clear()
+        self._team.present(time.monotonic() + self.wait_s)  # whoever is taken back was proven
 
     def close(self) -> None:
         """Close all of them. Harmless when repeated."""
@@ -350,25 +358,28 @@ class Fleet:
                 "directory that the trainer uses."
             )
         self._restore(each)
-        others = [other for other in self.live if other is not each]
+        others = [other for other in self.live if other is not each and other not in self._unproven]
         if others and self._pushed is not None:
             rank = unpack_adapter(self._pushed[0]).rank
             if each.held_adapter(rank) != others[0].held_adapter(rank):
                 raise CanaryError(f"taking back {each.url}: it multiplies with another adapter than the others.")
         self._shares.forget(each)
 
-    def _wake(self, each: Replica) -> None:
-        """Without the long patience that a rollout has. One in its place, of which nobody has heard yet, is proven before it takes part."""
+    def _wake(self, each: Replica) -> bool:
+        """Without the long patience that a rollout has; whether it is another one, of which nobody has heard yet."""
         if not each.is_there(_WAKE_S):
             raise EngineBrokenError(f"looking for {each.url}: it did not answer. Start it again on the same base.")
         before = each.incarnation
         each.wake()
-        if each.incarnation != before:
-            try:
-                with self._team.changing:
-                    self._prove(each)
-            except QloraRLError as error:  # it is done without, until it is proven
-                raise EngineBrokenError(f"looking for {each.url}: {error}") from error
+        return each.incarnation != before
+
+    def _prove_another(self, each: Replica) -> None:
+        try:
+            with self._team.changing:
+                self._prove(each)
+                self._unproven.discard(each)
+        except QloraRLError as error:  # it is done without, until it is proven
+            raise EngineBrokenError(f"looking for {each.url}: {error}") from error
 
     def _refuse_withdrawn(self) -> None:
         if self._withdrawn:

@@ -213,7 +213,9 @@ class TransportForAll:
         try:
             self.inner.revoke(held)
         except Exception:
-            logger.exception("version %d could not be taken back; the engine serves nothing until the next push", version)
+            logger.exception(
+                "version %d could not be taken back; the engine serves nothing until the next push", version
+            )
             held.withdraw_adapter(
                 f"version={version} did not arrive everywhere, and the one before it could not be loaded"
             )

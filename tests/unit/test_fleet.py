@@ -625,6 +625,28 @@ def test_one_in_the_place_of_another_of_which_nobody_has_heard_is_proven_when_it
         assert all(each.version == 3 and each.adapter == first.adapter for each in fleet.live)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_that_are_others_at_once_are_not_compared_with_one_another(count, caplog):
+    all_know = threading.Barrier(count, timeout=10)
+
+    class Together(Actor):
+        def wake(self):
+            was_fresh = self.is_fresh
+            super().wake()
+            if was_fresh:
+                all_know.wait()
+
+    actors = [Together(name) for name in "abc"]
+    with Fleet(actors, wait_s=0.1) as fleet:
+        fleet.load_packed(blob(), 3)
+        for each in actors[:count]:
+            each.is_fresh = True
+        fleet.wake()
+        assert fleet.live == actors
+        assert all(each.version == 3 and each.adapter == actors[2].adapter for each in actors)
+        assert "dropped" not in caplog.text
+
+
 def test_a_drop_that_comes_while_another_thread_takes_it_back_is_not_forgotten(connect, replicas, monkeypatch):
     """A thread takes the replica back; before it has noted that, another one finds it gone again."""
     fleet = connect()
