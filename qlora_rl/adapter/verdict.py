@@ -197,12 +197,7 @@ def _is_on(subject: Subject) -> Iterator[Finding]:
         return
     for name, layer in subject.tuned.items():
         if layer.merged:
-            is_4bit = hasattr(getattr(layer.get_base_layer(), "weight", None), "quant_state")
-            way = (
-                "Load the base and the adapter anew: in 4 bits unmerge_adapter() does not lead back"
-                if is_4bit
-                else "Call model.unmerge_adapter()"
-            )
+            way = "Load the base and the adapter anew: unmerge_adapter() does not lead back to the same bits"
             yield "refuse", f"The adapter is merged into the base at {name}; the base is changed. {way}."
             return
         if layer.disable_adapters:

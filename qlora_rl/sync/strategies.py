@@ -12,6 +12,7 @@ import torch
 from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncReport, Transport
 from qlora_rl.sync.canary import Canary
+from qlora_rl.sync.shared_base import SharedBase
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class AdapterSync:
 
     Attributes:
         after: versions go on behind this one, whatever the engine serves; a run that is resumed sets it.
+        shared: looks at the base, where trainer and engine compute with the same tensors.
     """
 
     mode = "lora_adapter"
@@ -37,6 +39,7 @@ class AdapterSync:
         self.engine = engine
         self.transport = transport
         self._adapter = LiveAdapter(model, getattr(torch, engine.capabilities().adapter_dtype))
+        self.shared = SharedBase.of(model)
         self.after = 0
         self._pushed: AdapterBundle | None = None
 
@@ -47,8 +50,11 @@ class AdapterSync:
             AdapterRefusedError: the live adapter is no longer plain LoRA, or holds NaN; the old version serves.
             SyncError: it did not arrive; the old version serves, and the push can be repeated.
             CanaryError: it arrived, but the engine does not multiply with it; the old version serves again (the bare base, if it was the first).
+            BaseMismatchError: the base is shared, and somebody has written to it; the old version serves.
         """
         started = time.perf_counter()
+        if self.shared is not None:
+            self.shared.look()
         self._adapter.look()
         looked = time.perf_counter()
         version = max(self.engine.version, self.after) + 1

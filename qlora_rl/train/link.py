@@ -60,6 +60,15 @@ class Link:
         finally:
             self.products.close()
 
+    def check_base(self) -> None:
+        """Look at all of a shared base; pushes look at slices of it.
+
+        Raises:
+            BaseMismatchError: something has written to it.
+        """
+        if isinstance(self.strategy, AdapterSync) and self.strategy.shared is not None:
+            self.strategy.shared.look_everywhere()
+
     def rollout_facts(self, run: RunDirectory | None) -> dict[str, float]:
         """What was drawn and pushed since the last call, for the step's record; the pushes also go to `run`."""
         reports, tokens, seconds = self.bridge.drain()

@@ -56,6 +56,7 @@ class TrainedRun(Resumable):
         try:
             with ranks().one_outcome("training"):
                 result = self._done_already() or super().train(checkpoint, *args, **kwargs)
+                self._after_train()
         except (KeyboardInterrupt, SystemExit):
             self._end("interrupted", None)
             raise
@@ -88,6 +89,9 @@ class TrainedRun(Resumable):
 
     def _before_train(self) -> None:
         """Called before every `train`."""
+
+    def _after_train(self) -> None:
+        """Called when training has come to its end, before its outcome is written; what it raises is that outcome."""
 
     def _end(self, status: str, error: BaseException | None) -> None:
         if self._resumed is None:  # else the checkpoint was not restored yet: what the run has left stays as it is

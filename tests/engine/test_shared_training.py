@@ -11,6 +11,7 @@ from test_training import lines, make
 from transformers import TrainerCallback
 
 from qlora_rl import (
+    BaseMismatchError,
     CannotShareError,
     EngineBusyError,
     LocalEngine,
@@ -18,7 +19,9 @@ from qlora_rl import (
     fingerprint_base,
     prepare_base,
 )
-from qlora_rl.base.fingerprint import recorded_fingerprint
+from qlora_rl.base.fingerprint import base_parameters, recorded_fingerprint
+from qlora_rl.sync import shared_base
+from qlora_rl.sync.shared_base import SharedBase
 
 OPTIONS = {"max_lora_rank": 8, "max_model_length": 32, "max_num_seqs": 8}
 
@@ -163,3 +166,81 @@ def test_a_base_that_was_changed_in_the_shared_storage_is_refused(base, tmp_path
     monkeypatch.setattr(LocalEngine, "lend_base", flipped)
     with pytest.raises(BaseMismatchError, match=r"mlp\.up_proj\.weight: codes differ"):
         make(base, tmp_path)
+
+
+class Writes(TrainerCallback):
+    """Writes one number into the base that both sides compute with, in the middle of a training."""
+
+    def __init__(self, trainer, place):
+        self.trainer, self.place, self.steps = trainer, place, []
+
+    def on_step_end(self, args, state, control, **_):
+        self.steps.append(state.global_step)
+        if state.global_step == 2:
+            layer = self.trainer.model.get_base_model().model.layers[1].mlp.up_proj.base_layer
+            with torch.no_grad():
+                if self.place == "codes":
+                    layer.weight.data.view(-1)[7] ^= 1
+                elif self.place == "scales":
+                    layer.weight.quant_state.absmax[3] *= 1.001
+                else:
+                    self.trainer.model.get_base_model().model.norm.weight.data[0] += 2**-6
+
+
+@pytest.mark.parametrize("place", ["codes", "scales", "norm"])
+def test_who_writes_to_the_shared_base_is_noticed_within_a_few_steps_and_at_the_end(place, base, tmp_path):
+    with make(base, tmp_path / "run", max_steps=12, share_base=True) as trainer:
+        writes = Writes(trainer, place)
+        trainer.add_callback(writes)
+        with pytest.raises(BaseMismatchError, match="has changed in memory"):
+            trainer.train()
+    assert writes.steps[-1] >= 2
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+
+
+def test_a_checkpoint_is_not_written_on_a_base_that_has_changed(base, tmp_path):
+    with make(base, tmp_path / "run", max_steps=4, save_strategy="steps", save_steps=2, share_base=True) as trainer:
+        trainer.bridge.strategy.shared.look = lambda: None  # the pushes look elsewhere
+        trainer.add_callback(Writes(trainer, "codes"))
+        with pytest.raises(BaseMismatchError, match=r"layers\.1\.mlp\.up_proj\.weight has changed"):
+            trainer.train()
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_merge_into_the_shared_base_is_refused_at_once_and_changes_nothing(base, tmp_path):
+    with make(base, tmp_path / "run", max_steps=1, share_base=True) as trainer:
+        before = fingerprint_base(trainer.model)
+        for merge in (trainer.model.merge_adapter, trainer.model.merge_and_unload):
+            with pytest.raises(CannotShareError, match="merging the adapter: the base is shared"):
+                merge()
+        assert compare(before, fingerprint_base(trainer.model)).state == "equal"
+        trainer.train()
+    with make(base, tmp_path / "own", max_steps=1, share_base=False) as trainer:
+        trainer.model.merge_adapter()
+
+
+def test_every_byte_of_the_shared_base_is_looked_at(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_base, "_SLICE", 1000)
+    with make(base, tmp_path / "run", max_steps=1, share_base=True) as trainer:
+        shared = SharedBase.of(trainer.model)
+        tensors = [t for p in dict(base_parameters(trainer.model)).values() for t in shared_base._parts(p)]
+        assert len(tensors) > 40
+        for tensor in tensors:
+            raw = tensor.detach().view(-1).view(torch.uint8)
+            for place in (0, len(raw) // 2, len(raw) - 1):
+                raw[place] ^= 128
+                with pytest.raises(BaseMismatchError):
+                    shared.look_everywhere()
+                raw[place] ^= 128
+        shared.look_everywhere()
+        monkeypatch.setattr(shared_base, "_SHARE", 0.0)
+        tensors[0].view(-1).view(torch.uint8)[5] ^= 1
+        looks = 0
+        try:
+            while looks < len(shared._slices):  # one slice a look, all of them in turn
+                shared.look()
+                looks += 1
+        except BaseMismatchError:
+            return
+        pytest.fail(f"{looks} looks have not seen it")
