@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 # Weights that are dequantised at once: few, since they are held in several forms; a multiple of every block size.
 _SLICE = 2**18
+# Scales that share a scale where they are quantised themselves.
+_NESTED_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,9 @@ def require_bitsandbytes() -> Any:
 
 
 def quantize_linear(weight_OI: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
-    """Quantise one weight into the tensors of a bitsandbytes checkpoint.
+    """Quantise one weight into the tensors of a bitsandbytes checkpoint: the same bytes on every machine.
+
+    It is computed on the CPU, by operations that round each number alone: neither threads nor the width of vectors change the result.
 
     Args:
         weight_OI: float weight of a linear, on any device.
@@ -134,14 +139,54 @@ def quantize_linear(weight_OI: torch.Tensor, spec: QuantSpec) -> dict[str, torch
     """
     functional = require_bitsandbytes().functional
     codes, state = functional.quantize_4bit(
-        weight_OI.contiguous(),
-        blocksize=spec.blocksize,
-        compress_statistics=spec.double_quant,
-        quant_type=spec.quant_type,
+        weight_OI.cpu().contiguous(), blocksize=spec.blocksize, quant_type=spec.quant_type
     )
+    if spec.double_quant:
+        state = _quantize_scales(state)
     tensors = {"weight": codes}
     tensors |= {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
-    return {key: value.cpu().contiguous() for key, value in tensors.items()}
+    return {key: value.contiguous() for key, value in tensors.items()}
+
+
+def _quantize_scales(state: Any) -> Any:
+    """A QuantState with the scales of `state` in 8 bits (QLoRA's double quantisation, arXiv 2305.14314, section 3).
+
+    bitsandbytes' own double quantisation depends on the machine: the mean is rounded by the number of threads, the 256 values by the
+    width of vectors, and its kernel's instructions are those of the processor. Here the sum is exact.
+    """
+    absmax = state.absmax.flatten()
+    offset = torch.tensor(math.fsum(absmax.tolist()) / absmax.numel(), dtype=torch.float32)
+    table = torch.tensor(_eight_bit_values(), dtype=torch.float32)
+    centred = torch.nn.functional.pad(absmax - offset, (0, -absmax.numel() % _NESTED_BLOCK)).view(-1, _NESTED_BLOCK)
+    inner = centred.abs().amax(1)
+    scaled = centred / inner.clamp(min=torch.finfo(torch.float32).tiny)[:, None]  # blocks whose scales are all alike
+    codes = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    kind = type(state)
+    return kind(
+        absmax=codes.flatten()[: absmax.numel()],
+        shape=state.shape,
+        dtype=state.dtype,
+        blocksize=state.blocksize,
+        code=state.code,
+        quant_type=state.quant_type,
+        offset=offset,
+        state2=kind(absmax=inner, blocksize=_NESTED_BLOCK, code=table, dtype=torch.float32),
+    )
+
+
+@functools.cache
+def _eight_bit_values() -> tuple[float, ...]:
+    """The 256 values of the signed dynamic 8-bit type (arXiv 1511.04561), in order, each rounded from its exact fraction.
+
+    Each of seven powers of ten holds twice as many values as the one below it: the middles of equal parts of 0.1 to 1, times the power.
+    """
+    positive = [
+        (2 * parts + 9 * (2 * part + 1)) / (20 * parts * 10 ** (6 - power))
+        for power in range(7)
+        for parts in (2**power,)
+        for part in range(parts)
+    ]
+    return tuple(sorted([*positive, *(-value for value in positive), 0.0, 1.0]))
 
 
 def exact_absmax(state: Any) -> torch.Tensor:
