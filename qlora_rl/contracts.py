@@ -127,8 +127,8 @@ class BaseFingerprint:
 
     Attributes:
         leaves: by the name that transformers gives the parameter.
-        facts: digests of what belongs to a base beside its weights: "config", "tokenizer", "chat_template", "skip_modules".
-            A side that does not know one leaves it out.
+        facts: digests of what belongs to a base beside its weights: "config", "tokenizer", "chat_template",
+            "special_tokens", "skip_modules", "code". A side that does not know one leaves it out.
         faults: of weights that lie in parts on several ranks of an engine, and not as in its directory: which rank holds what.
     """
 

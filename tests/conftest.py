@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from support import make_model, randomise
+from support import make_model, move_a_scale, randomise
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -54,6 +54,15 @@ def base(model_dir: Path):
     from qlora_rl import prepare_base
 
     return prepare_base(model_dir)
+
+
+@pytest.fixture(scope="session")
+def apart(base, tmp_path_factory: pytest.TempPathFactory):
+    """The tiny base as another machine might have quantised it: equal codes, one average rounded the other way."""
+    from qlora_rl import prepare_base
+
+    root = tmp_path_factory.mktemp("apart")
+    return prepare_base(move_a_scale(base.path, root / "source"), out=root / "base")
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 ARCHITECTURES = {
@@ -78,6 +80,25 @@ def make_model(
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def move_a_scale(source: Path, target: Path) -> Path:
+    """A copy of a base, as a plain 4-bit checkpoint, with one weight's offset rounded the other way."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    for name in ("qlora_base.json", "fingerprint.json"):
+        (target / name).unlink()
+    file = target / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("bitsandbytes__nf4"))
+    state = json.loads(bytes(tensors[name].tolist()))
+    offset = torch.tensor(state["nested_offset"], dtype=torch.float32)
+    state["nested_offset"] = torch.nextafter(offset, offset * 2).item()
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return target
 
 
 def randomise(model, scale: float = 0.05, seed: int = 0) -> None:

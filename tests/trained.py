@@ -33,7 +33,7 @@ def make_run(base, directory: Path, config=None, *, seed: int = 0, steps: int = 
         CONFIG,
         {
             "model": base.path.name,
-            "base": {"path": str(base.path), "digest": base.digest, **base.spec.as_dict()},
+            "base": {"path": str(base.path), "identity": base.identity, **base.spec.as_dict()},
             "grpo": {"bf16": True, "learning_rate": 1e-5, "temperature": 1.0},
             "lora": {"r": 8, "peft_type": "LORA"},
             "versions": describe_versions(),
@@ -43,7 +43,7 @@ def make_run(base, directory: Path, config=None, *, seed: int = 0, steps: int = 
         run.append(
             METRICS, {"step": step, "reward": step / steps, "mismatch_kl": 1e-6 * step, "completion_length": 3.0}
         )
-    run.save_adapter(model, base.parent or base.digest)
+    run.save_adapter(model, base.parent or base.identity)
     run.write_json(SUMMARY, {"status": "finished", "steps": steps})
     return directory
 

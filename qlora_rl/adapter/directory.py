@@ -212,17 +212,26 @@ def _of_origin(origin: Mapping[str, Any] | None, base: Path | None) -> list[Find
     held = None if base is None else _read_object(base / "qlora_base.json")
     if origin is None or held is None:
         return []
-    trained, digest = origin.get("base_digest"), held.get("digest")
-    if not isinstance(trained, str) or not isinstance(digest, str):
+    trained, identity = origin.get("base_identity"), held.get("identity")
+    if trained is None and isinstance(origin.get("base_digest"), str):
+        reason = (
+            f"An earlier version has saved it, and noted what its base was made from, not what it is. If it was trained on {base}, remove "
+            f"{ORIGIN} from its directory."
+        )
+        return [("refuse", reason)]
+    if not isinstance(trained, str) or not isinstance(identity, str):
         return [
             (
                 "refuse",
                 f"{ORIGIN} or the base's manifest is damaged. Save the adapter again, or prepare the base again.",
             )
         ]
-    if trained in (digest, held.get("parent")):  # a baked base is its parent's function
+    if trained in (identity, held.get("parent")):  # a baked base is its parent's function
         return []
-    reason = f"It was trained on the base with digest {trained[:16]}, and {base} has {digest[:16]}. Serve it on its own base."
+    reason = (
+        f"It was trained on the base with identity {trained[:16]}, and {base} has {identity[:16]}: other weights, tokenizer or config. Serve it "
+        "on the directory that it was trained on, or on a copy of that."
+    )
     return [("refuse", reason)]
 
 

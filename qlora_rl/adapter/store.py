@@ -38,9 +38,9 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / WEIGHTS)
 
 
-def write_origin(directory: Path, base_digest: str) -> None:
-    """Note beside an adapter on which base it was trained; `judge_adapter` of the directory compares it."""
-    (directory / ORIGIN).write_text(json.dumps({"base_digest": base_digest}))
+def write_origin(directory: Path, base_identity: str) -> None:
+    """Note beside an adapter on which base it was trained (`PreparedBase.identity`); `judge_adapter` of the directory compares it."""
+    (directory / ORIGIN).write_text(json.dumps({"base_identity": base_identity}))
 
 
 def pack_adapter(bundle: AdapterBundle) -> bytes:

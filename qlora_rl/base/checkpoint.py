@@ -2,7 +2,7 @@
 
 A base directory is a standard transformers checkpoint (bitsandbytes format) with tokenizer and chat template, plus
 `fingerprint.json` (what every weight is, see base/fingerprint) and `qlora_base.json`, written last: what was quantised
-how, and the size and digest of every other file. A directory
+how, what the base is, and the size and digest of every other file. A directory
 without it, or that differs from it, is never used.
 """
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored
+from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
 from qlora_rl.base.writer import base_tensors, write_checkpoint, write_tokenizer
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "qlora_base.json"
 FINGERPRINT = "fingerprint.json"
 BASE_FILES = (MANIFEST, FINGERPRINT)
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,16 @@ class PreparedBase:
     Attributes:
         path: the directory.
         spec: how it is quantised.
-        digest: of what went in (hex): the source's bytes, the settings, the tokenizer.
-        parent: digest of the 4-bit base that this one was baked from, if it was.
+        identity: of what it is (hex): weights, tokenizer, config. Two bases with one identity are the same base.
+        inputs: digest of what went in (hex): the source's bytes, the settings, the tokenizer. Names the directory in the cache, and
+            says nothing of what came out.
+        parent: identity of the 4-bit base that this one was baked from, if it was.
     """
 
     path: Path
     spec: QuantSpec
-    digest: str
+    identity: str
+    inputs: str
     parent: str | None = None
 
     def __fspath__(self) -> str:
@@ -92,7 +95,7 @@ def prepare_base(
         blocksize: weights per scale.
         compute_dtype: dtype of activations and of what is not quantised.
         skip_modules: name endings of further linears that stay unquantised.
-        out: directory to write; by default one in the cache, named after its contents.
+        out: directory to write; by default one in the cache, named after what goes in.
         tokenizer: stored with the base; by default the one that belongs to `model`.
         revision: of a hub model.
         trust_remote_code: let transformers run the model's own code.
@@ -126,7 +129,9 @@ def prepare_base(
         )
     if method is not None:
         spec = _stored_spec(source)
-    key = _digest([_directory_digest(source), json.dumps(spec.as_dict(), sort_keys=True), _tokenizer_digest(tokenizer)])
+    inputs = _digest(
+        [_directory_digest(source), json.dumps(spec.as_dict(), sort_keys=True), _tokenizer_digest(tokenizer)]
+    )
 
     def write(directory: Path) -> QuantSpec:
         from transformers import AutoModelForCausalLM
@@ -147,7 +152,7 @@ def prepare_base(
         return written
 
     name = Path(os.fspath(model)).name if source == Path(model) else os.fspath(model).replace("/", "--")
-    return _publish(name, spec.label, key, out, write, source=os.fspath(model))
+    return _publish(name, spec.label, inputs, out, write, source=os.fspath(model))
 
 
 def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.PathLike[str] | None) -> PreparedBase:
@@ -158,7 +163,7 @@ def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.P
         return open_base(known)
     live = spec_of(base)
     written = live if live.is_4bit else spec
-    key = _digest([_model_digest(base), json.dumps(written.as_dict(), sort_keys=True), _tokenizer_digest(tokenizer)])
+    inputs = _digest([_model_digest(base), json.dumps(written.as_dict(), sort_keys=True), _tokenizer_digest(tokenizer)])
     origin = getattr(base.config, "_name_or_path", "") or type(base).__name__
 
     def write(directory: Path) -> QuantSpec:
@@ -166,7 +171,7 @@ def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.P
         write_tokenizer(tokenizer, Path(origin), directory, trust_remote_code=False)
         return written
 
-    return _publish(Path(origin).name, written.label, key, out, write, source=f"model object ({origin})")
+    return _publish(Path(origin).name, written.label, inputs, out, write, source=f"model object ({origin})")
 
 
 def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedBase:
@@ -192,9 +197,12 @@ def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedB
         raise BaseIncompleteError(
             f"opening a base: {directory / MANIFEST} is damaged ({error}). Prepare it again."
         ) from error
-    if manifest.get("format") != FORMAT:
+    form = manifest.get("format")
+    if form != FORMAT:
+        which = "an earlier" if isinstance(form, int) and form < FORMAT else "another"
         raise BaseIncompleteError(
-            f"opening a base: {directory}: format={manifest.get('format')} != {FORMAT}. Remove the directory and prepare it again with this version."
+            f"opening a base: {directory}: format={form} != {FORMAT}: {which} version has prepared it. Remove the directory and prepare it "
+            "again with this one."
         )
     reasons = []
     for name, entry in manifest["files"].items():
@@ -210,7 +218,8 @@ def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedB
             f"opening a base: {directory}: {'; '.join(reasons)}. Remove the directory and prepare it again.",
             reasons=reasons,
         )
-    return PreparedBase(directory, QuantSpec.from_dict(manifest["spec"]), manifest["digest"], manifest.get("parent"))
+    spec = QuantSpec.from_dict(manifest["spec"])
+    return PreparedBase(directory, spec, manifest["identity"], manifest["inputs"], manifest.get("parent"))
 
 
 def load_base(
@@ -344,15 +353,15 @@ def derive(
     parent: PreparedBase, spec: QuantSpec, write: Callable[[Path], QuantSpec], out: str | os.PathLike[str] | None
 ) -> PreparedBase:
     """Publish a base that is computed from another one; the manifest names the parent."""
-    key = _digest([parent.digest, json.dumps(spec.as_dict(), sort_keys=True)])
+    inputs = _digest([parent.identity, json.dumps(spec.as_dict(), sort_keys=True)])
     name = parent.path.name
-    return _publish(name, f"baked-{spec.label}", key, out, write, source=str(parent), parent=parent.digest)
+    return _publish(name, f"baked-{spec.label}", inputs, out, write, source=str(parent), parent=parent.identity)
 
 
 def _publish(
     name: str,
     label: str,
-    key: str,
+    inputs: str,
     out: str | os.PathLike[str] | None,
     write: Callable[[Path], QuantSpec],
     *,
@@ -360,12 +369,12 @@ def _publish(
     parent: str | None = None,
 ) -> PreparedBase:
     """Run `write` into a fresh directory beside the target and rename it there when all is on disk."""
-    target = Path(out) if out is not None else cache_root() / "bases" / f"{name}-{label}-{key[:16]}"
+    target = Path(out) if out is not None else cache_root() / "bases" / f"{name}-{label}-{inputs[:16]}"
     if target.exists() and not target.is_dir():
         raise ConfigConflictError(f"preparing a base: {target} is a file. Choose another directory.")
     if out is not None and target.exists() and any(target.iterdir()):
         base = open_base(target) if (target / MANIFEST).is_file() else None
-        if base is None or base.digest != key:
+        if base is None or base.inputs != inputs:
             raise ConfigConflictError(
                 f"preparing a base: {target} holds something else. Choose another directory or remove it."
             )
@@ -380,13 +389,22 @@ def _publish(
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
         try:
             spec = write(staging)
-            (staging / FINGERPRINT).write_text(json.dumps(fingerprint_stored(staging).as_dict(), indent=1))
+            found = fingerprint_stored(staging)
+            identity = identify(found, spec.compute_dtype)
+            (staging / FINGERPRINT).write_text(json.dumps(found.as_dict(), indent=1))
             files = {
                 str(f.relative_to(staging)): {"bytes": f.stat().st_size, "sha256": _file_digest(f)}
                 for f in sorted(staging.rglob("*"))
                 if f.is_file()
             }
-            manifest = {"format": FORMAT, "digest": key, "source": source, "spec": spec.as_dict(), "files": files}
+            manifest = {
+                "format": FORMAT,
+                "identity": identity,
+                "inputs": inputs,
+                "source": source,
+                "spec": spec.as_dict(),
+            }
+            manifest["files"] = files
             if parent is not None:
                 manifest["parent"] = parent
             (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -402,7 +420,7 @@ def _publish(
             shutil.rmtree(staging, ignore_errors=True)
             raise
     logger.info("prepared %s (%s) in %s", source, label, target)
-    return PreparedBase(target, spec, key, parent)
+    return PreparedBase(target, spec, identity, inputs, parent)
 
 
 @contextlib.contextmanager

@@ -127,7 +127,31 @@ def facts_of(directory: str | os.PathLike[str]) -> dict[str, str]:
         found = [Path(directory) / name for name in names if (Path(directory) / name).is_file()]
         if found:
             parts[fact] = b"".join(file.read_bytes() for file in found)
+    parts["special_tokens"] = _special_tokens(Path(directory))
+    parts["code"] = b"".join(file.read_bytes() for file in sorted(Path(directory).glob("*.py")))
+    parts = {fact: content for fact, content in parts.items() if content}
     return {fact: hashlib.sha256(content).hexdigest()[:32] for fact, content in parts.items()}
+
+
+def _special_tokens(directory: Path) -> bytes:
+    """Which tokens begin, end and fill a text; of files that say more, and not the same with every version of transformers."""
+    found: dict[str, Any] = {}
+    for name, ending in (("tokenizer_config.json", "_token"), ("generation_config.json", "_token_id")):
+        content = json.loads((directory / name).read_text()) if (directory / name).is_file() else {}
+        found |= {key: value for key, value in content.items() if key.endswith(ending) and value is not None}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
+    return json.dumps(texts, sort_keys=True).encode() if texts else b""
+
+
+def identify(found: BaseFingerprint, compute_dtype: str) -> str:
+    """The identity of a base (hex): one digest over all that `compare` compares, and the dtype that is computed in.
+
+    Args:
+        found: `fingerprint_stored` of its directory.
+        compute_dtype: torch name.
+    """
+    lines = [compute_dtype, found.digest, *(f"{fact}:{digest}" for fact, digest in sorted(found.facts.items()))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def linear_names(directory: str | os.PathLike[str]) -> list[str]:

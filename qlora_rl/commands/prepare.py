@@ -49,5 +49,5 @@ def run(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
     )
     size = sum(f.stat().st_size for f in base.path.iterdir()) / 2**20
-    print(f"{base}: {base.spec.label}, {size:.1f} MiB, digest {base.digest[:16]}")
+    print(f"{base}: {base.spec.label}, {size:.1f} MiB, identity {base.identity[:16]}")
     return 0

@@ -339,7 +339,7 @@ def make_trainer(
             "config.json",
             {
                 "model": base.path.name,
-                "base": {"path": str(base.path), "digest": base.digest, **base.spec.as_dict()},
+                "base": {"path": str(base.path), "identity": base.identity, **base.spec.as_dict()},
                 "sync": settings.sync,
                 "rollout": "TRL colocate",
                 "seed": settings.seed,

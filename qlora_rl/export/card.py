@@ -47,7 +47,7 @@ def write_card(card: Card, directory: Path) -> None:
         "to": card.kind,
         "dtype": None if card.kind == "adapter" else card.dtype,
         "form": card.form if card.kind == "adapter" else None,
-        "base_digest": card.trained.base.digest,
+        "base_identity": card.trained.base.identity,
         "distance": card.distance.as_dict(),
         "prompts": card.prompts,
         "versions": describe_versions(),
@@ -62,7 +62,7 @@ def _where_base_is(card: Card) -> str:
         return ""
     base = card.trained.base
     return (
-        f"\n\n`{base.path.name}` is the directory of the base, digest `{base.digest[:16]}`: prepared by `qlora-rl prepare`, in the cache of "
+        f"\n\n`{base.path.name}` is the directory of the base, identity `{base.identity[:16]}`: prepared by `qlora-rl prepare`, in the cache of "
         "qlora_rl where it was trained."
     )
 
@@ -97,7 +97,7 @@ def _text(card: Card, run: Run, *, has_curves: bool) -> str:
         parts.append(_table(heads, steps))
     parts += [
         "## The base",
-        f"{base.spec.label}, compute dtype {base.spec.compute_dtype}; digest `{base.digest}`. {_again(card)}".rstrip(),
+        f"{base.spec.label}, compute dtype {base.spec.compute_dtype}; identity `{base.identity}`. {_again(card)}".rstrip(),
         "## Versions",
         _table(["", "trained with", "exported with"], _version_rows(trained.config.get("versions"))),
     ]

@@ -232,7 +232,7 @@ def _write_adapter(trained: TrainedRun, staging: Path, form: str) -> None:
                 reasons=error.reasons,
             ) from error
         write_adapter(bundle, staging)
-    write_origin(staging, base.parent or base.digest)
+    write_origin(staging, base.parent or base.identity)
     _tokenizer(trained).save_pretrained(staging)
 
 

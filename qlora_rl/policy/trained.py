@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.adapter.store import ORIGIN
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, load_base, open_base
 from qlora_rl.errors import BaseIncompleteError, BaseMismatchError, RunDirectoryError
 from qlora_rl.train.run import ADAPTER, CONFIG, MODEL, SUMMARY
@@ -112,13 +113,18 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
     try:
         config = json.loads((path / CONFIG).read_text())
         held = config["base"]
-        place, digest = Path(held["path"]), str(held["digest"])
+        place, identity = Path(held["path"]), str(held.get("identity", ""))
     except FileNotFoundError:
         raise RunDirectoryError(f"opening the run {run}: {_no_run(Path(run), path)}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise RunDirectoryError(
             f"opening the run {path}: {CONFIG} is damaged or does not name a base ({type(error).__name__}: {error})."
         ) from error
+    if not identity:
+        raise BaseMismatchError(
+            f"opening the run {path}: an earlier version has trained it, and noted what its base was made from, not what it is; so no base can "
+            f"be recognised as its own. If you know that a base is: copy {adapter.name}/ without {ORIGIN} and load it on that base."
+        )
     model = path / MODEL if (path / MODEL / CONFIG).is_file() else None
     if model is None and not (adapter / _ADAPTER_CONFIG).is_file():
         raise RunDirectoryError(
@@ -132,12 +138,13 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
             raise
         raise BaseIncompleteError(
             f"opening the run {path}: its base lay at {place}, where none is now. Say where it is (--base), or prepare it again: "
-            f"qlora-rl prepare MODEL {place}; its digest must be {digest[:16]}."
+            f"qlora-rl prepare MODEL {place}; its identity must be {identity[:16]}."
         ) from error
-    if opened.digest != digest:
+    if opened.identity != identity:
         raise BaseMismatchError(
-            f"opening the run {path}: it was trained on the base with digest {digest[:16]}, and {opened} has {opened.digest[:16]}. Pass the "
-            "base that it was trained on."
+            f"opening the run {path}: it was trained on the base with identity {identity[:16]}, and {opened} has {opened.identity[:16]}: "
+            "other weights, tokenizer or config. Pass the directory that it was trained on, or a copy of it; preparing it again gives the "
+            "same one from the same model, settings and versions."
         )
     return TrainedRun(path, config, opened, None if model else adapter, model)
 

@@ -109,5 +109,8 @@ def explain(diff: Diff, engine: str) -> str:
     elif "blocksize" in types or "table" in types:
         hint += "; they were quantised with other settings"
     elif types == {"scales"}:
-        hint = "Only scales differ, and could not be repaired from the engine's base directory. Prepare the base again"
+        hint = (
+            "Only scales differ, and the engine's base directory has them so: the base of each side was quantised apart. Copy the directory of "
+            "one side to the other, or prepare both with this version"
+        )
     return f"proving the base: {first}{also} on {engine}. {hint}, or pass allow_base_mismatch=True to go on with other weights."

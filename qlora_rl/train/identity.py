@@ -42,7 +42,7 @@ def identity_of(trainer: Any) -> dict[str, Any]:
     trained = trainer.accelerator.unwrap_model(trainer.model)
     found = {
         "trainer": type(trainer).__name__,
-        "base": trainer.base.digest,
+        "base": trainer.base.identity,
         "train_dataset": digest_dataset(trainer.train_dataset),
         "reward_funcs": list(getattr(trainer, "reward_func_names", [])),
         # DeepSpeed trains a float32 copy, whatever it multiplies with.
@@ -72,7 +72,9 @@ def refuse_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, A
         before, after = _by_step(before), _by_step(after)
     # A field that only one of them has is one of another version of TRL or PEFT.
     differ = [name for name in before if name in after and before[name] != after[name]]
-    reasons = [f"{name} was {_short(before[name])} and is {_short(after[name])}" for name in differ]
+    reasons = [
+        f"{name} was {_short(before[name])} and is {_short(after[name])}{_HINTS.get(name, '')}" for name in differ
+    ]
     if reasons:
         reasons[-1] += (
             ". Pass what the run began with; or another output_dir, or existing_run='overwrite', for a new one."
@@ -80,6 +82,9 @@ def refuse_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, A
         raise collected(f"resuming from {checkpoint}", reasons, ConfigConflictError)
 
 
+_HINTS = {
+    "base": " (its weights, tokenizer or config; a copy of the directory that the run began with is the same base)"
+}
 # How the batch of a step is shared out; in another number of processes it may be shared out otherwise.
 _SHARES = ("args.per_device_train_batch_size", "args.gradient_accumulation_steps", "args.steps_per_generation")
 # How the processes are started, and what they are told of each other.

@@ -74,7 +74,7 @@ class OfflineTrainer(TrainedRun):
             )
             loaded = source.load()
             check_base(loaded, self.base.path)
-            check_common_base(self.base.digest)
+            check_common_base(self.base.identity)
             if processing_class is None:
                 processing_class = load_tokenizer(self.base, args)
             before = trained_values(loaded)

@@ -329,7 +329,7 @@ class Resumable:
             return
         if not is_bare(trained) and (directory / "adapter_config.json").exists():
             settle_patterns(trained, directory)
-            write_origin(directory, self.base.parent or self.base.digest)
+            write_origin(directory, self.base.parent or self.base.identity)
         if self._uses_rollouts_again():
             torch.save(self._buffered_inputs if ranks().size == 1 else parts, directory / ROLLOUTS)
         state = {

@@ -191,13 +191,13 @@ class RunDirectory:
             raise _unwritable(self.path / name, error) from error
 
     def save_adapter(
-        self, model: Any, base_digest: str | None = None, weights: Mapping[str, Any] | None = None
+        self, model: Any, base_identity: str | None = None, weights: Mapping[str, Any] | None = None
     ) -> Path:
         """Save the trained adapter in PEFT's format to `adapter/`; the one before it stays until this one is whole.
 
         Args:
             model: the PeftModel.
-            base_digest: of the base that it was trained on, noted beside it.
+            base_identity: of the base that it was trained on, noted beside it.
             weights: what is trained, where that was gathered.
         """
         target = self.path / ADAPTER
@@ -211,8 +211,8 @@ class RunDirectory:
                 # PEFT nests every adapter that is not called "default".
                 saved = staging / name if (staging / name).is_dir() else staging
                 _settle(model, saved)
-                if base_digest:
-                    write_origin(saved, base_digest)
+                if base_identity:
+                    write_origin(saved, base_identity)
                 saved.chmod(0o755)
                 checkpoints.flush_all(saved)
                 if target.exists():

@@ -140,7 +140,7 @@ class TrainedRun(Resumable):
         if is_bare(trained):
             self.run.save_model(trained, self.base.path, weights)
         else:
-            self.run.save_adapter(trained, self.base.parent or self.base.digest, weights)
+            self.run.save_adapter(trained, self.base.parent or self.base.identity, weights)
 
     def _describe(self, adapter_dtype: str, facts: dict[str, Any]) -> dict[str, Any]:
         """The content of config.json; `facts` stand between the base and the seed."""
@@ -148,7 +148,7 @@ class TrainedRun(Resumable):
         return {
             "command": type(self).__name__,
             "model": self.base.path.name,
-            "base": {"path": str(self.base.path), "digest": self.base.digest, **self.base.spec.as_dict()},
+            "base": {"path": str(self.base.path), "identity": self.base.identity, **self.base.spec.as_dict()},
             **facts,
             "seed": self.args.seed,
             "adapter_dtype": adapter_dtype,

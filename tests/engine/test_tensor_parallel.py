@@ -130,7 +130,7 @@ def test_the_ranks_of_a_4_bit_base_hold_its_decoded_weights_and_prove_each_part(
     assert proof.is_proven
     baked = bake_base(exact)
     assert proof.theirs == fingerprint_stored(baked)
-    assert baked.parent == exact.digest
+    assert baked.parent == exact.identity
     assert len({len(held) for held in ranks.llm.collective_rpc("qlora_describe_base")}) == 1
 
 

@@ -126,7 +126,7 @@ def test_the_run_directory_is_complete_and_its_adapter_is_the_trained_one(base, 
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 3)
     described = json.loads((tmp_path / "config.json").read_text())
-    assert described["base"]["digest"] == base.digest
+    assert described["base"]["identity"] == base.identity
     assert described["plan"]["strategy"] == "lora_adapter"
     needed = {"reward", "mismatch_kl", "logprob_diff_mean", "logprob_diff_max", "ratio_p01", "ratio_p99", "ess", "loss"}
     needed |= {"sync_seconds", "sync_bytes", "rollout_tokens_per_s", "step_seconds", "grad_norm", "learning_rate"}

@@ -80,7 +80,7 @@ def test_an_adapter_of_another_base_is_refused(tiny, other_model_dir, tmp_path, 
     start = f"adapter.start_from={tmp_path / 'sft' / 'adapter'}"
     command = ["train", str(ROOT / "examples" / "dpo.toml"), "--set", start, "--set", f"run.dir={tmp_path / 'dpo'}"]
     assert main([*command, "--set", f"base.model={other_model_dir}"]) == 1
-    assert "It was trained on the base with digest" in capsys.readouterr().err
+    assert "It was trained on the base with identity" in capsys.readouterr().err
     assert not (tmp_path / "dpo").exists()
 
 

@@ -81,7 +81,7 @@ def test_a_hub_name_is_fetched_quantised_and_trained(make_trainer, model_dir, ba
     (snapshot.parents[1] / "refs" / "main").write_text("0123abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     trainer = make_trainer(model="someone/tiny")
-    assert trainer.base.digest == base.digest
+    assert trainer.base.identity == base.identity
     assert_only_the_adapter_learns(trainer)
 
 

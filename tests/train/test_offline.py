@@ -83,7 +83,7 @@ def test_the_run_directory_is_whole_and_its_adapter_is_the_trained_one(kind, mak
     assert json.loads((run / "summary.json").read_text()) == {"status": "finished", "steps": 2}
     described = json.loads((run / "config.json").read_text())
     assert described["command"] == type(trainer).__name__
-    assert described["base"]["digest"] == base.digest
+    assert described["base"]["identity"] == base.identity
     assert described["adapter"] == {"travels_as": "adapter", "reasons": []}
     assert described[kind]["learning_rate"] == 1e-2
     assert [line["step"] for line in lines(run)] == [1, 2]

@@ -181,7 +181,7 @@ def test_a_training_without_an_engine_goes_on_too(kind, base, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "killed")] == [1, 2, 3, 4, 5]
 
 
-def test_another_run_is_refused_by_name_and_nothing_is_touched(base, other_model_dir, tmp_path):
+def test_another_run_is_refused_by_name_and_nothing_is_touched(base, apart, other_model_dir, tmp_path):
     from peft import LoraConfig
 
     from qlora_rl import prepare_base
@@ -202,6 +202,8 @@ def test_another_run_is_refused_by_name_and_nothing_is_touched(base, other_model
         ConfigConflictError, match=r"(?s)base was .*args\.temperature was 1\.0 and is 0\.5.*existing_run='overwrite'"
     ):
         make(prepare_base(other_model_dir), tmp_path, "fake", max_steps=4, temperature=0.5)
+    with pytest.raises(ConfigConflictError, match=r"base was .*a copy of the directory that the run began with"):
+        make(apart, tmp_path, "fake", max_steps=4)  # equal but for the last digit of one weight's scales
     with make(base, tmp_path, "fake", existing="continue", max_steps=4, seed=7) as trainer:
         unchanged = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
         with pytest.raises(ConfigConflictError, match=r"args\.seed was 42 and is 7"):

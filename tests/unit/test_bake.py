@@ -40,9 +40,9 @@ def test_in_float32_no_product_is_rounded(base):
 
 def test_a_baked_base_names_its_parent_and_keeps_the_tokenizer(base, tmp_path):
     baked = bake_base(base, out=tmp_path / "baked")
-    assert baked.parent == base.digest
+    assert baked.parent == base.identity
     assert baked.path == tmp_path / "baked"
-    assert bake_base(base).digest == baked.digest
+    assert bake_base(base).identity == baked.identity
     assert (baked.path / "tokenizer.json").read_bytes() == (base.path / "tokenizer.json").read_bytes()
     assert "quantization_config" not in json.loads((baked.path / "config.json").read_text())
 

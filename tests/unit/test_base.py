@@ -33,9 +33,9 @@ def test_preparing_twice_gives_the_same_directory_and_does_the_work_once(model_d
 def test_the_name_depends_on_the_contents_and_not_on_the_place(model_dir, base, tmp_path):
     moved = tmp_path / "elsewhere"
     shutil.copytree(model_dir, moved)
-    assert prepare_base(moved).digest == base.digest
+    assert prepare_base(moved).identity == base.identity
     make_model(moved, seed=7)
-    assert prepare_base(moved).digest != base.digest
+    assert prepare_base(moved).identity != base.identity
 
 
 def test_a_base_is_prepared_whole_where_transformers_was_told_of_zero_3(model_dir, base, tmp_path):
@@ -50,7 +50,7 @@ def test_a_base_is_prepared_whole_where_transformers_was_told_of_zero_3(model_di
         assert told.is_zero3()
     finally:
         unset_hf_deepspeed_config()
-    assert made.digest == base.digest
+    assert made.identity == base.identity
     assert stored(made).keys() == stored(base).keys()
 
 

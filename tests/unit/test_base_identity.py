@@ -12,7 +12,16 @@ import torch
 from support import make_model
 from trained import make_run
 
-from qlora_rl import BaseIncompleteError, BaseMismatchError, judge_adapter, prepare_base
+from qlora_rl import (
+    BaseIncompleteError,
+    BaseMismatchError,
+    FakeEngine,
+    export_run,
+    judge_adapter,
+    load_base,
+    prepare_base,
+    prove_base,
+)
 from qlora_rl.adapter.store import ORIGIN, write_origin
 from qlora_rl.base.checkpoint import MANIFEST, open_base
 from qlora_rl.base.quant import QuantSpec, exact_absmax, quantize_linear
@@ -137,31 +146,6 @@ def test_a_constant_weight_has_scales_too():
         assert all(bool(torch.isfinite(t).all()) for t in parts.values() if t.is_floating_point())
 
 
-def move_a_scale(source, target):
-    """A copy of a base, as a plain 4-bit checkpoint, with one weight's offset rounded the other way."""
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(source, target)
-    for name in (MANIFEST, "fingerprint.json"):
-        (target / name).unlink()
-    file = target / "model.safetensors"
-    tensors = load_file(file)
-    name = next(name for name in tensors if name.endswith("bitsandbytes__nf4"))
-    state = json.loads(bytes(tensors[name].tolist()))
-    offset = torch.tensor(state["nested_offset"], dtype=torch.float32)
-    state["nested_offset"] = torch.nextafter(offset, offset * 2).item()
-    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    save_file(tensors, file, metadata={"format": "pt"})
-    return target
-
-
-@pytest.fixture(scope="module")
-def apart(base, tmp_path_factory):
-    """The tiny base as another machine would have prepared it before: equal codes, one average rounded the other way."""
-    root = tmp_path_factory.mktemp("apart")
-    return prepare_base(move_a_scale(base.path, root / "source"), out=root / "base")
-
-
 def test_the_identity_is_of_the_result(base, apart, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(base.path, copy)
@@ -203,7 +187,8 @@ def test_what_lies_beside_the_weights_is_of_the_identity(model_dir, base, tmp_pa
         file = copy / file.get(change, "config.json")
         content = json.loads(file.read_text())
         if change == "tokenizer":
-            content["added_tokens"][0]["lstrip"] = not content["added_tokens"][0]["lstrip"]
+            first, second, *_ = words = content["model"]["vocab"]
+            words[first], words[second] = words[second], words[first]
         elif change == "eos_token":
             content["eos_token"] = "<pad>"
         elif change == "eos_token_id":
@@ -219,6 +204,15 @@ def test_a_baked_base_names_what_its_parent_is(base, apart, tmp_path):
 
     assert bake_base(base, out=tmp_path / "a").parent == base.identity
     assert bake_base(apart, out=tmp_path / "b").parent == apart.identity
+
+
+def test_sides_whose_scales_differ_are_told_what_helps(base, apart):
+    """Preparing again would not: each side would make of its source what it has made already."""
+    with pytest.raises(
+        BaseMismatchError, match=r"scales differ.*Copy the directory of one side to the other"
+    ) as caught:
+        prove_base(load_base(base), FakeEngine(load_base(apart)))
+    assert len(caught.value.reasons) == 1
 
 
 def test_an_adapter_of_the_other_base_is_rejected_with_the_way_out(base, apart, adapted, tmp_path):
@@ -246,8 +240,11 @@ def test_an_adapter_of_an_earlier_version_is_rejected_with_the_way_on(base, adap
 def test_a_run_is_opened_on_its_own_base_only(base, apart, tmp_path):
     run = make_run(base, tmp_path / "run")
     assert open_trained(run, base=base).base == base
-    with pytest.raises(BaseMismatchError, match=rf"{base.identity[:16]}.*{apart.identity[:16]}.*[Cc]opy"):
+    wanted = rf"identity {base.identity[:16]}.*{apart.identity[:16]}.*a copy of it"
+    with pytest.raises(BaseMismatchError, match=wanted):
         open_trained(run, base=apart)
+    with pytest.raises(BaseMismatchError, match=wanted):
+        export_run(run, to="merged", out=tmp_path / "out", base=apart)
 
 
 def test_a_run_of_an_earlier_version_is_said_to_be_one(base, tmp_path):

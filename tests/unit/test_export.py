@@ -105,7 +105,7 @@ def test_the_adapter_alone_is_the_policy_on_its_base(base, tmp_path, form):
     written = json.loads((done.path / "adapter_config.json").read_text())
     assert bool(written.get("rank_pattern")) == (form == "original")
     assert (written["lora_alpha"] == written["r"]) == (form == "canonical")
-    assert json.loads((done.path / "qlora_adapter.json").read_text()) == {"base_digest": base.digest}
+    assert json.loads((done.path / "qlora_adapter.json").read_text()) == {"base_identity": base.identity}
     assert (done.path / "tokenizer.json").is_file()
     assert ("vllm" in done.load) == (form == "canonical")  # vLLM drops patterns
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_is_exported_as_a_run_is(run, tmp_path):
 
 
 def test_another_base_is_refused_and_a_moved_one_is_named(run, base, other_model_dir, tmp_path):
-    with pytest.raises(BaseMismatchError, match="it was trained on the base with digest"):
+    with pytest.raises(BaseMismatchError, match="it was trained on the base with identity"):
         export(run, out=tmp_path / "a", base=prepare_base(other_model_dir))
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
@@ -151,8 +151,8 @@ def test_another_base_is_refused_and_a_moved_one_is_named(run, base, other_model
 def test_an_adapter_of_another_base_is_refused(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    (copy / "adapter" / "qlora_adapter.json").write_text(json.dumps({"base_digest": "0" * 64}))
-    with pytest.raises(AdapterRefusedError, match="digest 0000"):
+    (copy / "adapter" / "qlora_adapter.json").write_text(json.dumps({"base_identity": "0" * 64}))
+    with pytest.raises(AdapterRefusedError, match="identity 0000"):
         export(copy, out=tmp_path / "a")
 
 
@@ -185,7 +185,7 @@ def test_the_card_says_what_it_is_and_names_no_path_of_this_machine(run, base, t
     card = (done.path / "README.md").read_text()
     for said in (
         f"{done.distance.kl_mean:.2e}",
-        base.digest,
+        base.identity,
         "random tokens",
         'LLM("merged")',
         "| transformers |",

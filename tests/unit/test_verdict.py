@@ -234,9 +234,9 @@ def test_an_adapter_for_another_base_is_refused(build, base, tmp_path):
     assert judge_adapter(tmp_path / "a", base=base.path).kind == "adapter"
     write_origin(tmp_path / "a", "0" * 64)  # same names, same shapes, other weights
     assert (
-        "trained on the base with digest 0000000000000000" in judge_adapter(tmp_path / "a", base=base.path).reasons[0]
+        "trained on the base with identity 0000000000000000" in judge_adapter(tmp_path / "a", base=base.path).reasons[0]
     )
-    write_origin(tmp_path / "a", base.digest)
+    write_origin(tmp_path / "a", base.identity)
     assert judge_adapter(tmp_path / "a", base=base.path).kind == "adapter"
 
 
@@ -244,7 +244,7 @@ def test_an_adapter_on_its_own_base_baked_is_at_home(build, base, tmp_path):
     from qlora_rl import bake_base
 
     build(ADAPTER["plain"]).save_pretrained(tmp_path / "a")
-    write_origin(tmp_path / "a", base.digest)
+    write_origin(tmp_path / "a", base.identity)
     assert judge_adapter(tmp_path / "a", base=bake_base(base, out=tmp_path / "baked").path).kind == "adapter"
 
 
@@ -589,7 +589,7 @@ def test_a_base_that_is_no_name_is_none(build, tmp_path, name):
     assert judge_adapter(tmp_path).kind == "adapter"
 
 
-@pytest.mark.parametrize("content", ["[]", "5", "null", "{", '{"base_digest": 5}'])
+@pytest.mark.parametrize("content", ["[]", "5", "null", "{", '{"base_identity": 5}'])
 def test_damaged_notes_get_a_verdict(build, base, tmp_path, content):
     build(ADAPTER["plain"]).save_pretrained(tmp_path)
     (tmp_path / "qlora_adapter.json").write_text(content)
