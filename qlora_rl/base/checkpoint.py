@@ -134,15 +134,7 @@ def prepare_base(
     )
 
     def write(directory: Path) -> QuantSpec:
-        from transformers import AutoModelForCausalLM
-
-        try:
-            with models_are_whole():
-                loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust_remote_code)
-        except OSError as error:
-            raise BaseIncompleteError(
-                f"preparing a base: {source} cannot be loaded: {error}. Pass a directory that holds a model's weights, or a hub name."
-            ) from error
+        loaded = _load_source(source, trust_remote_code)
         # A checkpoint that is 4-bit already keeps its bytes; its live layers say what its config may not.
         written = spec if method is None else spec_of(loaded)
         write_checkpoint(loaded, written, directory, is_quantized=method is not None)
@@ -153,6 +145,35 @@ def prepare_base(
 
     name = Path(os.fspath(model)).name if source == Path(model) else os.fspath(model).replace("/", "--")
     return _publish(name, spec.label, inputs, out, write, source=os.fspath(model))
+
+
+def _load_source(source: Path, trust_remote_code: bool) -> Any:
+    """The model of a checkpoint directory, all of it: transformers gives random values to what is not there."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with models_are_whole():
+            model, told = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype="auto",
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below, together with what is missing
+            )
+    except OSError as error:
+        raise BaseIncompleteError(
+            f"preparing a base: {source} cannot be loaded: {error}. Pass a directory that holds a model's weights, or a hub name."
+        ) from error
+    reasons = [f"{name} is missing" for name in sorted(told["missing_keys"])]
+    reasons += [f"{name} has another shape than the config says" for name, *_ in sorted(told["mismatched_keys"])]
+    if reasons:
+        more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+        raise BaseIncompleteError(
+            f"preparing a base: {source} does not hold the whole model: {'; '.join(reasons[:5])}{more}. Pass the checkpoint of a causal "
+            "language model with all of its weights.",
+            reasons=reasons,
+        )
+    return model
 
 
 def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.PathLike[str] | None) -> PreparedBase:
