@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -24,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
+from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, digest_parts, digest_tokenizer
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
-from qlora_rl.base.writer import base_tensors, write_checkpoint, write_tokenizer
+from qlora_rl.base.writer import write_checkpoint, write_tokenizer
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
 
 if TYPE_CHECKING:
@@ -129,9 +129,7 @@ def prepare_base(
         )
     if method is not None:
         spec = _stored_spec(source)
-    inputs = _digest(
-        [_directory_digest(source), json.dumps(spec.as_dict(), sort_keys=True), _tokenizer_digest(tokenizer)]
-    )
+    inputs = _digest_inputs(digest_directory(source), spec, digest_tokenizer(tokenizer))
 
     def write(directory: Path) -> QuantSpec:
         loaded = _load_source(source, trust_remote_code)
@@ -184,7 +182,7 @@ def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.P
         return open_base(known)
     live = spec_of(base)
     written = live if live.is_4bit else spec
-    inputs = _digest([_model_digest(base), json.dumps(written.as_dict(), sort_keys=True), _tokenizer_digest(tokenizer)])
+    inputs = _digest_inputs(digest_model(base), written, digest_tokenizer(tokenizer))
     origin = getattr(base.config, "_name_or_path", "") or type(base).__name__
 
     def write(directory: Path) -> QuantSpec:
@@ -232,7 +230,7 @@ def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedB
             reasons.append(f"{name} is missing")
         elif file.stat().st_size != entry["bytes"]:
             reasons.append(f"{name}: bytes={file.stat().st_size} != {entry['bytes']} when it was prepared")
-        elif verify and _file_digest(file) != entry["sha256"]:
+        elif verify and digest_file(file) != entry["sha256"]:
             reasons.append(f"{name}: its bytes differ from what was prepared")
     if reasons:
         raise BaseIncompleteError(
@@ -374,7 +372,7 @@ def derive(
     parent: PreparedBase, spec: QuantSpec, write: Callable[[Path], QuantSpec], out: str | os.PathLike[str] | None
 ) -> PreparedBase:
     """Publish a base that is computed from another one; the manifest names the parent."""
-    inputs = _digest([parent.identity, json.dumps(spec.as_dict(), sort_keys=True)])
+    inputs = _digest_inputs(parent.identity, spec)
     name = parent.path.name
     return _publish(name, f"baked-{spec.label}", inputs, out, write, source=str(parent), parent=parent.identity)
 
@@ -414,7 +412,7 @@ def _publish(
             identity = identify(found, spec.compute_dtype)
             (staging / FINGERPRINT).write_text(json.dumps(found.as_dict(), indent=1))
             files = {
-                str(f.relative_to(staging)): {"bytes": f.stat().st_size, "sha256": _file_digest(f)}
+                str(f.relative_to(staging)): {"bytes": f.stat().st_size, "sha256": digest_file(f)}
                 for f in sorted(staging.rglob("*"))
                 if f.is_file()
             }
@@ -444,6 +442,11 @@ def _publish(
     return PreparedBase(target, spec, identity, inputs, parent)
 
 
+def _digest_inputs(source: str, spec: QuantSpec, *others: str) -> str:
+    """`PreparedBase.inputs`: another format makes something else of the same source."""
+    return digest_parts([str(FORMAT), source, json.dumps(spec.as_dict(), sort_keys=True), *others])
+
+
 @contextlib.contextmanager
 def _exclusive(lock: Path) -> Iterator[None]:
     """Hold an advisory lock; the system releases it when the process dies."""
@@ -458,39 +461,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _file_digest(file: Path) -> str:
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _digest(parts: Sequence[str]) -> str:
-    return hashlib.sha256("\0".join([str(FORMAT), *parts]).encode()).hexdigest()
-
-
-def _directory_digest(source: Path) -> str:
-    """Of all that decides what a checkpoint is: weights, configs, tokenizer; whatever the directory is called."""
-    files = [f for f in sorted(source.rglob("*")) if f.is_file() and f.suffix != ".md"]
-    names = {f: f.relative_to(source) for f in files}
-    shown = [f for f in files if not any(part.startswith(".") for part in names[f].parts)]
-    return _digest([f"{names[f]}:{_file_digest(f)}" for f in shown])
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    """Of a tokenizer that is stored in the place of the model's own."""
-    if tokenizer is None:
-        return ""
-    with tempfile.TemporaryDirectory() as directory:
-        getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(directory)
-        return _directory_digest(Path(directory))
-
-
-def _model_digest(model: torch.nn.Module) -> str:
-    """Of the tensors of a model object, and of its config."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    digest = hashlib.sha256(f"{type(model).__name__}{json.dumps(config, sort_keys=True, default=str)}".encode())
-    for name, tensor in base_tensors(model):
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()

@@ -1,0 +1,52 @@
+"""Digests of what a base is made from: they name directories in the cache. What a base is says its identity, see base/fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_rl.base.writer import base_tensors
+
+
+def digest_parts(parts: Sequence[str]) -> str:
+    """SHA-256 over several texts (hex); where one ends and the next begins counts."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def digest_file(file: Path) -> str:
+    """SHA-256 over a file's bytes (hex)."""
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def digest_directory(source: Path) -> str:
+    """Of all that decides what a checkpoint is: weights, configs, tokenizer; whatever the directory is called."""
+    files = [f for f in sorted(source.rglob("*")) if f.is_file() and f.suffix != ".md"]
+    names = {f: f.relative_to(source) for f in files}
+    shown = [f for f in files if not any(part.startswith(".") for part in names[f].parts)]
+    return digest_parts([f"{names[f]}:{digest_file(f)}" for f in shown])
+
+
+def digest_tokenizer(tokenizer: Any) -> str:
+    """Of a tokenizer that is stored in the place of the model's own; empty where there is none."""
+    if tokenizer is None:
+        return ""
+    with tempfile.TemporaryDirectory() as directory:
+        getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(directory)
+        return digest_directory(Path(directory))
+
+
+def digest_model(model: torch.nn.Module) -> str:
+    """Of the tensors of a model object, and of its config."""
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.sha256(f"{type(model).__name__}{json.dumps(config, sort_keys=True, default=str)}".encode())
+    for name, tensor in base_tensors(model):
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
