@@ -309,7 +309,7 @@ def shared_base() -> str:
 
 
 def memory_plan() -> str:
-    """The ledger of Qwen3-8B on a card of 24 GiB, as `qlora-rl plan` prints it."""
+    """The ledger of Qwen3-8B on a card of 24 GB, as `qlora-rl plan` prints it."""
     result = _load("memory_plan.json")["one"]
     lines = ["| line | GiB | when | how |", "|---|---|---|---|"]
     for r in result["lines"]:
@@ -317,7 +317,7 @@ def memory_plan() -> str:
         lines.append(f"| {r['name']} | {r['nbytes'] / 2**30:.3f} | {r['when']} | {how} |")
     held = f"{result['kv_cache_sequences']} sequences of {result['request']['max_length']} tokens at once"
     lines.append(f"| KV cache | {result['kv_cache_bytes'] / 2**30:.3f} | always | {held} |")
-    lines.append(f"| **peak** | **{result['peak_bytes'] / 2**30:.2f}** | | of {result['budget_bytes'] / 2**30:.0f} |")
+    lines.append(f"| **peak** | **{result['peak_bytes'] / 2**30:.2f}** | | of {result['budget_bytes'] / 2**30:.1f} |")
     return "\n".join(lines)
 
 
@@ -325,7 +325,7 @@ def memory_longest() -> str:
     """The longest prompt plus completion that fits, by model and card."""
     longest = _load("memory_plan.json")["longest"]
     cards = list(next(iter(longest.values())))
-    lines = [f"| tokens | {' | '.join(f'{card} GiB' for card in cards)} |", f"|---|{'---|' * len(cards)}"]
+    lines = [f"| tokens | {' | '.join(f'{card} GB' for card in cards)} |", f"|---|{'---|' * len(cards)}"]
     for name, by_card in longest.items():
         lines.append(f"| {name} | {' | '.join(str(by_card[card] or 'none') for card in cards)} |")
     return "\n".join(lines)

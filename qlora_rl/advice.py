@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.ledger.plan import MemoryLedger, largest_length, plan_memory
+from qlora_rl.ledger.plan import GIB, MemoryLedger, largest_length, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
 
 TASKS = ("grpo", "sft", "dpo")
@@ -117,7 +117,8 @@ def recommend(
     Args:
         model: checkpoint or base directory, config.json, or hub name; no weight is read.
         task: "grpo", "sft" or "dpo".
-        gpu_memory: all that the run may hold, in GiB; `None` for no limit.
+        gpu_memory: all that the run may hold, in GiB; the size of a card, such as 24, is what these cards have, less a reserve
+            (`ledger/cards.py`); `None` for no limit.
         max_length: prompt plus completion, in tokens, at most.
         device: "cuda" or "cpu"; by default CUDA where there is some, or a card was named.
         trust_remote_code: let the model's own code run.
@@ -233,8 +234,15 @@ def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int) -> dict[
         "max_length": length,
         "max_completion_length": "half of it",
         "adapter_dtype": "small updates are not rounded away; multiplied in bf16 as the engine does",
-        "gpu_memory": "as asked",
+        "gpu_memory": _limit(ledger),
     }
+
+
+def _limit(ledger: MemoryLedger) -> str:
+    asked, budget = ledger.request.gpu_memory_gib, ledger.budget_bytes
+    if asked is None or budget is None or budget == int(asked * GIB):
+        return "as asked"
+    return f"a card of {asked:g} GB: {budget / GIB:.1f} GiB of it, so that every such card has them and some is left"
 
 
 def _device(gpu_memory: float | None) -> str:

@@ -12,7 +12,12 @@ def add(commands: Any) -> None:
     """The command's arguments."""
     plan = commands.add_parser("plan", help="what fits on my card: the memory of a run, without loading the model")
     plan.add_argument("model", help="checkpoint or base directory, config.json, or hub name")
-    plan.add_argument("--gpu-memory", type=float, metavar="GIB", help="all that the run may hold (default: no limit)")
+    plan.add_argument(
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="the size of a card, such as 24, or what the run may hold (default: no limit)",
+    )
     plan.add_argument(
         "--max-length",
         type=int,

@@ -14,7 +14,10 @@ def add(commands: Any) -> None:
     recommend.add_argument("model", help="checkpoint or base directory, config.json, or hub name")
     recommend.add_argument("--task", choices=["grpo", "sft", "dpo"], default="grpo", help="(default: %(default)s)")
     recommend.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="all that the run may hold (default: no limit)"
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="the size of a card, such as 24, or what the run may hold (default: no limit)",
     )
     recommend.add_argument(
         "--max-length",

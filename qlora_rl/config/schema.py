@@ -282,7 +282,10 @@ class Run:
     )
     seed: int = option("of adapter, data order and sampling", 42, at_least=0)
     gpu_memory: float | Literal["auto"] = option(
-        "GiB that the run may hold; `auto`: what is free", "auto", above=0.0, methods=PLANNED
+        "size of the card in GB, such as 24, or GiB that the run may hold; `auto`: what is free",
+        "auto",
+        above=0.0,
+        methods=PLANNED,
     )
 
 

@@ -14,6 +14,7 @@ from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import rank_class
 from qlora_rl.errors import ConfigConflictError, MemoryBudgetError
 from qlora_rl.ledger import lines as count
+from qlora_rl.ledger.cards import usable_gib
 from qlora_rl.ledger.lines import Line
 from qlora_rl.ledger.shape import ModelShape, read_shape, skeleton
 
@@ -42,7 +43,8 @@ class MemoryRequest:
         padded: sequences are of unequal length, so that attention gets a mask.
         cache_dtype: of the KV cache.
         kv_cache_gib: size of the KV cache; by default what is left, up to what `sequences` of full length need.
-        gpu_memory_gib: all that may be held; `None` for no limit.
+        gpu_memory_gib: all that may be held; with device="cuda" the size of a card, such as 24, is what these cards have, less a
+            reserve (`ledger/cards.py`); `None` for no limit.
         device: "cuda" or "cpu".
         has_engine: the run makes an engine; otherwise its lines are left out.
         trainer_parts: processes, with a GPU each, that the trainer's base lies in parts on. What is counted is one GPU.
@@ -144,7 +146,12 @@ class MemoryLedger:
     def budget_bytes(self) -> int | None:
         """All that may be held."""
         limit = self.request.gpu_memory_gib
-        return None if limit is None else int(limit * GIB)
+        return None if limit is None else int((usable_gib(limit) if self.request.device == "cuda" else limit) * GIB)
+
+    @property
+    def _card_words(self) -> str:
+        limit = self.request.gpu_memory_gib
+        return "" if limit is None or self.budget_bytes == int(limit * GIB) else f" of a card of {limit:g} GB"
 
     # --- the KV cache -----------------------------------------------------------------------------------------------
 
@@ -252,9 +259,12 @@ class MemoryLedger:
         largest = largest_length(self)
         shorter = f"\n  max_length={largest}: the longest that fits" if largest else "\n  no length fits by itself"
         raise MemoryBudgetError(
-            f"planning the memory: {self.shape.name} needs {peak:.2f} GiB at its peak > gpu_memory={budget:.2f} GiB.\n"
+            f"planning the memory: {self.shape.name} needs {peak:.2f} GiB at its peak > gpu_memory={budget:.2f} GiB{self._card_words}.\n"
             f"{self.table()}\nLower one of these:{ways}{shorter}",
-            reasons=[f"peak={peak:.2f} GiB > gpu_memory={budget:.2f} GiB", *(s.advice for s in savings)],
+            reasons=[
+                f"peak={peak:.2f} GiB > gpu_memory={budget:.2f} GiB{self._card_words}",
+                *(s.advice for s in savings),
+            ],
         )
 
     # --- for people -------------------------------------------------------------------------------------------------
@@ -277,7 +287,8 @@ class MemoryLedger:
         if self.budget_bytes is not None:
             left = (self.budget_bytes - self.peak_bytes) / GIB
             words = "left" if left >= 0 else "too much"
-            text.append(f"  {'gpu_memory':<{names}}  {self.budget_bytes / GIB:8.3f} GiB  {abs(left):.3f} GiB {words}")
+            said = f"{abs(left):.3f} GiB {words}{self._card_words}"
+            text.append(f"  {'gpu_memory':<{names}}  {self.budget_bytes / GIB:8.3f} GiB  {said}")
         return "\n".join(text)
 
     def _peak_words(self) -> str:

@@ -13,6 +13,7 @@ from qlora_rl.adapter.verdict import judge_adapter, judge_config
 from qlora_rl.base.checkpoint import MANIFEST, empty_model
 from qlora_rl.base.quant import QuantSpec, spec_of
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.ledger.cards import RESERVE_GIB, usable_gib
 from qlora_rl.ledger.plan import MemoryLedger, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
 from qlora_rl.processor import copies_dtype
@@ -41,7 +42,8 @@ class MemoryBudget:
         is_limit: the ledger had a limit.
 
     Args:
-        gpu_memory: "auto" (what is free on the card; no limit on the CPU) or GiB.
+        gpu_memory: "auto" (what is free on the card; no limit on the CPU) or GiB; on a GPU the size of a card, such as 24, is what
+            these cards have, less a reserve.
         model: as the trainer takes it.
         args: TRL's config.
         peft_config: the adapter to make; `None` with a PeftModel.
@@ -134,8 +136,8 @@ class MemoryBudget:
         found: dict[str, Any] = {"kv_cache_gib": self.ledger.cache_gib} if self._sizes_cache else {}
         if self._asks_for_room:
             found["planned_memory_gib"] = self.ledger.peak_bytes / GIB
-            if self.ledger.request.gpu_memory_gib is not None:
-                found["memory_limit_gib"] = self.ledger.request.gpu_memory_gib
+            if self.ledger.budget_bytes is not None:
+                found["memory_limit_gib"] = self.ledger.budget_bytes / GIB
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -168,7 +170,7 @@ def expects_full_weights(model: Any, peft_config: Any, sync: str, *, trust_remot
 
 
 def _limit(gpu_memory: str | float, on_gpu: bool) -> float | None:
-    """GiB that the run may hold; `None` for no limit."""
+    """`gpu_memory_gib` of the ledger; `None` for no limit."""
     if gpu_memory == "auto":
         return torch.cuda.mem_get_info()[0] / GIB if on_gpu else None
     if isinstance(gpu_memory, bool) or not isinstance(gpu_memory, int | float) or not gpu_memory > 0:
@@ -176,11 +178,18 @@ def _limit(gpu_memory: str | float, on_gpu: bool) -> float | None:
             f"reading the arguments: gpu_memory={gpu_memory!r} is neither 'auto' nor a number of GiB above 0."
         )
     if on_gpu:
-        total = torch.cuda.mem_get_info()[1] / GIB
-        if gpu_memory > total:
+        total, usable = torch.cuda.mem_get_info()[1] / GIB, usable_gib(gpu_memory)
+        if usable > total:
+            said = f" of a card of {gpu_memory:g} GB" if usable != gpu_memory else ""
             raise ConfigConflictError(
-                f"reading the arguments: gpu_memory={gpu_memory} > {total:.1f} GiB, which the card has. Lower it, or use 'auto'."
+                f"reading the arguments: gpu_memory={gpu_memory} ({usable:.1f} GiB{said}) > {total:.1f} GiB, which the card has. Lower "
+                "it, or use 'auto'."
             )
+        if usable != gpu_memory and usable > total - RESERVE_GIB:
+            logger.info(
+                "gpu_memory=%g: this card reports %.2f GiB, of which %.1f stay free", gpu_memory, total, RESERVE_GIB
+            )
+            return total - RESERVE_GIB
     return float(gpu_memory)
 
 

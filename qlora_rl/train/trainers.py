@@ -53,7 +53,7 @@ class QLoRAGRPOTrainer(OnlineTrainer, OnePass, MeasuredSteps, GRPOTrainer):
         share_base: "auto" (default): a model that is not loaded yet is trained on the tensors of the engine that the trainer
             starts, so that the base is held once, or a log line says why not. True: also on those of a LocalEngine that was
             passed; an error where it cannot be. False: two copies.
-        gpu_memory: what the run may hold: GiB (refused with the numbers, before anything is loaded, if it cannot fit), or "auto":
+        gpu_memory: what the run may hold: the size of a card, such as 24, or GiB (refused with the numbers, before anything is loaded, if it cannot fit), or "auto":
             what is free on the card, with a warning; no limit on the CPU. The KV cache gets what the optimizer step leaves.
         allow_base_mismatch: train although the engine holds another base; every metric and the report are marked.
 

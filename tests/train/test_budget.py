@@ -7,6 +7,7 @@ import pytest
 
 from qlora_rl import ConfigConflictError, MemoryBudgetError, load_base
 from qlora_rl.engine.fake import FakeEngine
+from qlora_rl.ledger.cards import RESERVE_GIB
 from qlora_rl.ledger.plan import GIB
 from qlora_rl.train.budget import expects_full_weights
 
@@ -101,6 +102,44 @@ def test_a_limit_beside_an_engine_that_was_passed_in_counts_the_trainer_alone(ma
 def test_a_kv_cache_of_the_users_own_stays_his(fields, options, make_trainer, config, colocate):
     make_trainer(rollout="colocate", gpu_memory=2.0, engine_options=options, args=config(**fields))
     assert colocate[0].get("kv_cache_gib") == options.get("kv_cache_gib")
+
+
+def budget_on_a_card(reported_gib, gpu_memory, base, args, monkeypatch):
+    """The budget of a run on a card that reports so much memory."""
+    from peft import LoraConfig
+
+    from qlora_rl.train.budget import MemoryBudget
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int((reported_gib - 1) * GIB), int(reported_gib * GIB)))
+    args.use_cpu = False
+    wanted = {"quantization_config": None, "engine_options": {"base_compute": "auto"}, "optimizer": None}
+    wanted |= {"adapter_dtype": "float32", "shared": True, "has_engine": True}
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    return MemoryBudget(gpu_memory, str(base.path), args, peft_config=lora, **wanted)
+
+
+@pytest.mark.parametrize("reported_gib", [21.95, 23.64])
+def test_the_size_of_a_card_is_planned_on_that_card_as_beforehand(reported_gib, base, config, monkeypatch):
+    from qlora_rl import recommend
+
+    beforehand = recommend(base.path, "grpo", 24)
+    budget = budget_on_a_card(reported_gib, beforehand.trainer["gpu_memory"], base, config(), monkeypatch)
+    assert budget.ledger.budget_bytes == beforehand.ledger.budget_bytes
+    assert budget.engine_options()["memory_limit_gib"] == budget.ledger.budget_bytes / GIB
+
+
+def test_a_card_that_has_less_than_others_of_its_size_gets_what_it_has(base, config, monkeypatch, caplog):
+    with caplog.at_level(logging.INFO, "qlora_rl"):
+        budget = budget_on_a_card(21.6, 24, base, config(), monkeypatch)
+    assert budget.ledger.budget_bytes == pytest.approx((21.6 - RESERVE_GIB) * GIB, abs=2)
+    assert "21.6" in caplog.text
+
+
+@pytest.mark.parametrize("asked", [24, 20.5])
+def test_more_than_the_card_has_is_refused(asked, base, config, monkeypatch):
+    with pytest.raises(ConfigConflictError, match=rf"gpu_memory={asked}.* > 20.0 GiB, which the card has"):
+        budget_on_a_card(20.0, asked, base, config(), monkeypatch)
 
 
 def test_on_the_cpu_auto_sets_no_limit(make_trainer, colocate):

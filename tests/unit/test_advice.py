@@ -59,6 +59,21 @@ def test_a_smaller_card_gets_a_smaller_batch_and_then_a_shorter_length(config_of
     assert lengths[-1] < 4096
 
 
+def test_the_command_and_the_function_plan_the_same_for_a_card_and_pass_its_size_on(config_of, capsys):
+    path = str(config_of("8b"))
+    budgets = [recommend(path, "grpo", 24).ledger.budget_bytes]
+    for command in ("recommend", "plan"):
+        main([command, path, "--gpu-memory", "24", "--json"])
+        said = json.loads(capsys.readouterr().out)
+        budgets.append(said.get("ledger", said)["budget_bytes"])
+    assert len(set(budgets)) == 1
+    assert budgets[0] < 23.64 * 2**30  # what an RTX 4090 reports
+    advice = recommend(path, "grpo", 24)
+    assert advice.trainer["gpu_memory"] == 24
+    assert "card of 24 GB" in advice.reasons["gpu_memory"]
+    assert recommend(path, "grpo", 22.5).reasons["gpu_memory"] == "as asked"
+
+
 def test_large_models_get_half_the_rate_in_sft_and_a_cpu_no_paged_optimizer(config_of):
     assert recommend(config_of("32b"), "sft", 80).config["learning_rate"] == pytest.approx(1e-4)
     assert recommend(config_of("8b"), "sft", 80).config["learning_rate"] == pytest.approx(2e-4)

@@ -10,6 +10,7 @@ from support import ARCHITECTURES, make_model
 from qlora_rl import ConfigConflictError, MemoryBudgetError, QuantSpec, load_base, plan_memory, prepare_base
 from qlora_rl.cli import main
 from qlora_rl.ledger import lines as count
+from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, usable_gib
 from qlora_rl.ledger.plan import MemoryRequest, largest_length
 from qlora_rl.ledger.shape import Cache, read_config, read_shape
 
@@ -300,6 +301,28 @@ def test_a_changed_ledger_is_the_one_that_would_have_been_planned(change):
 # --- the verdict ----------------------------------------------------------------------------------------------------
 
 
+# GiB that PyTorch's out-of-memory messages quote as "a total capacity of", for cards sold as so many GB.
+REPORTED = [
+    (16, 14.56), (24, 21.95), (24, 22.38), (24, 23.64), (32, 31.36), (40, 39.38), (48, 44.40), (80, 79.14), (141, 139.72),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "reported"), REPORTED)
+def test_what_is_planned_for_the_size_of_a_card_leaves_a_reserve_on_every_such_card(size, reported):
+    ledger = plan_memory(known("Qwen3-8B")[0], batch_size=1, sequences=8 * size, max_length=4096, gpu_memory_gib=size)
+    assert ledger.peak_bytes == ledger.budget_bytes  # the KV cache takes all that is left
+    assert ledger.peak_bytes <= (reported - RESERVE_GIB) * GIB
+    assert ledger.peak_bytes > 0.8 * size * GIB
+    assert f"of a card of {size} GB" in ledger.table()
+    assert ledger.as_dict()["budget_bytes"] == ledger.budget_bytes
+
+
+def test_other_numbers_are_gib_as_they_stand_and_so_is_memory_that_is_no_cards():
+    assert plan_memory(known("Qwen3-8B")[0], gpu_memory_gib=22.5).budget_bytes == int(22.5 * GIB)
+    assert plan_memory(known("Qwen3-8B")[0], gpu_memory_gib=24, device="cpu").budget_bytes == 24 * GIB
+    assert all(usable_gib(usable_gib(size)) == usable_gib(size) < size for size in CARDS)
+
+
 def test_what_fits_is_not_refused_and_the_kv_cache_gets_what_is_left():
     config = known("Qwen3-8B")[0]
     roomy = plan_memory(config, batch_size=1, sequences=64, max_length=4096, gpu_memory_gib=24)
@@ -320,7 +343,7 @@ def test_what_cannot_fit_is_refused_with_the_numbers_and_what_to_lower():
     with pytest.raises(MemoryBudgetError) as caught:
         ledger.raise_if_too_big()
     text = str(caught.value)
-    assert "> gpu_memory=16.00 GiB" in text
+    assert "> gpu_memory=14.00 GiB of a card of 16 GB" in text
     assert "base, trainer" in text
     for knob in ("per_device_train_batch_size=4", "gradient_checkpointing=True", "max_length=2048", "one base for",
                  "optim='adamw_8bit'", "rank 8"):  # fmt: skip

@@ -1,0 +1,28 @@
+"""What a card sold as 24 GB has: the size is a name, and what CUDA reports is less."""
+
+from __future__ import annotations
+
+# GB on the box -> GiB, rounded down, that the card of this size with the least of it reports to CUDA. Error correction, firmware and
+# driver take the rest. From the totals in PyTorch's out-of-memory messages in public issues: 24 is an A10G or L4 (RTX 4090: 23.6), 16 a T4.
+CARDS = {
+    8: 7.6,
+    10: 9.6,
+    12: 11.4,
+    16: 14.5,
+    24: 21.9,
+    32: 31.3,
+    40: 39.3,
+    48: 44.3,
+    80: 79.1,
+    94: 93.0,
+    96: 94.4,
+    141: 139.7,
+    180: 178.3,
+}
+# Of a card: the pieces between the blocks of an allocator, which the ledger does not count, and small neighbours.
+RESERVE_GIB = 0.5
+
+
+def usable_gib(gpu_memory: float) -> float:
+    """GiB that a run may hold: of a number in `CARDS`, what such a card reports less the reserve; any other number as it stands."""
+    return CARDS[gpu_memory] - RESERVE_GIB if gpu_memory in CARDS else gpu_memory
