@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # GB on the box -> GiB, rounded down, that the card of this size with the least of it reports to CUDA. Error correction, firmware and
 # driver take the rest. From the totals in PyTorch's out-of-memory messages in public issues: 24 is an A10G or L4 (RTX 4090: 23.6), 16 a T4.
-CARDS = {
+CARDS: dict[float, float] = {
     8: 7.6,
     10: 9.6,
     12: 11.4,
