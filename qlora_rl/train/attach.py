@@ -142,6 +142,7 @@ def attach(
     settings.check(trainer.args, rollout)
     check_processes(trainer.args, "attaching to a trainer", refused="attach is for one")
     settings.check_datasets(trainer.train_dataset, trainer.eval_dataset)
+    settings.check_sampling(trainer.args, rollout)
     model = trainer.accelerator.unwrap_model(trainer.model)
     base = _written_down(model, trainer)
     options = {"repair_scales": False, **settings.engine_options(trainer.args), **(engine_options or {})}

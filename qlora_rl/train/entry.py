@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,10 @@ from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
 from qlora_rl.base.fingerprint import base_parameters
-from qlora_rl.base.quant import QuantSpec, store_as
+from qlora_rl.base.quant import QuantSpec, spec_of, store_as
 from qlora_rl.errors import AdapterRefusedError, ConfigConflictError, UnsupportedQuantError, collected
+from qlora_rl.ledger.shape import read_config
+from qlora_rl.train.settings import autocast_dtype
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -108,6 +110,8 @@ def resolve_model(
         )
     if is_peft:
         _check_trainable(model, args, bool(getattr(args, "beta", 0.0)) if refers is None else refers)
+    bare = model.get_base_model() if is_peft else model
+    check_autocast(replace(spec_of(bare), compute_dtype=_dtype_name(bare)), args)
     base = base_of(model, args, processing_class)
     if is_peft:
         logger.info("training goes on with the adapter of the PeftModel")
@@ -199,6 +203,7 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> Source:
                 "out, or pass the original model."
             )
         base = open_base(path)
+        check_autocast(base.spec, args)
         if revision is not None or dtype not in (None, base.spec.compute_dtype):
             raise ConfigConflictError(
                 f"reading the model: revision={revision!r}, dtype={dtype!r} in args.model_init_kwargs beside the prepared base "
@@ -214,6 +219,8 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> Source:
                 else f"reading the model: 4 bits with dtype={dtype!r} in args.model_init_kwargs, which vLLM's kernels do not "
                 "take. Set dtype='bfloat16'."
             )
+        if not _is_quantised(path, trust):  # else the checkpoint says in what it is held
+            check_autocast(spec, args)
         base = prepare_base(
             path,
             spec.quant_type,
@@ -224,6 +231,7 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> Source:
             revision=revision,
             trust_remote_code=trust,
         )
+        check_autocast(base.spec, args)
         if config is not None and base.spec.label != spec.label:
             raise ConfigConflictError(
                 f"reading the model: quantization_config asks for {spec.label} and {path} is {base.spec.label} already. Leave "
@@ -231,6 +239,32 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> Source:
             )
         logger.info("%s is held as %s in %s", path, base.spec.label, base)
     return Source(base, options={"trust_remote_code": trust, **options})
+
+
+def check_autocast(spec: QuantSpec, args: Any) -> None:
+    """Reject a 4-bit base in another half precision than autocast's: what its linears give is not cast, and torch joins no third dtype.
+
+    Raises:
+        ConfigConflictError: names both, and what to set.
+    """
+    autocast = autocast_dtype(args)
+    if not spec.is_4bit or autocast is None or str(autocast).removeprefix("torch.") == spec.compute_dtype:
+        return
+    field = "bf16" if args.bf16 else "fp16"
+    other = {"bf16": "bf16=False, fp16=True", "fp16": "fp16=False, bf16=True"}[field]
+    raise ConfigConflictError(
+        f"reading the config: {field}=True multiplies in {_named(autocast)} under autocast beside a 4-bit base whose linears compute in "
+        f"{spec.compute_dtype}, which torch's autocast does not join. Set {other} in the config; or take a base with compute dtype "
+        f"{_named(autocast)} (model_init_kwargs={{'dtype': '{_named(autocast)}'}}, or prepare_base(..., compute_dtype='{_named(autocast)}'))."
+    )
+
+
+def _is_quantised(path: str, trust_remote_code: bool) -> bool:
+    """A checkpoint that is quantised already; `False` too where its config cannot be read, which is said where it is prepared."""
+    try:
+        return getattr(read_config(path, trust_remote_code=trust_remote_code), "quantization_config", None) is not None
+    except Exception:
+        return False
 
 
 def _device(device_map: Any, default: Any) -> Any:

@@ -125,7 +125,8 @@ class OnlineTrainer(TrainedRun):
         if isinstance(rollout, str) and (rollout != "colocate" or _ranks_of_engine(args, options) > 1):
             check_turns(args, of_trl)
         with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
-            if getattr(args, "cast_lm_head_to_fp32", False) and not options.allow_base_mismatch:
+            # A model that is trained itself is float32 here anyway, and each push brings its head.
+            if getattr(args, "cast_lm_head_to_fp32", False) and not (is_whole or options.allow_base_mismatch):
                 raise ConfigConflictError(
                     "reading the config: cast_lm_head_to_fp32=True lifts the output head of the trainer's base to float32, and the engine "
                     "multiplies with the original. Leave it out, or pass allow_base_mismatch=True to train on two different bases."
@@ -139,6 +140,7 @@ class OnlineTrainer(TrainedRun):
                 from qlora_rl.engine.ray_replica import require_ray
 
                 require_ray()
+            settings.check_sampling(args, rollout)
             self.run = open_run(args.output_dir, options.existing_run)
             self.memory = None
             if self._is_planned:

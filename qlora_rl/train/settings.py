@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -161,6 +162,32 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
         )
     if reasons:
         raise collected("reading the config", reasons, ConfigConflictError)
+
+
+def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
+    """vLLM takes the sampling arguments; asked where it is installed, and, beside an engine elsewhere, where `generation_kwargs` are set.
+
+    Raises:
+        ConfigConflictError: what vLLM says of them.
+    """
+    if isinstance(rollout, str | list):
+        is_asked = rollout == "colocate" or bool(
+            args.generation_kwargs
+        )  # else vLLM would be loaded here for this alone
+    else:
+        is_asked = rollout.capabilities().name.startswith("vllm")
+    if not is_asked or importlib.util.find_spec("vllm") is None:
+        return
+    from qlora_rl.engine.sampling import sampling_params
+
+    try:
+        sampling_params(sampling_spec(args), [0])
+    except ConfigConflictError as error:
+        extra = f" (generation_kwargs={args.generation_kwargs!r})" if args.generation_kwargs else ""
+        raise ConfigConflictError(
+            f"reading the config: vLLM rejects the sampling arguments{extra}: {error.__cause__ or error}. Correct them; generation_kwargs "
+            "takes fields of vLLM's SamplingParams."
+        ) from error
 
 
 def check_datasets(*datasets: Any) -> None:

@@ -33,6 +33,18 @@ def test_a_model_without_peft_is_trained_itself_and_every_push_is_proven(model_d
     AutoTokenizer.from_pretrained(tmp_path / "model")
 
 
+def test_a_model_that_is_trained_itself_may_have_its_output_head_multiplied_in_float32(model_dir, tmp_path):
+    """Its weights are float32 in the trainer anyway, and every push brings the engine what they have become."""
+    base = prepare_base(model_dir, quant="none")
+    with make(
+        base, tmp_path, peft_config=None, sync="weights", canary_every=1, learning_rate=1e-4, cast_lm_head_to_fp32=True
+    ) as trainer:
+        assert trainer.admission.is_proven
+        trainer.train()
+        assert trainer.state.global_step == 3
+    assert all(row["mismatch_kl"] < 1e-3 for row in lines(tmp_path))
+
+
 def test_a_4_bit_base_itself_cannot_be_trained_and_a_bare_model_must_be_meant(base, model_dir, tmp_path):
     with pytest.raises(ConfigConflictError, match="cannot be trained itself"):
         make(base, tmp_path / "1", peft_config=None, sync="weights")

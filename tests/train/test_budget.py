@@ -137,7 +137,7 @@ def test_a_card_that_has_less_than_others_of_its_size_gets_what_it_has(base, con
 
 
 @pytest.mark.parametrize("asked", [24, 20.5])
-def test_more_than_the_card_has_is_refused(asked, base, config, monkeypatch):
+def test_more_than_the_card_has_is_rejected(asked, base, config, monkeypatch):
     with pytest.raises(ConfigConflictError, match=rf"gpu_memory={asked}.* > 20.0 GiB, which the card has"):
         budget_on_a_card(20.0, asked, base, config(), monkeypatch)
 

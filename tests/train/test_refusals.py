@@ -8,7 +8,8 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from qlora_rl import load_base
+from qlora_rl import load_base, prepare_base
+from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.errors import (
     AdapterRefusedError,
     ConfigConflictError,
@@ -159,6 +160,38 @@ def test_a_quantization_config_that_contradicts_a_quantised_checkpoint_is_refuse
 def test_model_init_kwargs_that_a_base_does_not_take_are_refused_by_name(options, named, make_trainer, config):
     with pytest.raises(ConfigConflictError, match=named):
         make_trainer(args=config(model_init_kwargs=options))
+
+
+@pytest.mark.parametrize(("held", "autocast"), [("float16", "bf16"), ("bfloat16", "fp16")])
+@pytest.mark.parametrize("form", ["name", "prepared base", "model object", "quantization_config"])
+def test_a_4_bit_base_in_another_half_precision_than_autocast_is_rejected_before_it_is_loaded(
+    held, autocast, form, make_trainer, model_dir, config, monkeypatch
+):
+    """torch's autocast joins float32 and its own dtype, and raises in the first forward pass where a third one meets it."""
+    options = {}
+    if form == "name":
+        model, options = str(model_dir), {"model_init_kwargs": {"dtype": getattr(torch, held)}}
+    elif form == "quantization_config":
+        wish = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=held)
+        model, options = str(model_dir), {"model_init_kwargs": {"quantization_config": wish}}
+    else:
+        model = prepare_base(model_dir, compute_dtype=held)
+        model = str(model.path) if form == "prepared base" else load_base(model)
+    args = config(**options, bf16=autocast == "bf16", fp16=autocast == "fp16")
+    if form in ("name", "quantization_config"):
+        monkeypatch.setattr("qlora_rl.train.entry.prepare_base", lambda *a, **k: pytest.fail("the base was prepared"))
+    monkeypatch.setattr("qlora_rl.train.entry.load_base", lambda *a, **k: pytest.fail("the base was loaded"))
+    other = {"float16": "bfloat16", "bfloat16": "float16"}[held]
+    with pytest.raises(ConfigConflictError, match=rf"{autocast}=True multiplies in {other} .* {held}"):
+        make_trainer(model=model, args=args)
+
+
+def test_a_4_bit_base_in_half_precision_trains_without_autocast(make_trainer, model_dir, config):
+    held = FakeEngine(load_base(prepare_base(model_dir, compute_dtype="float16")), max_model_length=64)
+    args = config(model_init_kwargs={"dtype": torch.float16}, bf16=False)
+    trainer = make_trainer(model=str(model_dir), rollout=held, args=args)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_model_init_kwargs_beside_a_model_object_are_refused(make_trainer, base, config):

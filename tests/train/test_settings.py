@@ -1,6 +1,7 @@
 """Every `vllm_*` field of GRPOConfig is honoured or refused, and the caller's config is not changed."""
 
 import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -146,6 +147,30 @@ def test_vespo_with_a_token_correction_trains(make_trainer, config):
 def test_a_setting_that_cannot_be_met_is_refused_before_anything_is_loaded(fields, named, make_trainer, config):
     with pytest.raises(ConfigConflictError, match=named):
         make_trainer(model="/nowhere", args=config(**fields))
+
+
+@pytest.mark.parametrize("rollout", ["colocate", "http://127.0.0.1:1", "an engine of vLLM"])
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"generation_kwargs": {"stopp": ["x"]}}, "stopp"),
+        ({"generation_kwargs": {"structured_outputs": {"regexx": "a"}}}, "regexx"),
+        ({"generation_kwargs": {"min_tokens": -1}}, "min_tokens"),
+        ({"top_p": 95.0}, "top_p"),
+    ],
+)
+def test_sampling_that_vllm_does_not_take_is_rejected_before_anything_is_loaded(
+    fields, named, rollout, make_trainer, config, colocate, engine, monkeypatch
+):
+    pytest.importorskip("vllm")
+    if rollout == "an engine of vLLM":
+        held = engine.capabilities()
+        monkeypatch.setattr(engine, "capabilities", lambda: replace(held, name="vllm 0.31.0 (cpu)"), raising=False)
+        rollout = engine
+    elif "top_p" in fields and rollout != "colocate":
+        pytest.skip("looked at where vLLM is loaded anyway")
+    with pytest.raises(ConfigConflictError, match=rf"reading the config: vLLM .*{named}"):
+        make_trainer(model="/nowhere", rollout=rollout, args=config(**fields))
 
 
 def test_all_contradictions_are_said_at_once(make_trainer, config):
