@@ -215,7 +215,8 @@ def dequantize_exactly(
 ) -> torch.Tensor:
     """The float32 weights [O, I] that 4-bit codes stand for: `table[code] * absmax`, in plain torch.
 
-    Rounded to bf16 or fp16 they are what bitsandbytes' kernels give, bit for bit.
+    Rounded to bf16 or fp16 they are what bitsandbytes' kernels give, bit for bit, but for the sign of a zero: FP4 has two codes for it,
+    and what bitsandbytes makes of the second depends on the processor (-0 without AVX-512, 0 with it). A product is the same with either.
 
     Args:
         codes: packed, two to a byte, the first in the high half; any storage dtype.
