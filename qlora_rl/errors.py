@@ -167,7 +167,7 @@ class PolicyMismatchError(QloraRLError, RuntimeError):
 
 
 class ExportError(QloraRLError, RuntimeError):
-    """What was exported, loaded again, is too far from the policy that was trained; nothing was left."""
+    """What was exported, loaded again, is too far from the policy that was trained, or reads texts otherwise; nothing was left."""
 
 
 class RewardFunctionError(QloraRLError, ValueError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,14 @@ import torch
 
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.base.checkpoint import PreparedBase
-from qlora_rl.errors import MissingDependencyError, NotYetSupportedError, collected
+from qlora_rl.errors import ExportError, MissingDependencyError, NotYetSupportedError, collected
+from qlora_rl.export.vocabulary import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED, check_vocabulary
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _OUT = "Export it merged, and convert that: qlora-rl export RUN --to merged --out DIR; python convert_hf_to_gguf.py DIR (of llama.cpp)."
 _DOING = "writing GGUF"
-# How the text is split before merging, by llama.cpp's name of it ("pre"): what tokenizer.json says of it.
-_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SPLITS = {
-    _LETTERS + r"\p{N}" + _REST: "qwen2",
-    _LETTERS + r"\p{N}{1,3}" + _REST: "llama-bpe",
-}
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+# llama.cpp's name of a way to split, by what tokenizer.json says of it.
+_NAMES = {pattern: name for name, pattern in SPLITS.items()}
 _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
 _TENSOR_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -122,6 +118,18 @@ def write_gguf(model: Any, base: PreparedBase, tokenizer: Any, file: Path, dtype
     writer.close()
 
 
+def verify_gguf(file: Path, tokenizer: Any, texts: Sequence[str]) -> int:
+    """Compare the file's vocabulary with the base's tokenizer on texts and probes; gives their number back.
+
+    Raises:
+        ExportError: what differs, and the way out.
+    """
+    try:
+        return check_vocabulary(file, tokenizer, texts)
+    except ExportError as error:
+        raise ExportError(f"{error} Nothing was written. {_OUT}") from error
+
+
 def load_gguf(directory: Path) -> Any:
     """The one GGUF file of a directory as a transformers model, through its own reader."""
     from qlora_rl.policy.trained import load_plain
@@ -182,7 +190,7 @@ def _read_tokenizer(base: Path) -> tuple[dict[str, Any], str]:
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True) and not steps[0].get("add_prefix_space", True):
         return content, "gpt-2"
     if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
-        known = _SPLITS.get(steps[0]["pattern"].get("Regex", ""))
+        known = _NAMES.get(steps[0]["pattern"].get("Regex", ""))
         if known is not None:
             return content, known
     raise _Unknown("its tokenizer splits texts in a way that is not known here (pre_tokenizer of tokenizer.json)")
@@ -196,11 +204,11 @@ def _add_tokenizer(writer: Any, base: Path, tokenizer: Any, size: int) -> None:
     for number in range(max(size, len(by_id))):
         if number not in by_id:  # the embedding is larger than the vocabulary
             tokens.append(f"[PAD{number}]")
-            types.append(_UNUSED)
+            types.append(UNUSED)
             continue
         tokens.append(by_id[number])
         entry = added.get(number)
-        types.append(_NORMAL if entry is None else _CONTROL if entry["special"] else _USER_DEFINED)
+        types.append(NORMAL if entry is None else CONTROL if entry["special"] else USER_DEFINED)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(splits)

@@ -146,10 +146,13 @@ def export_run(
             _write_merged(trained, policy, staging, dtype, shard_gb)
             del policy
         else:
-            from qlora_rl.export.gguf import write_gguf
+            from qlora_rl.export.gguf import verify_gguf, write_gguf
 
-            write_gguf(policy, trained.base, tokenizer, staging / f"{trained.name}.gguf", dtype, name=trained.name)
+            file = staging / f"{trained.name}.gguf"
+            write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name)
             del policy
+            compared = verify_gguf(file, tokenizer, [tokenizer.decode(each) for each in ids])
+            say(f"a tokenizer made of the file's own fields gives {compared} texts the ids that the base's gives them")
         _forget()
         if witness is None:
             say("computing the policy in float32")

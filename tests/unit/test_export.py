@@ -299,6 +299,116 @@ def _check_vocabulary(file, base, splits):
     assert fields["tokenizer.chat_template"].contents() == tokenizer.chat_template
 
 
+ASKED = ["12 + 7 = 19, isn't it?", "  Two  LINES\n\n", "na\u00efve \U0001f642"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A function: a GGUF file with the vocabulary of a tiny model, and the tokenizer of its base."""
+    pytest.importorskip("gguf")
+    from transformers import AutoTokenizer
+
+    from qlora_rl.export.gguf import write_gguf
+
+    def write(architecture, change=lambda model: None):
+        directory = tmp_path_factory.mktemp("gguf")
+        model = make_bpe_model(directory / "model", architecture)
+        change(model)
+        base = prepare_base(model, "none")
+        tokenizer = AutoTokenizer.from_pretrained(base.path)
+        write_gguf(load_base(base), base, tokenizer, directory / "a.gguf", "float32", name="a")
+        return directory / "a.gguf", tokenizer
+
+    return write
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+def test_a_tokenizer_made_of_the_files_own_fields_gives_every_text_the_same_ids(written, architecture):
+    from qlora_rl.export.vocabulary import check_vocabulary
+
+    file, tokenizer = written(architecture)
+    assert check_vocabulary(file, tokenizer, ASKED) > 200
+
+
+def _with_bos(model):
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    file.write_text(json.dumps(content))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|endoftext|>"}))
+
+
+def test_a_tokenizer_that_begins_with_bos_is_written_as_one(written):
+    from qlora_rl.export.vocabulary import check_vocabulary
+
+    file, tokenizer = written("llama", _with_bos)
+    assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id == 0
+    assert check_vocabulary(file, tokenizer, ASKED) > 200
+
+
+FIELDS = {
+    "tokens": ("add_token_list", lambda tokens: [*tokens[:40], tokens[41], tokens[40], *tokens[42:]]),
+    "merges": ("add_token_merges", lambda merges: merges[::-1]),
+    "fewer merges": ("add_token_merges", lambda merges: merges[:-1]),
+    "splitting": ("add_tokenizer_pre", lambda name: "llama-bpe"),
+    "splitting of another kind": ("add_tokenizer_pre", lambda name: "gpt-2"),
+    "types": ("add_token_types", lambda types: [1] * len(types)),
+    "eos": ("add_eos_token_id", lambda number: number + 1),
+    "template": ("add_chat_template", lambda text: text + " "),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_wrong_field_of_the_vocabulary_is_found(written, field, monkeypatch):
+    import gguf
+
+    from qlora_rl.export.vocabulary import check_vocabulary
+
+    name, change = FIELDS[field]
+    real = getattr(gguf.GGUFWriter, name)
+    monkeypatch.setattr(gguf.GGUFWriter, name, lambda self, value: real(self, change(value)))
+    file, tokenizer = written("qwen2")
+    with pytest.raises(ExportError, match="GGUF file's vocabulary"):
+        check_vocabulary(file, tokenizer)
+
+
+def _appends_eos(model):
+    _with_bos(model)
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["post_processor"]["single"].reverse()
+    (model / "tokenizer.json").write_text(json.dumps(content))
+
+
+def _takes_no_words(model):
+    """A word that is a token, to which no merges lead: llama.cpp takes it all the same in vocabularies of Llama 3's kind."""
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["model"]["vocab"]["qzqz"] = len(content["model"]["vocab"])
+    (model / "tokenizer.json").write_text(json.dumps(content))
+
+
+def _strips(model):
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["added_tokens"][0]["lstrip"] = True
+    (model / "tokenizer.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("change", [_appends_eos, _takes_no_words, _strips])
+def test_what_a_file_cannot_say_of_a_tokenizer_ends_the_export(tmp_path, change):
+    pytest.importorskip("gguf")
+    model = make_bpe_model(tmp_path / "model", "llama")
+    change(model)
+    run = make_run(prepare_base(model), tmp_path / "run")
+    with pytest.raises(ExportError, match=r"GGUF file's vocabulary.*Nothing was written.*convert_hf_to_gguf"):
+        export(run, "gguf", out=tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
 def test_gguf_of_what_is_not_known_is_refused_with_the_way_out(run, tmp_path):
     pytest.importorskip("gguf")
     with pytest.raises(NotYetSupportedError, match=r"no merges.*convert_hf_to_gguf\.py"):
