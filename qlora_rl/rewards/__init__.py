@@ -8,7 +8,7 @@ an argument use `functools.partial`. To combine several, pass a list and `GRPOCo
 from qlora_rl.rewards.formulas import math_match
 from qlora_rl.rewards.load import load_reward
 from qlora_rl.rewards.match import exact_match, format_match, length_match, numeric_match
-from qlora_rl.rewards.programs import program_match
+from qlora_rl.rewards.programs import program_isolation, program_match
 from qlora_rl.rewards.several import weighted
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "load_reward",
     "math_match",
     "numeric_match",
+    "program_isolation",
     "program_match",
     "weighted",
 ]

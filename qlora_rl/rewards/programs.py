@@ -1,25 +1,32 @@
-"""A reward that runs what the model wrote. In a process of its own with limits: a seat belt, not a jail."""
+"""A reward that runs what the model wrote: apart from its tests, in processes from which the kernel takes what they do not need."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
+import logging
 import os
 import re
-import secrets
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.rewards.match import references, text_of
 
+logger = logging.getLogger(__name__)
+
 _BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_RUNNER = Path(__file__).with_name("runner.py")
+_JUDGING = Path(__file__).with_name("judging") / "__main__.py"
+_GRACE_S = 20.0  # for processes to start on a busy machine; the time of a program is counted from there
+_REWARDS = {"passed": 1.0, "failed": 0.0, "idle": None}
+_DOING = "running programs"
+_MEANS = ("namespace", "landlock")  # that files and other processes are hidden by; each where the kernel has it
+_Tests = str | list[tuple[str, str]] | None
 
 
 def program_match(
@@ -29,28 +36,48 @@ def program_match(
     timeout_s: float = 5.0,
     memory_mib: int = 256,
     **columns: Any,
-) -> list[float]:
-    """1 where the tests pass after the program in the completion has run; else 0.
+) -> list[float | None]:
+    """1 where the program in the completion passes its tests; else 0.
 
-    The program is the last fenced block of the completion, or all of it. The tests are Python that raises where the program is wrong
-    (`assert add(1, 2) == 3`). Each pair runs in a Python of its own, without this process's packages and environment, in an empty
-    directory, with limits on time, memory and open files; files to write, sockets and other processes are refused by an audit hook.
-    That stops what models write by accident. It does not stop an attacker: train on untrusted data inside a container.
+    The program is the last fenced block of the completion, or all of it. Its tests are one of two kinds:
+
+    - Python that raises where the program is wrong, as a text or a list of them (`assert add(1, 2) == 3`). It runs in a process of its own, in which
+      none of the program's code runs: names that it neither defines nor imports are asked of the program, arguments and results cross as data.
+      The program is imported, so a block under `if __name__ == "__main__"` is not run.
+    - A list of `{"input": ..., "output": ...}`: the program is run once for each as a script. What it has written must be the output, white space at
+      the ends of lines aside, and its exit code 0.
+
+    Programs have no packages but the standard library, no environment, no files to write, no sockets, no other processes, and limits on time and
+    memory; `program_isolation` says what hides files and other processes from them. docs/trainer.md says what is left.
 
     Args:
         completions: B of them, text or messages.
         column: of the dataset, which holds the tests.
-        timeout_s: for one program and its tests, in seconds.
-        memory_mib: that one may take, in MiB.
+        timeout_s: for one program and all of its tests, in seconds.
+        memory_mib: that each of its processes may take, in MiB; two run at a time.
         columns: what TRL passes: the dataset's columns and more, B values each.
+
+    Returns:
+        B rewards; `None` (TRL leaves the completion out) where the tests ask nothing of the program.
+
+    Raises:
+        ConfigConflictError: tests of another form.
+        NotYetSupportedError: this machine cannot take from a process what a program must not have.
     """
-    tests = references(columns, column, len(completions))
+    tests = [_tests_of(each, column) for each in references(columns, column, len(completions))]
     with ThreadPoolExecutor(max(1, min(len(completions), os.cpu_count() or 1))) as pool:
-        passed = pool.map(
-            lambda pair: _passes(program_of(text_of(pair[0])), str(pair[1]), timeout_s, memory_mib),
-            zip(completions, tests, strict=True),
+        programs = [program_of(text_of(each)) for each in completions]
+        verdicts = list(pool.map(lambda program, test: _judged(program, test, timeout_s, memory_mib), programs, tests))
+    if None in verdicts:
+        _say_once(
+            "some tests ask nothing of the program, and give no reward: call what is to be tested, as in check(add)."
         )
-        return [float(each) for each in passed]
+    return verdicts
+
+
+def program_isolation() -> dict[str, str]:
+    """What hides files and other processes from a program here: for each means of the kernel "active", or why it is not."""
+    return _asked("x = 1", "assert x == 1", 60.0, 256)["isolation"]
 
 
 def program_of(text: str) -> str:
@@ -59,24 +86,89 @@ def program_of(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def _passes(program: str, tests: str, timeout_s: float, memory_mib: int) -> bool:
-    token = secrets.token_hex(16)  # exiting with 0 is no proof that the tests have run
-    asked = {"program": program, "tests": tests, "token": token, "seconds": timeout_s, "bytes": memory_mib * 2**20}
+def _tests_of(value: Any, column: str) -> _Tests:
+    """Python, or pairs of input and output; `None` where there are none."""
+    if value is None or isinstance(value, str):
+        return value if value and value.strip() else None
+    if isinstance(value, Mapping) and isinstance(value.get("input"), list) and isinstance(value.get("output"), list):
+        value = [
+            {"input": i, "output": o} for i, o in zip(value["input"], value["output"], strict=True)
+        ]  # as `datasets` may give them
+    if isinstance(value, (list, tuple)):
+        if all(isinstance(each, str) for each in value):
+            return _tests_of("\n".join(value), column)
+        if all(
+            isinstance(each, Mapping) and {type(each.get("input")), type(each.get("output"))} == {str} for each in value
+        ):
+            return [(each["input"], each["output"]) for each in value]
+    raise ConfigConflictError(
+        f"{_DOING}: column {column!r} holds {str(value)[:100]!r}. Tests are Python as text, a list of such texts, or a list of "
+        '{"input": "...", "output": "..."}.'
+    )
+
+
+def _judged(program: str, tests: _Tests, timeout_s: float, memory_mib: int) -> float | None:
+    if tests is None:
+        return None
+    said = _asked(program, tests, timeout_s, memory_mib)
+    if "active" not in said["isolation"].values():
+        reasons = "; ".join(f"{means}: {reason}" for means, reason in said["isolation"].items())
+        _say_once(
+            f"{_DOING}: files of this user can be read by them, and what other processes of this user show ({reasons}). "
+            "Run the training in a container that has neither, or where the kernel has one of the two."
+        )
+    return _REWARDS[said["verdict"]]
+
+
+def _asked(program: str, tests: str | list[tuple[str, str]], timeout_s: float, memory_mib: int) -> dict[str, Any]:
+    """What the supervisor says of a program (`judging`)."""
+    is_code = isinstance(tests, str)
+    options = {
+        "trainer": os.getpid(),
+        "means": _MEANS,
+        "seconds": timeout_s,
+        "bytes": memory_mib * 2**20,
+        "cases": None if is_code else len(tests),
+    }
+    parts = [
+        json.dumps(options),
+        program,
+        *([tests] if isinstance(tests, str) else [text for pair in tests for text in pair]),
+    ]
+    frames = [part.encode("utf-8", "surrogatepass") for part in parts]
     with tempfile.TemporaryDirectory(prefix="qlora-rl-program-") as directory:
         with subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(_RUNNER)],
+            [sys.executable, "-I", "-S", "-B", str(_JUDGING)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             cwd=directory,
             env={},
             start_new_session=True,
         ) as job:
             try:
-                said, _ = job.communicate(json.dumps(asked).encode(), timeout=timeout_s)
+                out, err = job.communicate(
+                    b"".join(len(f).to_bytes(4, "big") + f for f in frames), timeout=timeout_s + _GRACE_S
+                )
             except subprocess.TimeoutExpired:
-                return False
+                out, err = b"", b"it did not end in time"
             finally:
-                with contextlib.suppress(ProcessLookupError):  # it has ended, and left nobody
-                    os.killpg(job.pid, signal.SIGKILL)
-    return said.decode(errors="replace") == token
+                job.kill()  # its processes end with it
+    try:
+        said = json.loads(out[4:])
+    except ValueError:
+        last = err.decode(errors="replace").strip().splitlines()[-1:]
+        raise RewardFunctionError(
+            f"{_DOING}: what judges them has ended with {job.returncode}: {' '.join(last)}"
+        ) from None
+    if "error" in said:
+        raise NotYetSupportedError(
+            f"{_DOING}: {said['error']}. Programs are run on Linux (x86-64, aarch64) with system calls filtered; elsewhere write a reward that "
+            "asks a sandbox, and name it as path.py:function."
+        )
+    return said
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning(text)

@@ -1,13 +1,20 @@
 """`program_match`: programs that cheat, odd programs that are right, and what a judgement leaves behind."""
 
+import errno
 import os
+import shutil
+import struct
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from qlora_rl import ConfigConflictError
-from qlora_rl.rewards import program_match
+from qlora_rl import ConfigConflictError, NotYetSupportedError, RewardFunctionError
+from qlora_rl.rewards import program_isolation, program_match, programs
+from qlora_rl.rewards.judging import calls
 
 ADD = "def add(a, b):\n    return a + b\n"
 ADDS = "assert add(1, 2) == 3\nassert add(2, 2) == 4"
@@ -115,6 +122,14 @@ CHEATS = {
         "class Any(type(ValueError)):\n    def __instancecheck__(c, x): return True\n    def __subclasscheck__(c, x): return True\n"
         "class E(Exception, metaclass=Any): pass\ndef add(a, b): raise E",
         "try:\n    add(1, None)\n    raise SystemExit\nexcept TypeError:\n    pass"),
+    "another answer to each comparison": (
+        "class Any(int):\n    n = 0\n    def __int__(self):\n        Any.n += 1\n        return Any.n\ndef add(a, b): return Any()",
+        "assert add(1, 2) in (4, 3)"),
+    "answers are forged": (
+        "import json, os\nfor fd in range(3, 64):\n    for said in (True, {'yours': 0}, {'mine': 0}, {'type': 'int'}, {'error': ['builtins.ValueError']}):\n"
+        "        for frame in (json.dumps(['answer', said, []]), json.dumps(['ask', 'call', [{'type': 'type'}, 3], {}])):\n"
+        "            try: os.write(fd, len(frame).to_bytes(4, 'big') + frame.encode())\n            except OSError: pass",
+        ADDS),
     "a deep answer": ("def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x", ADDS),
     "an endless answer": ("def add(a, b):\n    x = [3]\n    x.append(x)\n    return x", ADDS),
     "right sums are not printed": ("print('3')", [{"input": "1 2", "output": "3"}, {"input": "2 2", "output": "4"}]),
@@ -127,6 +142,7 @@ CHEATS = {
 def test_a_program_that_cheats_gets_nothing(name):
     program, tests = CHEATS[name]
     assert not passes(program, tests)
+    assert passes(ADD.replace("add", "x"), "assert x(1, 2) == 3")  # and the next one is judged as ever
 
 
 FIND = r"""
@@ -171,10 +187,26 @@ def needle():
     return "needle-" + os.urandom(16).hex()
 
 
-def test_the_expected_answer_is_nowhere_to_be_found(tmp_path):
+@pytest.fixture(
+    params=[("namespace", "landlock"), ("namespace",), ("landlock",), ()], ids=lambda p: "+".join(p) or "neither"
+)
+def means(request, monkeypatch):
+    """By what files and processes are hidden: everything, each alone, nothing."""
+    monkeypatch.setattr(programs, "_MEANS", request.param)
+    for each, said in program_isolation().items():
+        if each in request.param and said != "active":
+            pytest.skip(f"{each}: {said}")
+    return request.param
+
+
+def test_the_expected_answer_is_nowhere_to_be_found(tmp_path, means):
     wanted = needle()
     (tmp_path / "tests.txt").write_text(wanted)
-    find = FIND.replace("PATHS", repr([str(tmp_path / "tests.txt")]))
+    find = FIND.replace("PATHS", repr([str(tmp_path / "tests.txt")] if means else []))
+    if not means:  # then what other processes of this user show is in the kernel's hands
+        find = find.replace("str(os.getppid()), *map", "*map").replace(
+            "*map(str, range(max(2, os.getpid() - 40), os.getpid() + 5))", ""
+        )
     assert not passes(find, f"assert answer() == {wanted!r}")
     assert not passes(find + "print(answer())", [{"input": "", "output": wanted}])
     # The search does find what is there.
@@ -238,6 +270,9 @@ ODD = {
         "assert type(values()[8]) is tuple and isinstance(values()[9], set)"),
     "an enum": ("import enum\nclass Color(enum.IntEnum):\n    RED = 1\ndef color(): return Color.RED",
         "assert color() is Color.RED and color() == Color.RED and color() == 1 and color().name == 'RED'"),
+    "a named tuple that can do something": (
+        "from typing import NamedTuple\nclass P(NamedTuple):\n    x: int\n    y: int = 2\n    def norm(self): return self.x + self.y\n"
+        "def p(): return P(1)", "assert p().norm() == 3 and p() == (1, 2) and p().x == 1 and list(p()) == [1, 2]"),
     "a constant and a module": ("import math\nLIMIT = 3\ndef area(r): return math.pi * r * r",
         "assert LIMIT == 3 and math.isclose(area(1), math.pi)"),
     "a function named as one of Python's": ("def sum(a, b): return a + b\ndef bisect(a, b): return (a + b) / 2",
@@ -266,6 +301,9 @@ ODD_RUNS = {
         "def main(): print(sum(map(int, input().split())))\nthreading.Thread(target=main).start()"
     ),
     "exit()": "import sys\nprint(sum(map(int, input().split())))\nsys.exit()",
+    "a writer of its own": "out = open(1, 'w')\nout.write(str(sum(map(int, input().split()))))",
+    "another writer": "import sys\nsys.stdout = open(1, 'w', buffering=2**20)\nprint(sum(map(int, input().split())))",
+    "exit() of nobody": "print(sum(map(int, input().split())))\nexit()",
     "_exit": "import os, sys\nprint(sum(map(int, input().split())), flush=True)\nos._exit(0)",
     "at its end": "import atexit\natexit.register(lambda: print(sum(map(int, input().split()))))",
     "white space": "print(sum(map(int, input().split())), '  \\n\\n')",
@@ -301,6 +339,7 @@ def test_large_inputs_and_outputs_pass():
     "tests", [None, "", " \n", [], "'a text'", "def check(f):\n    assert f(1, 2) == 3", "assert 1 == 1"]
 )
 def test_tests_that_ask_nothing_of_the_program_give_no_reward(tests, caplog):
+    programs._say_once.cache_clear()
     assert program_match([ADD], tests=[tests], timeout_s=60.0) == [None]
     assert "nothing of the program" in caplog.text
 
@@ -309,6 +348,108 @@ def test_tests_that_ask_nothing_of_the_program_give_no_reward(tests, caplog):
 def test_tests_of_another_form_are_rejected(tests):
     with pytest.raises(ConfigConflictError, match=r"column 'tests'.*\"input\""):
         program_match([ADD], tests=[tests])
+
+
+# --- what the kernel takes ---------------------------------------------------------------------------------------------------
+
+
+REACHES = {
+    "a file to write": "open('file', 'w')", "a file to write elsewhere": "open('/tmp/qlora-rl-file', 'w')", "a file to remove": "import os; os.remove('/tmp/x')",
+    "a socket": "import socket; socket.socket()", "a pair of sockets that carries messages": "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
+    "a process": "import os; os.fork()", "a program": "import os; os.execv('/bin/true', ['true'])", "a shell": "import subprocess; subprocess.run('true', shell=True)",
+    "a signal to another": "import os; os.kill(os.getppid(), 0)", "a signal by the back door": "import fcntl, os; fcntl.fcntl(0, 8, os.getppid())",
+    "memory in a file": "import os; os.memfd_create('x')", "another limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "another root": "import os; os.chroot('/')", "another user": "import os; os.setuid(1)", "another session": "import os; os.setsid()",
+    "much memory": "x = 'x' * 10**10", "packages": "import torch",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REACHES)
+def test_what_reaches_out_fails_with_an_error_that_a_program_can_catch(name):
+    assert not passes(f"{REACHES[name]}\n{ADD}")
+    kinds = "(OSError, MemoryError, ValueError, ImportError)"
+    assert passes(f"try:\n    {REACHES[name]}\nexcept {kinds}:\n    {ADD.replace(chr(10), chr(10) + '    ')}")
+
+
+def test_files_of_this_user_are_hidden_and_where_they_are_not_a_line_says_so(tmp_path, means, caplog):
+    (tmp_path / "file").write_text("x")
+    programs._say_once.cache_clear()
+    for path in (tmp_path / "file", "/etc/passwd"):
+        reads = f"def read():\n    try: return bool(open({str(path)!r}).read(1))\n    except OSError: return False"
+        assert passes(reads, "assert not read()") == bool(means)
+    assert ("files of this user can be read" in caplog.text) == (not means)
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="no unshare to take user namespaces away with")
+def test_where_the_kernel_refuses_namespaces_programs_are_judged_without():
+    """In a namespace of its own, in which no more can be made."""
+    code = (
+        "from qlora_rl.rewards import program_isolation, program_match\n"
+        f"print(program_match([{ADD!r}, 'x = 1'], tests=[{ADDS!r}] * 2, timeout_s=60.0), program_isolation())"
+    )
+    refusing = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", refusing, sys.executable, code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "unshare" in done.stderr:
+        pytest.skip(f"this kernel has refused one to begin with: {done.stderr.strip()}")
+    assert done.stdout.startswith("[1.0, 0.0] {'namespace': '[Errno ")
+
+
+def test_a_machine_that_cannot_filter_system_calls_runs_nothing(tmp_path, monkeypatch):
+    main = programs._JUDGING
+    other = tmp_path / "main.py"
+    other.write_text(
+        "import os, types\nos.uname = lambda: types.SimpleNamespace(machine='riscv64')\n"
+        f"__file__ = {str(main)!r}\nexec(compile(open(__file__).read(), __file__, 'exec'))"
+    )
+    monkeypatch.setattr(programs, "_JUDGING", other)
+    with pytest.raises(NotYetSupportedError, match=r"riscv64.*path.py:function"):
+        program_match([ADD], tests=[ADDS], timeout_s=60.0)
+
+
+def test_a_supervisor_that_fails_is_no_verdict(tmp_path, monkeypatch):
+    (tmp_path / "main.py").write_text("raise OSError('no more processes')")
+    monkeypatch.setattr(programs, "_JUDGING", tmp_path / "main.py")
+    with pytest.raises(RewardFunctionError, match="no more processes"):
+        program_match([ADD], tests=[ADDS], timeout_s=60.0)
+
+
+def outcome(filtered, arch, number, *arguments):
+    """What the kernel does with a system call under a filter: a machine of its few instructions."""
+    data = struct.pack("IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
+    at = value = 0
+    while True:
+        code, so, otherwise, constant = filtered[at]
+        at += 1
+        if code == 0x06:
+            return {0x7FFF0000: "allow", 0x80000000: "kill"}.get(constant, constant & 0xFFFF)
+        if code == 0x20:
+            (value,) = struct.unpack_from("I", data, constant)
+        else:
+            at += so if (value == constant if code == 0x15 else value & constant) else otherwise
+
+
+@pytest.mark.parametrize(("machine", "arch", "column"), [("x86_64", 0xC000003E, 0), ("aarch64", 0xC00000B7, 1)])
+def test_the_filter_allows_what_it_names_and_nothing_else(machine, arch, column):
+    filtered = calls.rules(machine, 77)
+    assert len(filtered) < 4096
+    assert all(0 <= jump < 256 for _, a, b, _ in filtered for jump in (a, b))
+    allowed = {numbers[column] for numbers in calls._ALLOWED.values()} - {-1}
+    some = {numbers[column] for numbers in calls._WITH_ARGUMENTS.values()} - {-1}
+    for number in range(600):
+        said = outcome(filtered, arch, number, 2**31, 2**31 + os.O_RDWR, os.O_RDWR)
+        assert said == ("allow" if number in allowed else errno.ENOSYS if number == 435 else errno.EPERM), number
+        assert outcome(filtered, arch, number | 0x40000000) == errno.EPERM  # x32's
+    assert outcome(filtered, arch ^ 1, 0) == "kill"
+    for name, right, wrong in (
+        ("openat", (0, 0, os.O_CLOEXEC), (0, 0, os.O_CREAT)), ("clone", (0x3D0F00,), (17,)), ("kill", (77, 9), (1, 9)), ("kill", (77, 9), (0, 9)),
+        ("tgkill", (77, 78, 9), (78, 78, 9)), ("fcntl", (0, 3), (0, 8)), ("ioctl", (0, 0x5401), (0, 0x5412)), ("prctl", (15,), (1,)),
+        ("prlimit64", (0,), (78,)), ("socketpair", (1, 1), (1, 2)), ("socketpair", (1, 1 | os.O_CLOEXEC), (2, 1)),
+    ):  # fmt: skip
+        number = calls._WITH_ARGUMENTS[name][column]
+        assert number in some
+        assert outcome(filtered, arch, number, *right) == "allow"
+        assert outcome(filtered, arch, number, *wrong) == errno.EPERM
 
 
 # --- what a judgement leaves -------------------------------------------------------------------------------------------------
@@ -338,7 +479,7 @@ def test_endless_output_costs_the_trainer_no_memory(program, tests):
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        assert not passes(program, tests, timeout_s=2.0)
+        assert not passes(program, tests, timeout_s=1.0)
     finally:
         ended.set()
         watching.join()
@@ -388,5 +529,24 @@ def test_no_process_outlives_its_judgement(name):
     named = "import ctypes; ctypes.CDLL(None).prctl(15, b'MARK', 0, 0, 0)"  # PR_SET_NAME
     program = ADD + OUTLIVES[name].replace("NAME", named).replace("MARK", mark)
     for tests in (ADDS, [{"input": "", "output": "3"}]):
-        passes(program, tests, timeout_s=2.0)
+        passes(program, tests, timeout_s=1.0)
         assert children(mark.encode()) == []
+
+
+def test_no_process_outlives_a_trainer_that_is_killed():
+    mark = str(10**8 + int.from_bytes(os.urandom(4), "big"))
+    program = f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{mark}', 0, 0, 0)\ntime.sleep(1000)"
+    code = (
+        f"from qlora_rl.rewards import program_match\nprogram_match([{program!r}], tests=['assert 1'], timeout_s=300.0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as trainer:
+        until(lambda: children(mark.encode()))
+        trainer.kill()
+    until(lambda: not children(mark.encode()))
+
+
+def until(is_so):
+    started = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - started < 30
+        time.sleep(0.02)
