@@ -115,13 +115,15 @@ def _judged(program: str, tests: _Tests, timeout_s: float, memory_mib: int) -> f
         reasons = "; ".join(f"{means}: {reason}" for means, reason in said["isolation"].items())
         _say_once(
             f"{_DOING}: files of this user can be read by them, and what other processes of this user show ({reasons}). "
-            "Run the training in a container that has neither, or where the kernel has one of the two."
+            "Train in a container without other files and processes, or on a kernel that has one of the two."
         )
     return _REWARDS[said["verdict"]]
 
 
 def _asked(program: str, tests: str | list[tuple[str, str]], timeout_s: float, memory_mib: int) -> dict[str, Any]:
     """What the supervisor says of a program (`judging`)."""
+    if sys.platform != "linux":
+        raise _unsupported(f"{sys.platform} is not Linux")
     is_code = isinstance(tests, str)
     options = {
         "trainer": os.getpid(),
@@ -162,11 +164,15 @@ def _asked(program: str, tests: str | list[tuple[str, str]], timeout_s: float, m
             f"{_DOING}: what judges them has ended with {job.returncode}: {' '.join(last)}"
         ) from None
     if "error" in said:
-        raise NotYetSupportedError(
-            f"{_DOING}: {said['error']}. Programs are run on Linux (x86-64, aarch64) with system calls filtered; elsewhere write a reward that "
-            "asks a sandbox, and name it as path.py:function."
-        )
+        raise _unsupported(said["error"])
     return said
+
+
+def _unsupported(reason: str) -> NotYetSupportedError:
+    return NotYetSupportedError(
+        f"{_DOING}: {reason}. Programs are run on Linux (x86-64, aarch64) with system calls filtered; elsewhere write a reward that asks a "
+        "sandbox, and name it as path.py:function."
+    )
 
 
 @functools.cache
