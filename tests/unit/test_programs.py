@@ -130,6 +130,7 @@ CHEATS = {
         "        for frame in (json.dumps(['answer', said, []]), json.dumps(['ask', 'call', [{'type': 'type'}, 3], {}])):\n"
         "            try: os.write(fd, len(frame).to_bytes(4, 'big') + frame.encode())\n            except OSError: pass",
         ADDS),
+    "the tests' loop is ended": ("def add(a, b): raise StopIteration", "assert all(map(lambda p: add(*p) == 3, [(1, 2)]))"),
     "a deep answer": ("def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x", ADDS),
     "an endless answer": ("def add(a, b):\n    x = [3]\n    x.append(x)\n    return x", ADDS),
     "right sums are not printed": ("print('3')", [{"input": "1 2", "output": "3"}, {"input": "2 2", "output": "4"}]),
@@ -380,6 +381,16 @@ def test_files_of_this_user_are_hidden_and_where_they_are_not_a_line_says_so(tmp
     assert ("files of this user can be read" in caplog.text) == (not means)
 
 
+def test_packages_of_the_interpreter_are_hidden_in_a_namespace(means):
+    if "namespace" not in means:
+        pytest.skip("Landlock takes a directory with all that is in it")
+    packages = [p for p in (Path(os.__file__).parent / name for name in ("site-packages", "dist-packages")) if p.exists()]
+    if not any(os.listdir(each) for each in packages):
+        pytest.skip("this interpreter has no directory of packages of its own")
+    look = f"import os\ndef look(): return [x for p in {list(map(str, packages))} for x in os.listdir(p)]"
+    assert passes(look, "assert look() == []")
+
+
 @pytest.mark.skipif(not shutil.which("unshare"), reason="no unshare to take user namespaces away with")
 def test_where_the_kernel_refuses_namespaces_programs_are_judged_without():
     """In a namespace of its own, in which no more can be made."""
@@ -405,6 +416,12 @@ def test_a_machine_that_cannot_filter_system_calls_runs_nothing(tmp_path, monkey
     monkeypatch.setattr(programs, "_JUDGING", other)
     with pytest.raises(NotYetSupportedError, match=r"riscv64.*path.py:function"):
         program_match([ADD], tests=[ADDS], timeout_s=60.0)
+
+
+def test_another_system_than_linux_runs_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(NotYetSupportedError, match=r"darwin.*path.py:function"):
+        program_match([ADD], tests=[ADDS])
 
 
 def test_a_supervisor_that_fails_is_no_verdict(tmp_path, monkeypatch):
