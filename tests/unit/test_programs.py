@@ -384,7 +384,9 @@ def test_files_of_this_user_are_hidden_and_where_they_are_not_a_line_says_so(tmp
 def test_packages_of_the_interpreter_are_hidden_in_a_namespace(means):
     if "namespace" not in means:
         pytest.skip("Landlock takes a directory with all that is in it")
-    packages = [p for p in (Path(os.__file__).parent / name for name in ("site-packages", "dist-packages")) if p.exists()]
+    packages = [
+        p for p in (Path(os.__file__).parent / name for name in ("site-packages", "dist-packages")) if p.exists()
+    ]
     if not any(os.listdir(each) for each in packages):
         pytest.skip("this interpreter has no directory of packages of its own")
     look = f"import os\ndef look(): return [x for p in {list(map(str, packages))} for x in os.listdir(p)]"

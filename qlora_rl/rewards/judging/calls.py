@@ -23,7 +23,7 @@ _ALLOWED = {
     "fchdir": (81, 50), "getdents64": (217, 61), "statfs": (137, 43), "fstatfs": (138, 44), "umask": (95, 166),
     # Memory.
     "mmap": (9, 222), "munmap": (11, 215), "mprotect": (10, 226), "mremap": (25, 216), "madvise": (28, 233), "brk": (12, 214),
-    "msync": (26, 227), "mincore": (27, 232),
+    "msync": (26, 227),
     # Waiting; pipes within the process.
     "poll": (7, _NONE), "ppoll": (271, 73), "select": (23, _NONE), "pselect6": (270, 72), "epoll_create1": (291, 20), "epoll_ctl": (233, 21),
     "epoll_wait": (232, _NONE), "epoll_pwait": (281, 22), "eventfd2": (290, 19), "pipe": (22, _NONE), "pipe2": (293, 59),
@@ -39,7 +39,7 @@ _ALLOWED = {
     "time": (201, _NONE), "getrandom": (318, 278), "alarm": (37, _NONE), "setitimer": (38, 103), "getitimer": (36, 102), "pause": (34, _NONE),
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
     "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "restart_syscall": (219, 128),
-    "futex": (202, 98), "set_robust_list": (273, 99), "get_robust_list": (274, 100), "rseq": (334, 293), "set_tid_address": (218, 96),
+    "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293), "set_tid_address": (218, 96),
     "membarrier": (324, 283), "arch_prctl": (158, _NONE), "sched_yield": (24, 124), "sched_getaffinity": (204, 123),
     "sched_getparam": (143, 121), "sched_getscheduler": (145, 120), "wait4": (61, 260), "waitid": (247, 95), "exit": (60, 93),
     "exit_group": (231, 94),

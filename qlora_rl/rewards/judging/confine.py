@@ -48,9 +48,20 @@ def enter_namespace(root: str) -> None:
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV)
     for path in paths:
         _show(path, root)
+    for path in _packages():
+        _mount("tmpfs", root + path, "tmpfs", _NOSUID | _NODEV)
     os.mkdir(f"{root}/empty")
     os.chroot(root)
     os.chdir("/empty")
+
+
+def _packages() -> list[str]:
+    """Directories of packages among what is readable: where there is no virtual environment, what is installed lies in the library's own directory."""
+    library = os.path.dirname(os.__file__)
+    some = [
+        os.path.join(place, f"{name}-packages") for place in (library, "/usr/lib/python3") for name in ("site", "dist")
+    ]
+    return [each for each in some if os.path.isdir(each)]
 
 
 def has_landlock() -> bool:
