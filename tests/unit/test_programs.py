@@ -381,9 +381,9 @@ def test_files_of_this_user_are_hidden_and_where_they_are_not_a_line_says_so(tmp
     assert ("files of this user can be read" in caplog.text) == (not means)
 
 
-def test_packages_of_the_interpreter_are_hidden_in_a_namespace(means):
-    if "namespace" not in means:
-        pytest.skip("Landlock takes a directory with all that is in it")
+def test_packages_of_the_interpreter_are_hidden_in_a_namespace():
+    if (said := program_isolation()["namespace"]) != "active":
+        pytest.skip(f"namespaces: {said}")
     packages = [
         p for p in (Path(os.__file__).parent / name for name in ("site-packages", "dist-packages")) if p.exists()
     ]
