@@ -274,6 +274,11 @@ ODD = {
     "a named tuple that can do something": (
         "from typing import NamedTuple\nclass P(NamedTuple):\n    x: int\n    y: int = 2\n    def norm(self): return self.x + self.y\n"
         "def p(): return P(1)", "assert p().norm() == 3 and p() == (1, 2) and p().x == 1 and list(p()) == [1, 2]"),
+    "arguments of any name": (
+        "def f(self, operation, function, remote, each): return each(operation=self + operation + function + remote)\n"
+        "def g(**k): return k['self']",
+        "assert f(self=1, operation=2, function=3, remote=4, each=lambda **k: k['operation'] + 1) == 11 and g(self=1) == 1"),
+    "a recursion as deep as may be": ("def f(n): return 0 if n == 0 else 1 + f(n - 1)", "assert f(990) == 990"),
     "a constant and a module": ("import math\nLIMIT = 3\ndef area(r): return math.pi * r * r",
         "assert LIMIT == 3 and math.isclose(area(1), math.pi)"),
     "a function named as one of Python's": ("def sum(a, b): return a + b\ndef bisect(a, b): return (a + b) / 2",
@@ -300,6 +305,9 @@ ODD_RUNS = {
     "a thread that nobody joins": (
         "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
         "def main(): print(sum(map(int, input().split())))\nthreading.Thread(target=main).start()"
+    ),
+    "a recursion as deep as may be": (
+        "def f(n): return 0 if n == 0 else 1 + f(n - 1)\nassert f(990) == 990\nprint(sum(map(int, input().split())))"
     ),
     "exit()": "import sys\nprint(sum(map(int, input().split())))\nsys.exit()",
     "a writer of its own": "out = open(1, 'w')\nout.write(str(sum(map(int, input().split()))))",
