@@ -45,7 +45,7 @@ class Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         _ask(self, "set", name, value)
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, /, *arguments: Any, **keywords: Any) -> Any:
         """What the program's function returns."""
         return _ask(self, "call", *arguments, **keywords)
 
@@ -129,7 +129,7 @@ class _Asking(Peer):
     def __init__(self, reads: int, writes: int):
         super().__init__(reads, writes, self._called, _can_be_lent, Remote, tells=False)
 
-    def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+    def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         self.asked += 1
         try:
             return super().ask(operation, *arguments, **keywords)
@@ -164,7 +164,7 @@ def judge(tests: str, reads: int, writes: int) -> bytes:
     return PASSED if peer.asked else IDLE
 
 
-def _ask(remote: Remote, operation: str, *arguments: Any, **keywords: Any) -> Any:
+def _ask(remote: Remote, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
     return remote._judging_peer.ask(operation, remote, *arguments, **keywords)
 
 

@@ -49,7 +49,7 @@ class Peer:
         self._borrowed: dict[int, Any] = {}
         self._errors: dict[str, type[BaseException]] = {}
 
-    def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+    def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """What the other side answers; raises what it raises.
 
         Raises:

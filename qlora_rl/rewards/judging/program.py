@@ -22,7 +22,7 @@ class Callback:
     def __init__(self, peer: Peer, number: int):
         self._peer, self._judging_number = peer, number
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, /, *arguments: Any, **keywords: Any) -> Any:
         """What the tests' function returns."""
         return self._peer.ask("call", self, *arguments, **keywords)
 
@@ -43,7 +43,7 @@ def answer(source: str, reads: int, writes: int) -> None:
     operations: dict[str, Callable[..., Any]] = {
         "load": load,
         "name": lambda name: getattr(module, name),
-        "call": lambda function, *arguments, **keywords: function(*arguments, **keywords),
+        "call": lambda function, /, *arguments, **keywords: function(*arguments, **keywords),
         "get": getattr, "set": setattr, "item": operator.getitem, "set_item": operator.setitem, "delete_item": operator.delitem,
         "iter": iter, "next": next, "len": len, "str": str, "repr": repr, "bool": bool,
         "data": lambda value: decode(encode(value, whole=True), lambda kind, inner: None),
@@ -84,5 +84,6 @@ def _module(name: str) -> ModuleType:
     module = ModuleType(name)
     sys.modules[name] = module
     sys.argv = ["program.py"]
+    sys.setrecursionlimit(sys.getrecursionlimit() + 50)  # for the frames below the program's
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # `site` makes them elsewhere
     return module
