@@ -140,7 +140,7 @@ def _asked(program: str, tests: str | list[tuple[str, str]], timeout_s: float, m
     frames = [part.encode("utf-8", "surrogatepass") for part in parts]
     with tempfile.TemporaryDirectory(prefix="qlora-rl-program-") as directory:
         with subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(_JUDGING)],
+            [sys.executable, "-I", "-S", str(_JUDGING)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -89,7 +89,7 @@ CHEATS = {
     "its result contains everything": (ALIKE, "assert 3 in add(1, 2)"),
     "its result is at no distance": (ALIKE, "assert abs(add(1, 2) - 3) < 1e-6"),
     "its result is close to everything": (ALIKE, "import math\nassert math.isclose(add(1, 2), 3)"),
-    "its result lies in a list": (ALIKE.replace("return Alike()", "return [Alike()]"), "assert add(1, 2) == [3]"),
+    "its result is in a list": (ALIKE.replace("return Alike()", "return [Alike()]"), "assert add(1, 2) == [3]"),
     "a number that equals everything": (
         "class Alike(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\ndef add(a, b): return Alike(7)", ADDS),
     "a text that equals everything": (
@@ -144,6 +144,24 @@ def test_a_program_that_cheats_gets_nothing(name):
     program, tests = CHEATS[name]
     assert not passes(program, tests)
     assert passes(ADD.replace("add", "x"), "assert x(1, 2) == 3")  # and the next one is judged as ever
+
+
+FORGED = [
+    '["answer", {"a": 1, "b": 2}, []]', '["answer", {}, []]', '["answer", {"int": "x"}, []]', '["answer", {"set": [[1]]}, []]',
+    '["answer", {"namedtuple": ["x", ["def"], [1]]}, []]', '["answer", {"namedtuple": ["x", 3, [1]]}, []]', '["answer", {"constant": "x"}, []]',
+    '["answer", {"mine": []}, []]', '["answer", {"yours": 7}, []]', '["answer", {"error": []}, []]', '["answer", {"Decimal": "x"}, []]',
+    '["answer", 3, [[0, []]]]', '["answer", 3, [[7, []]]]', '["answer", 3, 7]', '["answer", 3]', '["raised", [], []]', '["raised", 3, 3]',
+    '["raised", ["builtins.print"], []]', '["raised", ["builtins.SystemExit"], [0]]', '["raised", ["judging.peer.PeerGone"], []]',
+    '["ask", "get", [{"yours": 0}, "__globals__"], {}]', '["ask", "call", [{"type": "type"}, 3], {}]', '["ask", "call", [], {}]', '["ask", 3, 3, 3]',
+    '["ask", "call", [{"yours": 0}], {}]', "[]", "{}", "3", '["answer", ' + "[" * 10**5, '"', "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("said", FORGED)
+def test_a_message_that_no_program_sends_fails_the_tests(said):
+    frame = len(said).to_bytes(4, "big") + said.encode()
+    forge = f"import os\ndef add(a, b):\n    for fd in range(3, 64):\n        try: os.write(fd, {frame!r})\n        except OSError: pass\n    return 3"
+    assert not passes(forge, "try:\n    assert add(1, 2) == 3\n    assert add(1, 2) == 3\nexcept ValueError:\n    pass")
 
 
 FIND = r"""
@@ -402,17 +420,17 @@ def test_packages_of_the_interpreter_are_hidden_in_a_namespace():
 
 
 @pytest.mark.skipif(not shutil.which("unshare"), reason="no unshare to take user namespaces away with")
-def test_where_the_kernel_refuses_namespaces_programs_are_judged_without():
+def test_where_the_kernel_denies_namespaces_programs_are_judged_without():
     """In a namespace of its own, in which no more can be made."""
     code = (
         "from qlora_rl.rewards import program_isolation, program_match\n"
         f"print(program_match([{ADD!r}, 'x = 1'], tests=[{ADDS!r}] * 2, timeout_s=60.0), program_isolation())"
     )
-    refusing = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
-    command = ["unshare", "--user", "--map-root-user", "sh", "-c", refusing, sys.executable, code]
+    denying = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", denying, sys.executable, code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "unshare" in done.stderr:
-        pytest.skip(f"this kernel has refused one to begin with: {done.stderr.strip()}")
+        pytest.skip(f"this kernel has denied one to begin with: {done.stderr.strip()}")
     assert done.stdout.startswith("[1.0, 0.0] {'namespace': '[Errno ")
 
 

@@ -120,8 +120,8 @@ def rules(machine: str, pid: int) -> list[Instruction]:
     for name, looks in with_arguments.items():
         number = _WITH_ARGUMENTS[name][column]
         if number != _NONE:
-            refused = (_RETURN, 0, 0, _ERROR | errno.EPERM)
-            made += [(_EQUAL, 0, len(looks) + 1, number), *looks, refused]
+            denied = (_RETURN, 0, 0, _ERROR | errno.EPERM)
+            made += [(_EQUAL, 0, len(looks) + 1, number), *looks, denied]
     # glibc then makes its threads with clone, whose flags can be looked at.
     made += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
     return [*made, (_RETURN, 0, 0, _ERROR | errno.EPERM)]

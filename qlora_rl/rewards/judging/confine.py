@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from .calls import filter_calls
 
-# A standard library needs these, beside what is in `sys.path`.
+# A standard library needs these in addition to what is in `sys.path`.
 _READABLE = (
     "/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache",
     "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom",
@@ -56,7 +56,7 @@ def enter_namespace(root: str) -> None:
 
 
 def _packages() -> list[str]:
-    """Directories of packages among what is readable: where there is no virtual environment, what is installed lies in the library's own directory."""
+    """Directories of packages among what is readable: where there is no virtual environment, packages are installed in the library's own directory."""
     library = os.path.dirname(os.__file__)
     some = [
         os.path.join(place, f"{name}-packages") for place in (library, "/usr/lib/python3") for name in ("site", "dist")
