@@ -111,6 +111,7 @@ def explain(diff: Diff, engine: str) -> str:
     elif types == {"scales"}:
         hint = (
             "Only scales differ, and the engine's base directory has them so: the base of each side was quantised apart. Copy the directory of "
-            "one side to the other, or prepare both with this version"
+            "one side to the other, or prepare both with this version; in the place of a model that bitsandbytes has quantised while it was "
+            "loaded, pass load_base(the engine's directory)"
         )
     return f"proving the base: {first}{also} on {engine}. {hint}, or pass allow_base_mismatch=True to go on with other weights."

@@ -26,6 +26,27 @@ def engine(base):
 
 
 @pytest.fixture(scope="session")
+def engine_in_flight(model_dir):
+    """One on the base that bitsandbytes makes of the tiny model while transformers loads it: another base than the prepared one."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    from qlora_rl import load_base, prepare_base
+    from qlora_rl.engine.fake import FakeEngine
+
+    quant = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=quant)
+    base = prepare_base(model, tokenizer=AutoTokenizer.from_pretrained(model_dir))
+    with FakeEngine(load_base(base), max_model_length=64) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
 def plain():
     """A dataset of plain prompts."""
     from datasets import Dataset

@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from support import randomise
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 
-from qlora_rl import FakeEngine, load_base, prepare_base
+from qlora_rl import BaseMismatchError, FakeEngine, load_base, prepare_base
 
 NF4 = BitsAndBytesConfig(
     load_in_4bit=True,
@@ -85,13 +85,20 @@ def test_a_hub_name_is_fetched_quantised_and_trained(make_trainer, model_dir, ba
     assert_only_the_adapter_learns(trainer)
 
 
-def test_a_model_object_quantised_in_flight_gives_the_engine_its_own_bytes(make_trainer, model_dir):
+def test_a_model_object_quantised_in_flight_gives_the_engine_its_own_bytes(make_trainer, model_dir, engine_in_flight):
     model = AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=NF4, dtype=torch.bfloat16)
     before = bytes_of_the_base(model)
-    trainer = make_trainer(model=model)
+    trainer = make_trainer(model=model, rollout=engine_in_flight)
     assert trainer.model.get_base_model() is model
     assert_same(before, bytes_of_the_base(load_base(trainer.base)))
     assert_only_the_adapter_learns(trainer)
+
+
+def test_a_model_quantised_in_flight_is_another_base_than_the_prepared_one(make_trainer, model_dir):
+    """Codes are equal, scales are bitsandbytes' own: they would depend on the machine."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=NF4, dtype=torch.bfloat16)
+    with pytest.raises(BaseMismatchError, match=r"scales differ.*load_base\(the engine's directory\)"):
+        make_trainer(model=model)
 
 
 def engine_on(model_dir, *quant, **options):

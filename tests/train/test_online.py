@@ -56,8 +56,10 @@ def test_only_the_adapter_moves_and_every_step_is_pushed_and_measured(kind, make
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["checkpoint", "quantised object", "PeftModel"])
-def test_every_form_of_model_is_taken(kind, form, make_online, base, model_dir):
+def test_every_form_of_model_is_taken(kind, form, make_online, base, model_dir, engine_in_flight):
     arguments = as_form(form, base, model_dir)
+    if form == "quantised object":
+        arguments["rollout"] = engine_in_flight
     before = adapter(arguments["model"]) if form == "PeftModel" else None
     trainer = make_online(kind, {"max_steps": 1}, **arguments)
     if form == "PeftModel":
@@ -205,22 +207,22 @@ def built(model_dir, plain, lora, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
-def test_attach_gives_an_engine_to_a_trainer_of_trl_and_takes_it_back(kind, built, engine):
+def test_attach_gives_an_engine_to_a_trainer_of_trl_and_takes_it_back(kind, built, engine_in_flight):
     trainer = built(kind)
-    config, before, version = trainer.args.to_dict(), bytes_of_the_base(trainer.model), engine.version
+    config, before, version = trainer.args.to_dict(), bytes_of_the_base(trainer.model), engine_in_flight.version
     state = {name: value for name, value in vars(trainer).items() if name not in ("state", "control")}
     dtypes = {n: p.dtype for n, p in trainer.model.named_parameters()}
-    with attach(trainer, rollout=engine) as held:
+    with attach(trainer, rollout=engine_in_flight) as held:
         assert isinstance(trainer, kind)
         trainer.train()
-        assert engine.version == version + 2
+        assert engine_in_flight.version == version + 2
         assert held.admission.is_proven
         assert held.plan.strategy == "lora_adapter"
         assert len(held.fidelity.history) == 2
         assert held.fidelity.last.mismatch_kl < 1e-4
         assert trainer.state.log_history[0]["qlora_rl/mismatch_kl"] < 1e-4
         assert trainer.state.log_history[0]["qlora_rl/sync_bytes"] > 0
-        assert held.push().version == engine.version == version + 3
+        assert held.push().version == engine_in_flight.version == version + 3
     assert trainer.args.to_dict() == config
     assert type(trainer) is kind
     assert not trainer.use_vllm
@@ -229,18 +231,18 @@ def test_attach_gives_an_engine_to_a_trainer_of_trl_and_takes_it_back(kind, buil
     assert set(vars(trainer)) >= set(state)
     held.close()
     # It draws by itself again, and what it has learnt is still there.
-    version = engine.version
+    version = engine_in_flight.version
     trainer.train()
-    assert engine.version == version
+    assert engine_in_flight.version == version
 
 
-def test_attach_goes_on_with_a_second_call_of_train(built, engine):
+def test_attach_goes_on_with_a_second_call_of_train(built, engine_in_flight):
     trainer = built()
-    with attach(trainer, rollout=engine):
+    with attach(trainer, rollout=engine_in_flight):
         trainer.train()
-        version = engine.version
+        version = engine_in_flight.version
         trainer.train()
-        assert engine.version == version + 2
+        assert engine_in_flight.version == version + 2
 
 
 def test_attach_to_a_peft_model_and_a_rollout_func(built, engine, adapted, base):
@@ -255,19 +257,22 @@ def test_attach_to_a_peft_model_and_a_rollout_func(built, engine, adapted, base)
         assert held.fidelity.last.mismatch_kl < 1e-4
 
 
-def test_attach_refuses_what_it_cannot_serve(built, engine, make_online, model_dir):
+def test_attach_refuses_what_it_cannot_serve(built, engine_in_flight, make_online, model_dir):
     with pytest.raises(ConfigConflictError, match="has an engine of ours already"):
-        attach(make_online("rloo"), rollout=engine)
+        attach(make_online("rloo"), rollout=engine_in_flight)
     with pytest.raises(ConfigConflictError, match="it is a str"):
-        attach("trainer", rollout=engine)
+        attach("trainer", rollout=engine_in_flight)
     with pytest.raises(ConfigConflictError, match="carries no adapter"):
-        attach(built(model=AutoModelForCausalLM.from_pretrained(model_dir), peft_config=None), rollout=engine)
+        attach(built(model=AutoModelForCausalLM.from_pretrained(model_dir), peft_config=None), rollout=engine_in_flight)
     trainer = built()
-    with attach(trainer, rollout=engine), pytest.raises(ConfigConflictError, match="has an engine of ours already"):
-        attach(trainer, rollout=engine)
+    with (
+        attach(trainer, rollout=engine_in_flight),
+        pytest.raises(ConfigConflictError, match="has an engine of ours already"),
+    ):
+        attach(trainer, rollout=engine_in_flight)
     trainer.use_vllm = True
     with pytest.raises(ConfigConflictError, match="use_vllm=False"):
-        attach(trainer, rollout=engine)
+        attach(trainer, rollout=engine_in_flight)
 
 
 def test_attach_to_an_engine_on_another_base_leaves_the_trainer_as_it_was(built, other_model_dir):

@@ -239,7 +239,7 @@ def test_the_other_trainers_that_sample_are_watched_too(make_online, break_after
     assert steps[1]["mismatch_threshold"] > 0
 
 
-def test_an_attached_trainer_is_watched_too(model_dir, engine, plain, config, break_after):
+def test_an_attached_trainer_is_watched_too(model_dir, engine_in_flight, plain, config, break_after):
     model = AutoModelForCausalLM.from_pretrained(model_dir, quantization_config=NF4)
     trainer = GRPOTrainer(
         model=model,
@@ -249,7 +249,7 @@ def test_an_attached_trainer_is_watched_too(model_dir, engine, plain, config, br
         peft_config=WIDE,
         args=config(max_steps=8, **LARGE),
     )
-    with attach(trainer, rollout=engine, canary_every=0) as held:
+    with attach(trainer, rollout=engine_in_flight, canary_every=0) as held:
         break_after(held.bridge, double_alpha)
         with pytest.raises(PolicyMismatchError, match="2 times as strongly"):
             trainer.train()
