@@ -187,7 +187,7 @@ class Reward:
     """A reward function; one `[[rewards]]` for each."""
 
     use: str = option(
-        "`path.py:function`, or one of ours: exact_match, numeric_match, format_match, length_match, program_match",
+        "`path.py:function`, or one of ours: exact_match, numeric_match, math_match, format_match, length_match, program_match",
         kind="reward",
         example="exact_match",
     )

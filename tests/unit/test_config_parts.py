@@ -19,6 +19,7 @@ from qlora_rl.config.rewards import load_reward
 from qlora_rl.config.schema import METHODS, Reward
 from qlora_rl.engine.serve import serve
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
+from qlora_rl.rewards.load import BUILT_IN
 
 # --- data and rewards -----------------------------------------------------------------------------------------------
 
@@ -96,6 +97,11 @@ def test_the_rows_of_the_examples_are_right():
     for row in rows:
         left, right = re.fullmatch(r"(\d\d)\+(\d\d)=", row["prompt"]).groups()
         assert (row["answer"], row["careless"] != row["answer"]) == (str(int(left) + int(right)), True)
+
+
+def test_every_built_in_reward_is_named_where_one_is_chosen():
+    (line,) = [line for line in markdown().splitlines() if line.startswith("| `use`")]
+    assert set(re.findall(r"\w+_match", line)) == set(BUILT_IN)
 
 
 def test_a_reward_is_loaded_with_its_arguments(tmp_path):
