@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qlora_rl.distributed import ranks
-from qlora_rl.errors import BaseMismatchError, NotYetSupportedError
+from qlora_rl.errors import BaseMismatchError, ConfigConflictError, NotYetSupportedError
 from qlora_rl.train import zero
 from qlora_rl.train.entry import Source
 
@@ -44,7 +44,9 @@ def check_processes(args: Any, doing: str, *, refused: str = "") -> None:
 
     Raises:
         NotYetSupportedError: with what can be done instead.
+        ConfigConflictError: they are not one training, or not the one that was asked for.
     """
+    _check_launch(args, doing)
     sharding = sharding_of(args)
     if sharding == "none":
         if zero.is_asked_for(args):
@@ -65,6 +67,33 @@ def check_processes(args: Any, doing: str, *, refused: str = "") -> None:
         )
     if zero.is_asked_for(args):
         zero.settle(args, doing)
+
+
+def _check_launch(args: Any, doing: str) -> None:
+    """Accelerate joins the processes that torch.distributed knows, and in the way that was asked for; on a CPU it does so only by DDP.
+
+    Raises:
+        ConfigConflictError: and how to start it.
+    """
+    is_joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    seen = torch.distributed.get_world_size() if is_joined else 1
+    on_cpu = (
+        "Without a GPU accelerate joins processes by DDP alone, where the config says use_cpu=True ([train] use_cpu = true): start it with "
+        "torchrun or examples/accelerate/ddp.yaml, or with plain python as one process."
+    )
+    if seen > args.world_size:
+        way = "Start it with torchrun or `accelerate launch`." if torch.cuda.is_available() else on_cpu
+        raise ConfigConflictError(
+            f"{doing}: torch.distributed has {seen} processes, and accelerate trains in {args.world_size} of them by itself: they would not be one "
+            f"training. {way}"
+        )
+    sharding = sharding_of(args)
+    joined_as = getattr(getattr(args, "distributed_state", None), "distributed_type", "")
+    if sharding not in ("none", "ddp") and str(getattr(joined_as, "value", joined_as)) == "MULTI_CPU":
+        raise ConfigConflictError(
+            f"{doing}: {args.world_size} processes under {sharding} with use_cpu=True, of which accelerate makes DDP: each would hold the whole "
+            f"base. {on_cpu}"
+        )
 
 
 def check_turns(args: Any, of_trl: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from conftest import distance, launch, said
 from resumed import lines
 
@@ -61,6 +62,24 @@ def test_a_reward_that_raises_on_rank_1_raises_the_same_on_rank_0(two):
     assert ends[0]["notes"] == ["raised on rank 1"]
     summary = json.loads((two / "fails" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", 1)
+
+
+def test_processes_that_accelerate_does_not_join_are_rejected_before_anything_is_loaded(exact_base, tmp_path):
+    """As `accelerate launch` with fsdp2.yaml or ddp.yaml starts them on a machine without a GPU: two for torch, one each for accelerate."""
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU accelerate joins them")
+    calls = [
+        {"base": exact_base, "out": str(tmp_path / method), "method": method, "use_cpu": False, "max_steps": 1}
+        for method in ("grpo", "sft")
+    ]
+    launch(calls)
+    for method in ("grpo", "sft"):
+        for rank in (0, 1):
+            error = said(tmp_path / method, rank)["error"]
+            assert error.startswith("ConfigConflictError")
+            assert "torch.distributed has 2 processes, and accelerate trains in 1" in error
+            assert "use_cpu=True" in error
+        assert not (tmp_path / method).exists()
 
 
 @pytest.mark.full

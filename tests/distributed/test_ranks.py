@@ -7,14 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import DistributedType
 
 from qlora_rl import EngineBrokenError, SamplingSpec, distributed
 from qlora_rl.contracts import Rollout
 from qlora_rl.distributed import Ranks
-from qlora_rl.errors import NotYetSupportedError, RankLostError, RunDirectoryError, SyncError
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RankLostError, RunDirectoryError, SyncError
 from qlora_rl.sync.dense import DenseStream
 from qlora_rl.train.for_all import EngineForAll, TransportForAll
-from qlora_rl.train.processes import check_turns, sharding_of
+from qlora_rl.train.processes import check_processes, check_turns, sharding_of
 
 
 @contextlib.contextmanager
@@ -342,3 +343,17 @@ def test_how_the_trainer_is_spread_is_read_as_transformers_and_accelerate_read_i
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert sharding_of(SimpleNamespace(**{"world_size": 2, **args})) == found
+
+
+@pytest.mark.parametrize(
+    "wish", [{"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, {"ACCELERATE_USE_DEEPSPEED": "true"}]
+)
+def test_a_trainer_in_parts_on_processes_of_the_cpu_is_rejected(wish, monkeypatch):
+    """accelerate would train it as DDP, whole on each process, without a word."""
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in wish.items():
+        monkeypatch.setenv(name, value)
+    state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
+    with pytest.raises(ConfigConflictError, match=r"2 processes under (fsdp2|zero2) with use_cpu=True.*ddp\.yaml"):
+        check_processes(SimpleNamespace(world_size=2, distributed_state=state), "starting the training")
