@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Any
 
 import httpx
@@ -17,15 +19,60 @@ from qlora_rl.errors import (
     SyncError,
 )
 
+logger = logging.getLogger(__name__)
+
 KEY_VARIABLE = "QLORA_RL_API_KEY"
-START = "x-qlora-start"
+START, GAVE_UP = "x-qlora-start", "x-qlora-gave-up"
+SAID_EVERY_S = 10.0  # that a server is away
+# How often vLLM may give a request up: once or twice while it ends; one that goes on answering does not end.
+GIVEN_UP_AT_MOST = 5
 RESTARTED = 412
 # What a proxy in front of a server answers while the server is away.
 _AWAY = (502, 503, 504)
 
 
 class AwayError(Exception):
-    """Nobody answers, or a proxy says so."""
+    """Nobody answers, or a proxy says so; with `gave_up` the server does, of a request that vLLM has given up."""
+
+    gave_up = False
+
+
+class Patience:
+    """How long one request is repeated.
+
+    Args:
+        url: of the server.
+        wait_s: how long it may be away, in seconds.
+    """
+
+    def __init__(self, url: str, wait_s: float):
+        self._url, self._wait_s = url, wait_s
+        self._end, self._pause, self._said = time.monotonic() + wait_s, 0.1, -SAID_EVERY_S
+        self._given_up = 0
+
+    def wait(self, fault: AwayError, version: int) -> None:
+        """Sleep before it is asked again, longer each time.
+
+        Raises:
+            EngineBrokenError: it was away too long, or gives this request up again and again.
+        """
+        self._given_up += fault.gave_up
+        if self._given_up >= GIVEN_UP_AT_MOST:
+            raise EngineBrokenError(
+                f"asking the server at {self._url}: {fault}, {self._given_up} times in turn, and goes on. Its log may say why; ask for fewer or "
+                "shorter completions at a time, or start it again."
+            )
+        now = time.monotonic()
+        if now + self._pause > self._end:
+            raise EngineBrokenError(
+                f"asking the server at {self._url}: {fault}. It stayed away for wait_s={self._wait_s:.0f} s. Start it again on the same base, "
+                f"or raise wait_s; version {version} is pushed again by itself."
+            ) from fault.__cause__
+        if now >= self._said + SAID_EVERY_S:
+            self._said = now
+            logger.warning("the server at %s is away (%s); trying again for %.0f s", self._url, fault, self._end - now)
+        time.sleep(self._pause)
+        self._pause = min(5.0, 2 * self._pause)
 
 
 class RestartedError(Exception):
@@ -78,7 +125,9 @@ def refusal(answer: httpx.Response, url: str) -> Exception:
             )
         return kind(message, reasons=reasons)
     if status in _AWAY:
-        return AwayError(f"status={status} ({message})")
+        away = AwayError(f"status={status} ({message})")
+        away.gave_up = GAVE_UP in answer.headers
+        return away
     if status in (401, 403):
         return AccessDeniedError(f"asking the server at {url}: status={status} ({message}). Is the key right?")
     if status == 404:

@@ -24,6 +24,7 @@ from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, Sam
 from qlora_rl.engine.answers import (
     START,
     AwayError,
+    Patience,
     RestartedError,
     content_of,
     not_taken,
@@ -59,7 +60,6 @@ logger = logging.getLogger(__name__)
 PREFIX = "/qlora/v1"
 SESSION, VERSION = "x-qlora-session", "x-qlora-version"
 UNPROVEN = "unproven"  # no server's start
-SAID_EVERY_S = 10.0  # that a server is away
 # Faults of a connection, after which nobody knows whether the server has done what was asked: all requests can be repeated.
 _FAULTS = (httpx.TransportError,)
 
@@ -415,7 +415,7 @@ class ServerEngine:
         """Ask until there is an answer; a refusal is raised at once. `body`: bytes, or a function that gives JSON."""
         if self._is_closed:
             raise EngineClosedError("using the engine: it was closed. Make a new ServerEngine.")
-        end, pause, cuts, said = time.monotonic() + self.wait_s, 0.1, self._lines.cuts, -SAID_EVERY_S
+        patience, cuts = Patience(self.url, self.wait_s), self._lines.cuts
         while True:
             try:
                 return self._ask_once(method, path, body)
@@ -426,17 +426,7 @@ class ServerEngine:
             except AwayError as fault:
                 if cuts != self._lines.cuts:
                     raise RolloutCancelledError("asking the server: cancelled, because the run ends.") from None
-                if time.monotonic() + pause > end:
-                    raise EngineBrokenError(
-                        f"asking the server at {self.url}: {fault}. It stayed away for wait_s={self.wait_s:.0f} s. Start it again on the "
-                        "same base, or raise wait_s; version "
-                        f"{self._version} is pushed again by itself."
-                    ) from fault.__cause__
-                if (now := time.monotonic()) >= said + SAID_EVERY_S:
-                    said = now
-                    logger.warning("the server at %s is away (%s); trying again for %.0f s", self.url, fault, end - now)
-                time.sleep(pause)
-                pause = min(5.0, 2 * pause)
+                patience.wait(fault, self._version)
 
     def _ask_once(self, method: str, path: str, body: Any) -> dict[str, Any]:
         with self._recovering:  # other threads wait until a server that was started anew is proven and pushed to

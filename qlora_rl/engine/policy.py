@@ -336,7 +336,8 @@ class ServedPolicy:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         if are_cut_off(outputs):  # which vLLM answers like any other
-            raise compat.EngineEndingError("vLLM has given requests up before their end")
+            count = sum(are_cut_off([output]) for output in outputs)
+            raise compat.EngineEndingError(f"vLLM has given up {count} of {len(outputs)} requests before their end")
         return (held.version if held else self.weights.version), list(outputs)
 
 

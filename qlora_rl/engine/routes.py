@@ -29,7 +29,7 @@ from qlora_rl.errors import ConfigConflictError, QloraRLError, ServerTakenError
 logger = logging.getLogger(__name__)
 
 PREFIX = "/qlora/v1"
-START, SESSION = "x-qlora-start", "x-qlora-session"
+START, SESSION, GAVE_UP = "x-qlora-start", "x-qlora-session", "x-qlora-gave-up"
 STATUS = {
     "AccessDeniedError": 403,
     "ConfigConflictError": 400,
@@ -221,6 +221,10 @@ class Api:
             except (ClientDisconnect, TooLargeError):
                 return Response(status_code=GONE)
             except Exception as error:
+                if isinstance(
+                    error, compat.EngineEndingError
+                ):  # or has dropped this one: a client asks again, not for ever
+                    return _error(503, "", f"asking the server: {error}", (), marks | {GAVE_UP: "1"})
                 if compat.is_dead_engine(error):  # this server ends too: a client waits for the next one
                     return _error(
                         503, "", "asking the server: vLLM's engine has died. It has to be started anew.", (), marks

@@ -14,7 +14,7 @@ import pytest
 
 from qlora_rl import errors
 from qlora_rl.contracts import BaseFingerprint
-from qlora_rl.engine import client
+from qlora_rl.engine import answers
 from qlora_rl.engine.client import PREFIX, START, VERSION, ServerEngine
 
 KEY = "a-key-of-some-length"
@@ -74,7 +74,7 @@ def server():
 
 @pytest.fixture
 def engine(server, monkeypatch):
-    monkeypatch.setattr("qlora_rl.engine.client.time.sleep", lambda s: None)
+    monkeypatch.setattr("qlora_rl.engine.answers.time.sleep", lambda s: None)
     with ServerEngine("http://server", api_key=KEY, wait_s=5.0, transport=httpx.MockTransport(server)) as engine:
         server.asked.clear()
         yield engine
@@ -132,11 +132,26 @@ def test_a_server_that_stays_away_is_an_error_that_says_what_to_do(engine, serve
 
 
 def test_a_server_that_is_away_is_asked_again_and_again_and_said_to_be_away_once(engine, server, caplog, monkeypatch):
-    monkeypatch.setattr(client, "SAID_EVERY_S", 3600.0)
+    monkeypatch.setattr(answers, "SAID_EVERY_S", 3600.0)
     server.answers = [None, None, None]
     assert engine.generate([[1, 2]], max_tokens=1).completion_ids
     assert not server.answers
     assert [record.message for record in caplog.records if "is away" in record.message] == [caplog.records[0].message]
+
+
+def given_up():
+    error = {"error": {"kind": "", "message": "vLLM has given up 1 of 1 requests before their end"}}
+    return httpx.Response(503, json=error, headers={answers.GAVE_UP: "1"})
+
+
+def test_a_request_that_a_living_server_gives_up_is_asked_again_but_not_for_ever(engine, server):
+    engine.wait_s = 3600.0
+    server.answers = [given_up() for _ in range(answers.GIVEN_UP_AT_MOST - 1)]
+    assert engine.generate([[1, 2]], max_tokens=1).completion_ids == [[1]]
+    server.answers = [given_up() for _ in range(100)]
+    with pytest.raises(errors.EngineBrokenError, match=r"given up 1 of 1 requests.*5 times in turn, and goes on"):
+        engine.generate([[1, 2]], max_tokens=1)
+    assert len(server.answers) == 100 - answers.GIVEN_UP_AT_MOST
 
 
 def test_after_a_restart_the_base_is_proven_and_the_adapter_pushed_before_anything_is_asked(engine, server):

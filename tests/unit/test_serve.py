@@ -194,7 +194,10 @@ def test_what_an_ending_engine_gives_up_is_no_answer_and_the_next_server_is_wait
 
     answer = asyncio.run(run())
     assert answer.status_code == 503
-    assert isinstance(refusal(answer, "http://server"), AwayError)
+    fault = refusal(answer, "http://server")
+    assert isinstance(fault, AwayError)
+    assert fault.gave_up == (cut != "refused")
+    assert ("given up 1 of 2 requests" in str(fault)) == (cut != "refused")
 
 
 def test_after_nan_the_servers_cache_is_cleared_before_anything_else_is_drawn(tmp_path):
