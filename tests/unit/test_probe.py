@@ -1,0 +1,77 @@
+"""The probe: an engine that holds every push and multiplies nothing is noticed while the adapter is still tiny."""
+
+import copy
+
+import pytest
+import torch
+from kinds import lora
+from peft import get_peft_model
+from support import randomise
+
+from qlora_rl import AdapterSync, Canary, CanaryError, FakeEngine
+from qlora_rl.sync.in_place import InPlaceTransport
+from qlora_rl.sync.transports import DirectoryTransport
+
+PROMPT = [[40, 41, 42, 43]]
+
+
+@pytest.fixture(scope="module")
+def dense(model_dir):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+def after_one_step(model, seed, rate=1e-5):
+    """Adam's first step moves each entry of B by the learning rate, whatever the gradient; A is as it was made."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_B" in name:
+                weight.copy_(rate * (torch.randint(2, weight.shape, generator=generator) * 2 - 1))
+    return model
+
+
+def pair(dense, transport, dtype=torch.float32, seed=0, every=1, **fields):
+    torch.manual_seed(seed)
+    model = get_peft_model(copy.deepcopy(dense).to(dtype), lora(**fields))
+    engine = FakeEngine(copy.deepcopy(dense).to(dtype))
+    canary = Canary(model, engine, every=every)
+    canary.calibrate()
+    return model, engine, AdapterSync(model, engine, transport, canary)
+
+
+def multiply_nothing(engine, monkeypatch):
+    """The buffers hold what was pushed, and the layers do without them; whatever is pushed afterwards."""
+    monkeypatch.setattr(engine, "_bare", True)
+
+
+@pytest.mark.parametrize("transport", [DirectoryTransport, InPlaceTransport])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_an_adapter_after_one_step_that_is_not_multiplied_is_noticed_within_two_pushes(
+    dense, tmp_path, monkeypatch, transport, dtype
+):
+    noticed = 0
+    for seed in range(20):
+        model, engine, strategy = pair(dense, transport(tmp_path), dtype, seed)
+        for _ in range(3):  # an honest beginning, then the fault
+            strategy.push()
+        after_one_step(model, seed)
+        multiply_nothing(engine, monkeypatch)
+        try:
+            strategy.push()
+            strategy.push()
+        except CanaryError as error:
+            noticed += "does not multiply" in str(error)
+            assert engine.version == 3
+        strategy.close()
+    assert noticed == 20
+
+
+def test_an_engine_that_never_multiplied_is_noticed_at_the_first_push(dense, tmp_path, monkeypatch):
+    _, engine, strategy = pair(dense, InPlaceTransport(tmp_path), every=4)
+    multiply_nothing(engine, monkeypatch)
+    with pytest.raises(CanaryError, match="does not multiply"):  # with B still zero
+        strategy.push()
+    assert engine.version == 0
+    strategy.close()
