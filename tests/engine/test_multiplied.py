@@ -1,0 +1,80 @@
+"""What the layers multiply with on a CPU are packed copies: they are what is read after a push, and a wrong one is noticed."""
+
+import pytest
+import torch
+from support import randomise
+
+from qlora_rl import AdapterSync, Canary, CanaryError, LocalEngine
+from qlora_rl.engine.linear import AdapterProducts, Packed
+from qlora_rl.sync.in_place import InPlaceTransport
+
+UP = "base_model.model.model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def engine(base):
+    with LocalEngine(base, max_lora_rank=16, max_model_length=32, max_num_seqs=8) as engine:
+        yield engine
+
+
+@pytest.fixture
+def pushed(engine, adapted, tmp_path):
+    """Two honest pushes of an adapter that is larger than the noise; nothing is scored any more."""
+    engine.drop_adapter()
+    canary = Canary(adapted, engine, every=1000)
+    canary.calibrate()
+    strategy = AdapterSync(adapted, engine, InPlaceTransport(tmp_path), canary)
+    for _ in range(2):
+        strategy.push()
+    yield adapted, strategy
+    strategy.close()
+
+
+def packed_slot(engine):
+    """The packed copy of the serving slot of one layer, and the key under which its products keep it."""
+    manager = engine.llm.llm_engine.model_executor.driver_worker.model_runner.lora_manager._adapter_manager
+    layer = next(layer for name, layer in manager.modules.items() if name.endswith("layers.1.mlp.gate_up_proj"))
+    products, slot = (
+        layer.punica_wrapper.add_lora_linear,
+        manager.lora_index_to_id.index(engine._adapters.served.request.lora_int_id),
+    )
+    key = id(layer.lora_a_stacked), slot
+    return products._packed, key
+
+
+@pytest.mark.parametrize("part", ["down", "up"])
+def test_a_packed_copy_that_was_changed_is_noticed_at_the_next_verification(engine, pushed, part):
+    _, strategy = pushed
+    strategy.verify()
+    held, key = packed_slot(engine)
+    own = held[key].down if part == "down" else held[key].up[0]
+
+    def changed(x, bias):
+        return own(x, bias) * 1.01
+
+    if part == "down":
+        held[key].down = changed
+    else:
+        held[key].up[0] = changed
+    with pytest.raises(CanaryError, match=rf"layers\.1\.mlp\..*lora_{'A' if part == 'down' else 'B'}"):
+        strategy.canary.check(strategy._pushed)  # not scored: what is held is enough
+
+
+def test_copies_that_are_not_packed_again_are_noticed_at_the_push(engine, pushed, monkeypatch):
+    model, strategy = pushed
+    strategy.push()  # both slots have been packed
+    monkeypatch.setattr(Packed, "is_current", lambda *_: True)
+    with torch.no_grad():  # one step at a learning rate of 1e-5
+        for name, weight in model.named_parameters():
+            if ".lora_B" in name:
+                weight.add_(0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(CanaryError, match="matrices in the engine are not what was pushed"):
+        strategy.push()
+
+
+def test_products_that_are_left_out_are_noticed_at_the_push_without_a_score(engine, pushed, monkeypatch):
+    model, strategy = pushed
+    randomise(model, 1e-5)
+    monkeypatch.setattr(AdapterProducts, "__call__", lambda *_, **__: None)
+    with pytest.raises(CanaryError, match=r"14 of 28 matrices .*\(14 are missing"):
+        strategy.push()
