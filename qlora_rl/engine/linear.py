@@ -22,6 +22,8 @@ Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Pack = Callable[[torch.Tensor], Product]
 # Zeros that a block-diagonal B may hold: reading half a MiB of them costs less than another product does.
 ZEROS = 2**18
+# So many columns of A are read back at a time, and one sum of R products may be off by this share of its summands (16-bit rounding, twice).
+COLUMNS, ROUNDING = 32, 0.02
 
 
 @dataclass
@@ -84,9 +86,7 @@ class AdapterProducts:
         if groups is None or more or not is_plain:
             return self._own(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **more)
         for slot, rows in groups:
-            packed = self._packed.get((id(lora_a_stacked), slot))
-            if packed is None or not packed.is_current(lora_a_stacked, lora_b_stacked):
-                packed = self._pack_slot(lora_a_stacked, lora_b_stacked, slot)
+            packed = self._slot(lora_a_stacked, lora_b_stacked, slot)
             if rows is None and len(packed.up) == 1:  # nearly always
                 y.add_(packed.up[0](packed.down(x, None), None), alpha=scale)
             elif rows is None:
@@ -96,6 +96,52 @@ class AdapterProducts:
                 _add(part, x[rows], packed, scale, output_slices)
                 y[rows] = part
         return None
+
+    def read(
+        self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int, start: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What a slot is multiplied with now, read through its products: A [R, I] and B [O, R] of each part.
+
+        A product with one 1 and else zeros is exact, up to the sign of a zero. B is read whole; of A only `COLUMNS` columns, from
+        `start` on: the others are those of the buffers.
+        """
+        packed = self._slot(a_stacked, b_stacked, slot)
+        ranks, sizes = [a.shape[2] for a in a_stacked], [b.shape[2] for b in b_stacked]
+        a_parts = [a[slot, 0].clone() for a in a_stacked]
+        chosen = _columns(start, a_parts[0].shape[1])
+        for part, found in zip(a_parts, packed.down(_one_hot(chosen, a_parts[0]), None).split(ranks, 1), strict=True):
+            part[:, chosen] = found.T
+        y = a_parts[0].new_zeros(sum(ranks), sum(sizes))
+        _add_up(y, torch.eye(sum(ranks), dtype=y.dtype), packed, 1.0, sizes)
+        own_rows = torch.arange(sum(ranks)).split(ranks)
+        return a_parts, [part[rows].T for part, rows in zip(y.split(sizes, dim=1), own_rows, strict=True)]
+
+    def is_applied(
+        self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int, start: int
+    ) -> bool:
+        """Tokens of this slot get B A x, up to rounding; asked of `COLUMNS` that are one 1 and else zeros, from `start` on."""
+        sizes = [b.shape[2] for b in b_stacked]
+        chosen = _columns(start, a_stacked[0].shape[3])
+        x = _one_hot(chosen, a_stacked[0])
+        y = x.new_zeros(len(x), sum(sizes))
+        groups, tokens = self._groups, self._tokens
+        self._groups, self._tokens = [(slot, None)], len(x)
+        try:
+            self(y, x, a_stacked, b_stacked, 1.0, sizes)
+        finally:
+            self._groups, self._tokens = groups, tokens
+        for part, a, b in zip(y.split(sizes, dim=1), a_stacked, b_stacked, strict=True):
+            columns_TR, b_OR = a[slot, 0][:, chosen].T.float(), b[slot, 0].float()
+            room = columns_TR.abs() @ b_OR.abs().T + torch.finfo(torch.float32).tiny
+            if not bool(((part.float() - columns_TR @ b_OR.T).abs() <= ROUNDING * room).all()):
+                return False
+        return True
+
+    def _slot(self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int) -> Packed:
+        packed = self._packed.get((id(a_stacked), slot))
+        if packed is None or not packed.is_current(a_stacked, b_stacked):
+            packed = self._pack_slot(a_stacked, b_stacked, slot)
+        return packed
 
     def _pack_slot(self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int) -> Packed:
         writes = _writes(a_stacked, b_stacked)
@@ -136,8 +182,45 @@ class AdaptedLinear:
         return y
 
 
+def _columns(start: int, size: int) -> list[int]:
+    return [(start + i) % size for i in range(min(COLUMNS, size))]
+
+
+def _one_hot(columns: list[int], like: torch.Tensor) -> torch.Tensor:
+    """[T, I], in row t a 1 in the t-th of the columns."""
+    rows = like.new_zeros(len(columns), like.shape[-1])
+    rows[range(len(columns)), columns] = 1
+    return rows
+
+
+def read_products(layer: Any, slot: int, turn: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What one of vLLM's linears with LoRA multiplies a slot with; nothing where it multiplies with its buffers.
+
+    B of a layer that leaves its adapter out is zero. A is read in turns.
+    """
+    products = getattr(getattr(layer, "punica_wrapper", None), "add_lora_linear", None)
+    if not isinstance(products, AdapterProducts):
+        return [], []
+    stacked = layer.lora_a_stacked, layer.lora_b_stacked
+    start = turn * COLUMNS % stacked[0][0].shape[3]
+    a_parts, b_parts = products.read(*stacked, slot, start)
+    if not products.is_applied(*stacked, slot, start):
+        b_parts = [part.new_zeros(part.shape) for part in b_parts]
+    return a_parts, b_parts
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal; numbers that are too small for a normal float32 may be zero, and the sign of a zero is nothing."""
+    return torch.equal(one, other) or bool(
+        ((one.float() - other.float()).abs() <= torch.finfo(torch.float32).tiny).all()
+    )
+
+
 def _add(y: torch.Tensor, x: torch.Tensor, packed: Packed, scale: float, sizes: Sequence[int]) -> None:
-    low = packed.down(x, None)
+    _add_up(y, packed.down(x, None), packed, scale, sizes)
+
+
+def _add_up(y: torch.Tensor, low: torch.Tensor, packed: Packed, scale: float, sizes: Sequence[int]) -> None:
     if len(packed.up) == 1:
         y.add_(packed.up[0](low, None), alpha=scale)
         return

@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 from qlora_rl.engine.base_compute import install
 from qlora_rl.engine.held import parts, quantised, shard_names, unquantised
+from qlora_rl.engine.linear import read_products, same_values
 from qlora_rl.engine.parallel import adapted_layers, held_pieces, held_shards
 from qlora_rl.engine.reload import reload_dense
 from qlora_rl.engine.stage import read_parts
@@ -175,10 +176,11 @@ class BaseExtension:
     def qlora_held_adapter(self, adapter_id: int, rank: int) -> dict[str, Any]:
         """Digests of the A [rank, I] and B [O, rank] that the slot of an adapter holds now, by canonical name.
 
-        Read from the buffers that the layers multiply with, not from the file. Parts that are all zero are left out. One among
-        several ranks gives its pieces of them; `parallel.held_digests` reads the answers of all.
+        Read from what the layers multiply with, not from the file: from the buffers, or through the products of packed copies where
+        those are multiplied (`linear.AdapterProducts`). Parts that are all zero are left out. One among several ranks gives its
+        pieces of them; `parallel.held_digests` reads the answers of all.
         """
-        places = self.qlora_lend_adapter(adapter_id, rank)
+        places = self._qlora_multiplied(self.qlora_lend_adapter(adapter_id, rank), adapter_id, rank)
         size = self.parallel_config.tensor_parallel_size
         if size == 1:
             return {name: digest_bytes(place) for name, place in places.items() if bool(place.any())}
@@ -188,6 +190,27 @@ class BaseExtension:
             for part in "AB"
         }
         return held_pieces(places, owners, self.parallel_config.rank % size)
+
+    def _qlora_multiplied(
+        self, places: Mapping[str, torch.Tensor], adapter_id: int, rank: int
+    ) -> dict[str, torch.Tensor]:
+        """`places`, and in the place of each that is multiplied by a packed copy with other values what that copy holds."""
+        found = dict(places)
+        if not places:
+            return found
+        self._qlora_reads = getattr(self, "_qlora_reads", -1) + 1
+        slot = self.model_runner.lora_manager._adapter_manager.lora_index_to_id.index(adapter_id)
+        read: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for name, layer, _, i in self._qlora_adapted():
+            if id(layer) not in read:
+                read[id(layer)] = read_products(layer, slot, self._qlora_reads)
+            for part, held in zip("AB", read[id(layer)], strict=True):
+                key = f"base_model.model.{name}.lora_{part}.weight"
+                if held:
+                    value = held[i][:rank] if part == "A" else held[i][:, :rank]
+                    if not same_values(value, places[key]):
+                        found[key] = value.contiguous()
+        return found
 
     def qlora_lend_adapter(self, adapter_id: int, rank: int) -> dict[str, torch.Tensor]:
         """The buffers A [rank, I] and B [O, rank] of an adapter's slot, by canonical name; views, of all layers there are."""
