@@ -108,7 +108,7 @@ class AdapterProducts:
         packed = self._slot(a_stacked, b_stacked, slot)
         ranks, sizes = [a.shape[2] for a in a_stacked], [b.shape[2] for b in b_stacked]
         a_parts = [a[slot, 0].clone() for a in a_stacked]
-        chosen = _columns(start, a_parts[0].shape[1])
+        chosen = slice(start, min(start + COLUMNS, a_parts[0].shape[1]))
         for part, found in zip(a_parts, packed.down(_one_hot(chosen, a_parts[0]), None).split(ranks, 1), strict=True):
             part[:, chosen] = found.T
         y = a_parts[0].new_zeros(sum(ranks), sum(sizes))
@@ -119,9 +119,9 @@ class AdapterProducts:
     def is_applied(
         self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int, start: int
     ) -> bool:
-        """Tokens of this slot get B A x, up to rounding; asked of `COLUMNS` that are one 1 and else zeros, from `start` on."""
+        """Tokens of this slot get B A x, up to rounding; asked of an x that is 1 at `start` and else zero."""
         sizes = [b.shape[2] for b in b_stacked]
-        chosen = _columns(start, a_stacked[0].shape[3])
+        chosen = slice(start, start + 1)
         x = _one_hot(chosen, a_stacked[0])
         y = x.new_zeros(len(x), sum(sizes))
         groups, tokens = self._groups, self._tokens
@@ -182,14 +182,10 @@ class AdaptedLinear:
         return y
 
 
-def _columns(start: int, size: int) -> list[int]:
-    return [(start + i) % size for i in range(min(COLUMNS, size))]
-
-
-def _one_hot(columns: list[int], like: torch.Tensor) -> torch.Tensor:
+def _one_hot(columns: slice, like: torch.Tensor) -> torch.Tensor:
     """[T, I], in row t a 1 in the t-th of the columns."""
-    rows = like.new_zeros(len(columns), like.shape[-1])
-    rows[range(len(columns)), columns] = 1
+    rows = like.new_zeros(columns.stop - columns.start, like.shape[-1])
+    rows[:, columns].fill_diagonal_(1)
     return rows
 
 
@@ -202,7 +198,7 @@ def read_products(layer: Any, slot: int, turn: int) -> tuple[list[torch.Tensor],
     if not isinstance(products, AdapterProducts):
         return [], []
     stacked = layer.lora_a_stacked, layer.lora_b_stacked
-    start = turn * COLUMNS % stacked[0][0].shape[3]
+    start = turn % -(-stacked[0][0].shape[3] // COLUMNS) * COLUMNS
     a_parts, b_parts = products.read(*stacked, slot, start)
     if not products.is_applied(*stacked, slot, start):
         b_parts = [part.new_zeros(part.shape) for part in b_parts]

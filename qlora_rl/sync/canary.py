@@ -1,10 +1,12 @@
 """`Canary`: proof after a push. Two questions, the first asked every time, the second at every n-th push:
 
-1. *Does the engine hold it?* The engine digests the buffers that its layers multiply with; they must be the bundle, byte for
+1. *Does the engine hold it?* The engine digests what its layers multiply with; it must be the bundle, byte for
    byte. This sees a wrong scaling, a lost layer, an older version, names that match nothing.
 2. *Does the engine apply it?* Fixed token sequences are scored by both sides. Their logprobs must agree as well as those of
    the bare base did when the run began (times a factor), and never worse than an upper bound. Where they do not, sequences that
    the policy itself draws now are asked as well, and decide: 16-bit rounding is large at tokens that a policy never writes.
+
+A policy that changes less than the threshold would pass also where it is not applied at all: then a `Probe` is pushed before it.
 """
 
 from __future__ import annotations
@@ -12,17 +14,19 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngine, RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import CanaryError, ConfigConflictError
 from qlora_rl.sync.forward import plain_forward
+from qlora_rl.sync.probe import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,12 @@ FACTOR = 8.0
 # The adapter brings rounding of its own, also to a pair whose base agrees to the last bit.
 FLOORS = {"float32": 1e-4}
 FLOOR_16_BIT = 0.03
+# A probe changes logprobs by so many thresholds, and at least by this: an engine that leaves it out is off by all of that. A policy
+# that changes them as much needs no probe.
+CLEAR = 4.0
+LEAST_EFFECT = 0.1
+# Of the pushes that are scored each so-many-th is probed, as long as the policy needs it.
+PROBE_EVERY = 2
 
 
 class Canary:
@@ -65,7 +75,14 @@ class Canary:
         self.sequences = None if sequences is None else [list(s) for s in sequences]
         self.threshold, self.noise = UPPER_BOUND, 0.0
         self._pushes = 0
-        self._must_score = True
+        self._must_score = self._must_probe = self._can_probe = True
+        self._scores = 0
+        # The trainer's logprobs of the sequences on the bare base and under the probe; the size of its B; what the policy changes.
+        self._ours_bare: list[list[float]] | None = None
+        self._ours_probed: list[list[float]] = []
+        self._probe_size = 2.0**-6
+        self._probe_shape: Any = None
+        self._effect = 0.0
         self._has_dropout = any(
             (isinstance(m, torch.nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0) for m in model.modules()
         )
@@ -79,16 +96,10 @@ class Canary:
         Raises:
             CanaryError: the bare base itself is further apart than any threshold may be.
         """
-        # PEFT switches gradients on for the whole adapter when it comes back, also where the caller had switched them off.
-        trained = {p: p.requires_grad for p in self.model.parameters()}
-        try:
-            with self.model.disable_adapter() if hasattr(self.model, "disable_adapter") else nullcontext():
-                if self.sequences is None:
-                    self.sequences = self._drawn_sequences()
-                noise = self._difference(self.sequences, bare=True)
-        finally:
-            for parameter, wanted in trained.items():
-                parameter.requires_grad_(wanted)
+        with self._without_adapter():
+            if self.sequences is None:
+                self.sequences = self._drawn_sequences()
+            noise = self._difference(self.sequences, bare=True)
         if not noise <= UPPER_BOUND:
             raise CanaryError(
                 f"calibrating the canary: trainer and engine differ by {noise:.3g} (scaled) on the bare base, more than {UPPER_BOUND}. "
@@ -116,6 +127,7 @@ class Canary:
                 "or bitsandbytes."
             )
         self.sequences, self.threshold, self._pushes = saved["sequences"], saved["threshold"], saved["pushes"]
+        self._ours_bare = None  # of other sequences
         self.doubt()
 
     def check(self, bundle: AdapterBundle, *, scored: bool = False) -> float | None:
@@ -175,13 +187,104 @@ class Canary:
         return self._must_score or (self._pushes - 1) % self.every == 0
 
     def doubt(self) -> None:
-        """Something has failed, or was lost: the next push is scored, whatever the cadence says."""
-        self._must_score = True
+        """Something has failed, or was lost: the next push is scored and probed, whatever the cadence says."""
+        self._must_score = self._must_probe = True
+
+    def wants_probe(self) -> bool:
+        """The push that comes is to be probed: the first, one after a doubt, and each second one that is scored while the policy changes little."""
+        if self._must_probe:
+            return True
+        will_score = self._must_score or self._pushes % self.every == 0
+        is_turn = will_score and self._scores % PROBE_EVERY == 0
+        return is_turn and self._can_probe and self._effect < self._clear_effect
+
+    def probe(self, adapter: LiveAdapter) -> Probe | None:
+        """What to push for `check_probe`: of the shape of the live adapter, and as large as its effect has to be.
+
+        `None` where no size has such an effect on the trainer's own model.
+        """
+        if self._ours_bare is None or self._probe_shape != adapter.shape:
+            self._probe_shape = adapter.shape
+            self._can_probe = self._size_probe(adapter)
+        return Probe(adapter, self._probe_size) if self._can_probe else None
+
+    def check_probe(self, probe: Probe) -> float:
+        """Prove that the engine, which serves the probe, holds it and multiplies with it.
+
+        Returns:
+            The mean scaled difference of logprobs.
+
+        Raises:
+            CanaryError: it does not.
+        """
+        with ranks().together("checking the push"):
+            self._compare_held(probe.bundle())
+        difference = self._difference(self.sequences, ours=self._ours_probed)
+        if difference <= self.threshold:
+            self._must_probe = False
+            return difference
+        apart = self._difference(self.sequences, ours=self._ours_bare)
+        found = (
+            "The engine does not multiply with its adapter at all"
+            if apart <= self.threshold
+            else f"The engine multiplies with it in another way (it is {apart:.3g} from the bare base)"
+        )
+        raise CanaryError(
+            f"checking the push: under a large synthetic adapter, which is pushed to see whether it is multiplied, the engine's logprobs "
+            f"differ from the trainer's by {difference:.3g} (scaled) on average > threshold={self.threshold:.3g}. {found}, whatever its "
+            "buffers hold (or the base was changed: `qlora-rl verify BASE --local`)."
+        )
+
+    @property
+    def _clear_effect(self) -> float:
+        return max(LEAST_EFFECT, CLEAR * self.threshold)
+
+    def _size_probe(self, adapter: LiveAdapter) -> bool:
+        """Find a size of B, a power of two, at which the probe is clear of the threshold and not much more; once a run."""
+        if self.sequences is None:
+            self.calibrate()
+        wanted = self._clear_effect
+        with self._without_adapter():
+            self._ours_bare = self._score(self.sequences)
+            for _ in range(16):
+                with Probe(adapter, self._probe_size).added_to(self._bare):
+                    self._ours_probed = self._score(self.sequences)
+                # Of all ranks, which go on alike.
+                effects = ranks().gather(_distance(self._ours_probed, self._ours_bare), "sizing the probe")
+                if wanted <= min(effects) and max(effects) <= 4 * wanted:
+                    return True
+                if not all(map(math.isfinite, effects)):
+                    break
+                self._probe_size *= 2.0 ** round(math.log2(2 * wanted / max(min(effects), wanted / 32)))
+        logger.warning(
+            "pushes cannot be probed: an adapter of size %.3g changes the trainer's logprobs by %s (scaled), not by %.3g to %.3g. Whether "
+            "the engine multiplies with an adapter is seen when the policy's has become large",
+            self._probe_size,
+            effects,
+            wanted,
+            4 * wanted,
+        )
+        return False
+
+    @contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        # PEFT switches gradients on for the whole adapter when it comes back, also where the caller had switched them off.
+        trained = {p: p.requires_grad for p in self.model.parameters()}
+        try:
+            with self.model.disable_adapter() if hasattr(self.model, "disable_adapter") else nullcontext():
+                yield
+        finally:
+            for parameter, wanted in trained.items():
+                parameter.requires_grad_(wanted)
 
     def _scored(self) -> float:
         if self.sequences is None:
             self.calibrate()
-        difference = self._difference(self.sequences)
+        ours = self._score(self.sequences)
+        difference = self._difference(self.sequences, ours=ours)
+        if self._ours_bare is not None:
+            self._effect = min(ranks().gather(_distance(ours, self._ours_bare), "comparing logprobs"))
+        self._scores += 1
         if isinstance(self.engine, GaugedEngine):
             self.engine.note_canary(difference)
         if difference <= self.threshold:
@@ -218,13 +321,19 @@ class Canary:
                 module=wrong[0].removeprefix("base_model.model.").rsplit(".lora_", 1)[0],
             )
 
-    def _difference(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> float:
+    def _difference(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        bare: bool = False,
+        ours: Sequence[Sequence[float]] | None = None,
+    ) -> float:
         """Mean over tokens of |ours - theirs| / max(1, |ours|); of several replicas the worst.
 
         A policy that has learned gives some tokens of the fixed sequences very small probabilities, and 16-bit logits are
         rounded in proportion to their size: without the scale, honest runs would raise alarms.
         """
-        ours = self._score(sequences)
+        ours = self._score(sequences) if ours is None else ours
         if isinstance(self.engine, ReplicatedEngine):
             each = self.engine.score_each(sequences, bare=bare)
         else:

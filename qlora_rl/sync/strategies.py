@@ -42,6 +42,7 @@ class AdapterSync:
         self.shared = SharedBase.of(model)
         self.after = 0
         self._pushed: AdapterBundle | None = None
+        self._is_withdrawn = False  # the engine serves nothing since a probe, and there is nothing to take back
 
     def push(self) -> SyncReport:
         """Hand the current adapter to the engine as the version after the one it serves.
@@ -58,8 +59,12 @@ class AdapterSync:
         self._adapter.look()
         looked = time.perf_counter()
         version = max(self.engine.version, self.after) + 1
+        self._is_withdrawn = False
         try:
+            self._probe(version)
+            probed = time.perf_counter()
             delivery = self.transport.deliver(self._adapter, version, self.engine)
+            self._is_withdrawn = False
             delivered = time.perf_counter()
             self._adapter.judge()
             self._pushed, difference = self._prove()
@@ -67,7 +72,7 @@ class AdapterSync:
             if self.canary is not None:
                 self.canary.doubt()
             # Whatever stopped it, an unproven version must not serve.
-            if self.engine.version == version:
+            if self.engine.version == version and not self._is_withdrawn:
                 self._take_back(version)
             raise
         proven = time.perf_counter()
@@ -82,10 +87,29 @@ class AdapterSync:
             export_seconds=looked - started,
             deliver_seconds=delivery.deliver_seconds,
             load_seconds=delivery.load_seconds,
-            seconds=delivered - started,
-            canary_seconds=proven - delivered,
+            seconds=delivered - probed + looked - started,
+            canary_seconds=proven - delivered + probed - looked,
             canary_difference=difference,
         )
+
+    def _probe(self, version: int) -> None:
+        """Have the engine serve a probe as `version`, see what it does, and take it back; where the canary asks for one.
+
+        One that fails leaves it to `push` to take it back.
+        """
+        probe = self.canary.probe(self._adapter) if self.canary is not None and self.canary.wants_probe() else None
+        if probe is None:
+            return
+        self.transport.deliver(probe, version, self.engine)
+        self.canary.check_probe(probe)
+        try:
+            self.transport.revoke(self.engine)
+        except BaseException as error:
+            self._is_withdrawn = True
+            self.engine.withdraw_adapter("a probe was served last, and the version before it could not be loaded")
+            if not isinstance(error, Exception):
+                raise
+            logger.warning("the version before a probe could not be loaded (%s); the push goes on", error)
 
     def _take_back(self, version: int) -> None:
         try:
@@ -111,6 +135,7 @@ class AdapterSync:
             CanaryError: it does not.
         """
         if self.canary is not None and self._pushed is not None:
+            self.canary.doubt()  # it is another engine than was probed: the next push probes it
             self.canary.check(self._pushed, scored=True)
 
     def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:

@@ -47,12 +47,11 @@ class HttpTransport:
 
     def revoke(self, engine: ByteEngine) -> None:
         """Have the engine serve the version before the newest, or the bare base before the first."""
-        before = self._live[:-1]
-        if before:
-            engine.load_packed(*before[0])
+        self._live = self._live[:-1]  # also where this fails: nobody may come back to the newest
+        if self._live:
+            engine.load_packed(*self._live[0])
         else:
             engine.drop_adapter()
-        self._live = before
 
     def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
         """The version before the newest, and its tensors; `None` where there is none."""

@@ -8,6 +8,7 @@ from support import randomise
 
 from qlora_rl import AdapterSync, Canary, CanaryError, LocalEngine, prove_base
 from qlora_rl.engine import compat
+from qlora_rl.sync.in_place import InPlaceTransport
 from qlora_rl.sync.transports import DirectoryTransport
 
 
@@ -157,6 +158,80 @@ def test_two_hundred_honest_pushes_raise_no_alarm(pair):
     assert [r.version for r in reports] == list(range(1, 201))
     assert all(r.canary_difference < strategy.canary.threshold for r in reports)
     print("largest difference", max(r.canary_difference for r in reports), "threshold", strategy.canary.threshold)
+
+
+def untrained(model, seed):
+    """A random, B zero: as PEFT makes an adapter."""
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.reset_lora_parameters("default", init_lora_weights=True)
+
+
+def step(model, generator, rate):
+    """What Adam does to B in its first step: every entry moves by the learning rate."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.add_(rate * (torch.randint(2, parameter.shape, generator=generator) * 2 - 1))
+
+
+def honest(model, engine, pushes):
+    """Pushes of an adapter that starts at nothing and stays small: each second one is probed."""
+    engine.drop_adapter()
+    untrained(model, 0)
+    canary = Canary(model, engine)
+    canary.calibrate()
+    strategy = AdapterSync(model, engine, InPlaceTransport(), canary)
+    generator, probed, check = torch.Generator().manual_seed(0), [], canary.check_probe
+    canary.check_probe = lambda probe: probed.append(check(probe)) or probed[-1]
+    found = []
+    for _ in range(pushes):
+        found.append(strategy.push().canary_difference)
+        step(model, generator, 1e-5)
+    strategy.close()
+    assert len(probed) == pushes // 2
+    assert max(probed) < 0.5 * canary.threshold
+    print(f"{pushes} pushes: {max(found):.3g} scored, {max(probed):.3g} probed, threshold {canary.threshold:.3g}")
+
+
+def unnoticed(model, engine, seeds, monkeypatch):
+    """Of so many seeds those in which an adapter after one step at 1e-5 may be left out by every layer for two pushes."""
+    passed = []
+    for seed in seeds:
+        engine.drop_adapter()
+        untrained(model, seed)
+        canary = Canary(model, engine)
+        canary.calibrate()
+        strategy = AdapterSync(model, engine, InPlaceTransport(), canary)
+        for _ in range(2 + seed % 2):
+            strategy.push()
+        step(model, torch.Generator().manual_seed(seed), 1e-5)
+        # Requests lose their adapter on the way: what lies in the slots, and what their products give, is right.
+        own = engine._policy
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_policy", lambda version, *, bare, own=own: (None, own(version, bare=bare)[1]))
+            try:
+                strategy.push()
+                strategy.push()
+                passed.append(seed)
+            except CanaryError as error:
+                assert "does not multiply" in str(error)
+        strategy.close()
+    return passed
+
+
+def test_a_small_adapter_that_is_held_and_not_multiplied_is_noticed_within_two_pushes(pair, monkeypatch):
+    model, engine, _ = pair
+    honest(model, engine, 20)
+    assert unnoticed(model, engine, range(3), monkeypatch) == []
+
+
+@pytest.mark.full
+def test_that_in_twenty_of_twenty_seeds_and_not_in_five_hundred_honest_pushes(pair, monkeypatch):
+    model, engine, _ = pair
+    honest(model, engine, 500)
+    assert unnoticed(model, engine, range(20), monkeypatch) == []
 
 
 def test_dropout_does_not_alarm_and_the_mode_comes_back(base):

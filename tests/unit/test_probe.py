@@ -6,13 +6,12 @@ import pytest
 import torch
 from kinds import lora
 from peft import get_peft_model
-from support import randomise
 
 from qlora_rl import AdapterSync, Canary, CanaryError, FakeEngine
 from qlora_rl.sync.in_place import InPlaceTransport
 from qlora_rl.sync.transports import DirectoryTransport
 
-PROMPT = [[40, 41, 42, 43]]
+SEQUENCES = [[40, 41, 42, 43, 44, 45], [60, 9, 33, 12, 7, 41]]
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +31,26 @@ def after_one_step(model, seed, rate=1e-5):
     return model
 
 
-def pair(dense, transport, dtype=torch.float32, seed=0, every=1, **fields):
+def untrained(model, seed):
+    """A random, B zero: an adapter as PEFT makes it."""
     torch.manual_seed(seed)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.reset_lora_parameters("default", init_lora_weights=True)
+    return model
+
+
+def strategy_for(model, engine, transport, every=1):
+    canary = Canary(model, engine, SEQUENCES, every=every)
+    canary.calibrate()
+    return AdapterSync(model, engine, transport, canary)
+
+
+def pair(dense, transport, dtype=torch.float32, every=1, **fields):
+    torch.manual_seed(0)
     model = get_peft_model(copy.deepcopy(dense).to(dtype), lora(**fields))
     engine = FakeEngine(copy.deepcopy(dense).to(dtype))
-    canary = Canary(model, engine, every=every)
-    canary.calibrate()
-    return model, engine, AdapterSync(model, engine, transport, canary)
+    return model, engine, strategy_for(model, engine, transport, every)
 
 
 def multiply_nothing(engine, monkeypatch):
@@ -51,19 +63,21 @@ def multiply_nothing(engine, monkeypatch):
 def test_an_adapter_after_one_step_that_is_not_multiplied_is_noticed_within_two_pushes(
     dense, tmp_path, monkeypatch, transport, dtype
 ):
+    model, engine, _ = pair(dense, transport(tmp_path), dtype)
     noticed = 0
     for seed in range(20):
-        model, engine, strategy = pair(dense, transport(tmp_path), dtype, seed)
-        for _ in range(3):  # an honest beginning, then the fault
+        engine.drop_adapter()
+        strategy = strategy_for(untrained(model, seed), engine, transport(tmp_path))
+        for _ in range(2 + seed % 2):  # an honest beginning, then the fault
             strategy.push()
         after_one_step(model, seed)
-        multiply_nothing(engine, monkeypatch)
-        try:
-            strategy.push()
-            strategy.push()
-        except CanaryError as error:
-            noticed += "does not multiply" in str(error)
-            assert engine.version == 3
+        with monkeypatch.context() as patch:
+            multiply_nothing(engine, patch)
+            try:
+                strategy.push()
+                strategy.push()
+            except CanaryError as error:
+                noticed += "does not multiply" in str(error)
         strategy.close()
     assert noticed == 20
 
