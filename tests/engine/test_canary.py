@@ -211,12 +211,14 @@ def unnoticed(model, engine, seeds, monkeypatch):
         own = engine._policy
         with monkeypatch.context() as patch:
             patch.setattr(engine, "_policy", lambda version, *, bare, own=own: (None, own(version, bare=bare)[1]))
-            try:
-                strategy.push()
-                strategy.push()
-                passed.append(seed)
-            except CanaryError as error:
-                assert "does not multiply" in str(error)
+            errors = []
+            for _ in range(2):
+                try:
+                    strategy.push()
+                except CanaryError as error:
+                    errors.append(str(error))
+        if not any("does not multiply" in error for error in errors):
+            passed.append(seed)
         strategy.close()
     return passed
 
