@@ -59,11 +59,13 @@ class DirectoryTransport:
     def revoke(self, engine: RolloutEngine) -> None:
         """Have the engine serve the version before the newest (the bare base before the first), and remove the newest."""
         *self._live, (newest, _) = self._live  # also where this fails: nobody may come back to the newest
-        if self._live:
-            engine.load_adapter(*self._live[0])
-        else:
-            engine.drop_adapter()
-        self.store.withdraw(newest)
+        try:
+            if self._live:
+                engine.load_adapter(*self._live[0])
+            else:
+                engine.drop_adapter()
+        finally:
+            self.store.withdraw(newest)
 
     def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
         """The version before the newest, and its tensors; `None` where there is none."""

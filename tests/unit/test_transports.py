@@ -318,3 +318,28 @@ def test_what_is_written_behind_is_a_copy_of_the_slot(dtype):
     assert torch.equal(copied, place)
     slot.zero_()
     assert copied.any()
+
+
+def test_a_version_that_could_not_be_taken_back_never_serves_again(dense, tmp_path, monkeypatch):
+    _, engine, strategy = pair(dense, DirectoryTransport(tmp_path), canary=True)
+    for _ in range(2):
+        strategy.push()
+    loaded, real = [], engine.load_adapter
+
+    def load(directory, version):
+        loaded.append(version)
+        if loaded == [3, 2]:  # the way back from version 3
+            raise SyncError("no answer")
+        real(directory, version)
+
+    def refuse(bundle):
+        raise CanaryError("not what was pushed")
+
+    monkeypatch.setattr(engine, "load_adapter", load)
+    monkeypatch.setattr(strategy.canary, "check", refuse)
+    monkeypatch.setattr(strategy.canary, "wants_probe", lambda: False)
+    for _ in range(2):
+        with pytest.raises(CanaryError):
+            strategy.push()
+    assert loaded[-1] == engine.version == 2
+    strategy.close()
