@@ -89,3 +89,13 @@ def test_an_engine_that_never_multiplied_is_noticed_at_the_first_push(dense, tmp
         strategy.push()
     assert engine.version == 0
     strategy.close()
+
+
+def test_a_probe_leaves_nothing_where_modules_of_a_smaller_rank_leave_room(dense, tmp_path):
+    model, _, strategy = pair(
+        dense, InPlaceTransport(tmp_path), rank_pattern={"q_proj": 3}, alpha_pattern={"v_proj": 5}
+    )
+    for _ in range(6):  # what is held is compared with the policy's adapter, byte for byte
+        strategy.push()
+        after_one_step(model, 0)
+    strategy.close()
