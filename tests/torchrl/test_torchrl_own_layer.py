@@ -1,6 +1,6 @@
-"""The RPC layer that docs/torchrl.md writes out."""
+"""The RPC layer that docs/torchrl.md points to."""
 
-import re
+import runpy
 import threading
 from pathlib import Path
 
@@ -9,15 +9,11 @@ from test_torchrl_scheme import agrees
 
 from qlora_rl.torchrl import AdapterSyncScheme
 
-PAGE = Path(__file__).parents[2] / "docs" / "torchrl.md"
+FILE = Path(__file__).parents[2] / "examples" / "torchrl_file_rpc.py"
 
 
 def test_the_layer_of_the_documentation_carries_pushes(base32, tmp_path):
-    (source,) = [
-        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "class FileRPC" in block
-    ]
-    names = {}
-    exec(compile(source, str(PAGE), "exec"), names)
+    names = runpy.run_path(str(FILE))
     model, engine = policy(base32), fake_engine(base32)
     schemes = [AdapterSyncScheme(names["FileRPC"](tmp_path), timeout_s=60.0) for _ in range(2)]
     receiver, told = schemes[1].create_receiver(engine), []
