@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -25,7 +26,9 @@ from qlora_rl.processor import processor
 SLICE = 2**19
 # Entries of a left factor that are lifted at a time (4 MiB), and the fewest rows, so that lifting the right factor anew costs little.
 LEFT_SLICE = 2**20
-FEWEST_ROWS = 256
+FEWEST_ROWS = 512
+# Of a right factor that lies by rows fewer columns than this are not lifted at a time: reading them takes longer than multiplying.
+FEWEST_COLUMNS = 256
 # Rows for each thread that MKL adds up alike, whatever their number; one to three rows alone it adds up in another order.
 ROWS_ALIKE = 4
 # With more threads than this, rows are not padded further: a single row would cost as much as hundreds.
@@ -48,6 +51,7 @@ class Float32Products:
 
     Args:
         dtypes: of the matrices. For those that the processor multiplies natively nothing is done.
+        owner: with this object the claim ends at the latest.
 
     Attributes:
         dtypes: that are multiplied in float32 for this claim; empty when it is closed.
@@ -56,13 +60,15 @@ class Float32Products:
         ConfigConflictError: the setting in the environment is unknown; see `qlora_rl.processor`.
     """
 
-    def __init__(self, *dtypes: torch.dtype) -> None:
+    def __init__(self, *dtypes: torch.dtype, owner: object = None) -> None:
         here = processor()
         self.dtypes = tuple(dtype for dtype in set(dtypes) if here.multiplies_in(dtype) != dtype)
         if self.dtypes:
             _replace()
         for dtype in self.dtypes:
             _claims[dtype].add(self)
+        if self.dtypes and owner is not None:
+            weakref.finalize(owner, self.close)
 
     def close(self) -> None:
         """Give the claim up; harmless when repeated."""
@@ -141,6 +147,8 @@ def _product(
     (rows, inner), columns = a_MK.shape, b_KN.shape[1]
     height = max(FEWEST_ROWS, LEFT_SLICE // max(1, inner))
     width = max(1, columns if b_KN.numel() <= 2 * SLICE else SLICE // inner)
+    if b_KN.stride(0) > b_KN.stride(1):
+        width = max(width, FEWEST_COLUMNS)
     out_MN = a_MK.new_empty(rows, columns)
     for top in range(0, rows, height):
         lines = slice(top, top + height)
@@ -204,6 +212,8 @@ def _forms(name: str, dims: tuple[int, int], *, adds: bool) -> dict[str, Any]:
         if any(x.dtype is not a.dtype for x in (*given, a if out is None else out)) or (a.dim(), b.dim()) != dims:
             return False
         if a.shape[-1] != b.shape[summed] or a.shape[:summed] != b.shape[:summed]:
+            return False
+        if type(beta) not in (int, float) or type(alpha) not in (int, float):
             return False
         return not adds or _can_expand(given[0], _shape(a, b))
 

@@ -31,13 +31,9 @@ class MergingTrainer(MeasuredSteps, GRPOTrainer):
         from qlora_rl.engine import compat
 
         # Not TRL's: without them a step of the demo takes a quarter of a minute on a processor without bf16 instructions.
-        self._products = Float32Products(torch.bfloat16)
-        try:
-            with engine_environment():
-                super().__init__(**arguments)
-        except BaseException:
-            self._products.close()
-            raise
+        self._products = Float32Products(torch.bfloat16, owner=self)
+        with engine_environment():
+            super().__init__(**arguments)
         compat.started(self.vllm_generation.llm)
         self.run = run
         self.measure_into(run)

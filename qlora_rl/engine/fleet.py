@@ -58,7 +58,7 @@ class Fleet:
         self._pushed: tuple[bytes, int] | None = None
         self._version = 0
         self._withdrawn = ""
-        # In the place of others, and not compared with anybody yet: nobody is compared with them.
+        # In the place of others, and not proven yet: nobody is compared with them.
         self._unproven: set[Replica] = set()
         try:
             _check_alike(replicas)
@@ -279,13 +279,7 @@ class Fleet:
 
     def wake(self) -> None:
         """See which replicas are there; those that were started anew or are back are proven and pushed to."""
-        found = self._team.ask_all(self._wake)
-        self._unproven.update(each for each, is_another in found.items() if is_another)
-        try:
-            self._team.ask([each for each in found if each in self._unproven], self._prove_another)
-        finally:
-            self._unproven.clear()
-        self._team.present(time.monotonic() + self.wait_s)  # whoever is taken back was proven
+        self._team.ask_all(self._wake)
 
     def close(self) -> None:
         """Close all of them. Harmless when repeated."""
@@ -358,28 +352,40 @@ class Fleet:
                 "directory that the trainer uses."
             )
         self._restore(each)
-        others = [other for other in self.live if other is not each and other not in self._unproven]
-        if others and self._pushed is not None:
-            rank = unpack_adapter(self._pushed[0]).rank
-            if each.held_adapter(rank) != others[0].held_adapter(rank):
-                raise CanaryError(f"taking back {each.url}: it multiplies with another adapter than the others.")
+        self._compare_held(each)
+        self._unproven.discard(each)
         self._shares.forget(each)
 
-    def _wake(self, each: Replica) -> bool:
-        """Without the long patience that a rollout has; whether it is another one, of which nobody has heard yet."""
+    def _compare_held(self, each: Replica) -> None:
+        """With the first of the others that can be compared with: one that was replaced itself may only now be found out."""
+        if self._pushed is None:
+            return
+        rank = unpack_adapter(self._pushed[0]).rank
+        for other in self.live:
+            if other is each or other in self._unproven:
+                continue
+            try:
+                held = other.held_adapter(rank)
+            except EngineBrokenError:
+                continue
+            if each.held_adapter(rank) != held:
+                raise CanaryError(f"taking back {each.url}: it multiplies with another adapter than the others.")
+            return
+
+    def _wake(self, each: Replica) -> None:
+        """Without the long patience that a rollout has. One in its place, of which nobody has heard yet, is proven before it takes part."""
         if not each.is_there(_WAKE_S):
             raise EngineBrokenError(f"looking for {each.url}: it did not answer. Start it again on the same base.")
         before = each.incarnation
         each.wake()
-        return each.incarnation != before
-
-    def _prove_another(self, each: Replica) -> None:
-        try:
-            with self._team.changing:
-                self._prove(each)
-                self._unproven.discard(each)
-        except QloraRLError as error:  # it is done without, until it is proven
-            raise EngineBrokenError(f"looking for {each.url}: {error}") from error
+        if each.incarnation != before:
+            self._unproven.add(each)
+        if each in self._unproven:
+            try:
+                with self._team.changing:
+                    self._prove(each)
+            except QloraRLError as error:  # it is done without, until it is proven
+                raise EngineBrokenError(f"looking for {each.url}: {error}") from error
 
     def _refuse_withdrawn(self) -> None:
         if self._withdrawn:

@@ -401,7 +401,7 @@ class LocalEngine:
 
     def _build(self) -> None:
         ranks = self._start.ranks
-        self._products = Float32Products(*self._start.dtypes)
+        self._products = Float32Products(*self._start.dtypes, owner=self)
         try:
             with compat.construction(ranks):
                 from vllm import LLM

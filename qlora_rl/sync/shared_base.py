@@ -6,6 +6,7 @@ Such a change is common to both sides, so no comparison of them can notice it.
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +16,7 @@ from qlora_rl.base.quant import plain_name
 from qlora_rl.errors import BaseMismatchError, CannotShareError
 
 _SLICE = 2**20
+_LOW_HALF = 2**32 - 1
 # Of the time of a step, for looking at the next slices.
 _SHARE = 0.005
 _LONGEST_S = 0.1
@@ -28,10 +30,10 @@ class SharedBase:
     """
 
     def __init__(self, model: Any):
-        self._model = model
+        self._model = weakref.ref(model)
         self._refuse_merges()
         self._next, self._looked = 0, time.monotonic()
-        self._factors: dict[int, torch.Tensor] = {}
+        self._factors: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._parameters = dict(base_parameters(model.get_base_model()))
         self._slices = [
             (name, part, first)
@@ -84,7 +86,10 @@ class SharedBase:
 
     @torch.no_grad()
     def _sum(self, name: str, part: int, first: int) -> tuple[torch.dtype, int]:
-        """Over the bytes of a slice, each word times an odd number of its own: one word that differs always changes it."""
+        """Over the bytes of a slice: each word, its high half mixed into its low one, times an odd number of its own.
+
+        One word that differs always changes it; of several, the signs alone may differ.
+        """
         held = _parts(self._parameters[name])[part].detach()
         raw = held.reshape(-1).view(torch.uint8)[first : first + _SLICE]
         if raw.numel() % 8 or raw.storage_offset() % 8:
@@ -92,18 +97,28 @@ class SharedBase:
             aligned[: raw.numel()] = raw
             raw = aligned
         words = raw.view(torch.int64)
+        words = words ^ ((words >> 32) & _LOW_HALF)
         return held.dtype, int((words * self._odd(len(words), words.device)).sum())
 
     def _odd(self, count: int, device: torch.device) -> torch.Tensor:
-        if count not in self._factors:
+        if (count, device) not in self._factors:
             random = torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(count))
-            self._factors[count] = (2 * random + 1).to(device)
-        return self._factors[count]
+            self._factors[count, device] = (2 * random + 1).to(device)
+        return self._factors[count, device]
 
     def _refuse_merges(self) -> None:
-        for module in self._model.modules():
-            if hasattr(module, "adapter_layer_names") and hasattr(module, "merge"):
-                module.merge = _refuse
+        for module in self._layers():
+            module.merge = _refuse
+
+    def release(self) -> None:
+        """The engine is closed, or serves somebody else: PEFT's layers may merge again."""
+        for module in self._layers():
+            vars(module).pop("merge", None)
+
+    def _layers(self) -> list[Any]:
+        model = self._model()
+        modules = () if model is None else model.modules()
+        return [each for each in modules if hasattr(each, "adapter_layer_names") and hasattr(each, "merge")]
 
 
 def _parts(parameter: torch.Tensor) -> list[torch.Tensor]:
@@ -114,6 +129,6 @@ def _parts(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise CannotShareError(
-        "merging the adapter: the base is shared, vLLM computes with the same tensors, and would multiply with the adapter twice. Use "
-        "`qlora-rl export`, or load the base and the adapter anew."
+        "merging the adapter: the base is shared with the engine. Merged it would be another one than the engine's, or, where PEFT writes in "
+        "place, change the engine's own. Use `qlora-rl export`, or merge after the trainer was closed."
     )

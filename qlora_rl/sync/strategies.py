@@ -24,6 +24,7 @@ class AdapterSync:
         model: the live PeftModel.
         engine: where to.
         transport: by which way.
+        shared: looks at the base, where trainer and engine compute with the same tensors; made here by default.
         canary: proves each push; without it a push is believed when the engine has not refused it.
 
     Attributes:
@@ -33,13 +34,20 @@ class AdapterSync:
 
     mode = "lora_adapter"
 
-    def __init__(self, model: Any, engine: RolloutEngine, transport: Transport, canary: Canary | None = None):
+    def __init__(
+        self,
+        model: Any,
+        engine: RolloutEngine,
+        transport: Transport,
+        canary: Canary | None = None,
+        shared: SharedBase | None = None,
+    ):
         self.canary = canary
         self.model = model
         self.engine = engine
         self.transport = transport
         self._adapter = LiveAdapter(model, getattr(torch, engine.capabilities().adapter_dtype))
-        self.shared = SharedBase.of(model)
+        self.shared = shared or SharedBase.of(model)
         self.after = 0
         self._pushed: AdapterBundle | None = None
         self._is_withdrawn = False  # the engine serves nothing since a probe, and there is nothing to take back
@@ -53,9 +61,9 @@ class AdapterSync:
             CanaryError: it arrived, but the engine does not multiply with it; the old version serves again (the bare base, if it was the first).
             BaseMismatchError: the base is shared, and somebody has written to it; the old version serves.
         """
-        started = time.perf_counter()
         if self.shared is not None:
             self.shared.look()
+        started = time.perf_counter()
         self._adapter.look()
         looked = time.perf_counter()
         version = max(self.engine.version, self.after) + 1
@@ -144,4 +152,6 @@ class AdapterSync:
 
     def close(self) -> None:
         """Remove what lies between trainer and engine."""
+        if self.shared is not None:
+            self.shared.release()
         self.transport.close()

@@ -15,6 +15,7 @@ from qlora_rl.sync.admission import Admission, prove_base
 from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.dense import DenseSync
 from qlora_rl.sync.plan import SyncPlan, plan_sync
+from qlora_rl.sync.shared_base import SharedBase
 from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.torchrl import metadata as md
 from qlora_rl.torchrl.messages import Asking, NotJoinedError, lost, pack_error
@@ -41,6 +42,7 @@ class AdapterSender:
         self._asking = Asking(scheme.rpc.connect, scheme.timeout_s)
         self._model_ref: Any = None
         self._canary: Canary | None = None
+        self._shared: SharedBase | None = None
         self._engine: RemoteEngine | None = None
         self._metadata: md.Metadata | None = None
         self._collectors: list[Any] = []
@@ -221,6 +223,7 @@ class AdapterSender:
             metadata=md.to_json(live),
         )
         self._canary = self._make_canary(model)
+        self._shared = SharedBase.of(model)  # from here on: each push has a strategy of its own
         self._asking.ask("admit")
         self._asking.ask("end")
 
@@ -231,7 +234,7 @@ class AdapterSender:
             strategy: SyncStrategy = DenseSync(model, engine, self._canary)
         else:
             transport = RemoteTransport(self._asking, self._scheme.transfer)
-            strategy = AdapterSync(model, engine, transport, self._canary)
+            strategy = AdapterSync(model, engine, transport, self._canary, self._shared)
         strategy.after = self.version
         return strategy
 

@@ -161,10 +161,16 @@ class OnePass:
 
 
 def has_dropout(model: torch.nn.Module) -> bool:
-    """Two passes in training mode have a mask each: a layer drops, or a module hands a rate on, as attention does."""
+    """Two passes in training mode have a mask each: a layer drops, or a rate stands in a module, as attention's, or in the config."""
     for module in model.modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
             return True
         if any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(module).items()):
             return True
-    return False
+    config = getattr(model, "config", None)
+    known = config.to_dict() if hasattr(config, "to_dict") else {}
+    parts = [known, *(value for value in known.values() if isinstance(value, dict))]
+    # Some read the rate there; one that nobody reads costs a second pass.
+    return any(
+        "drop" in str(name) and isinstance(rate, float) and rate > 0 for part in parts for name, rate in part.items()
+    )

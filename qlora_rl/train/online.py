@@ -288,6 +288,9 @@ class OnlineTrainer(TrainedRun):
         if hasattr(self, "_buffered_inputs"):
             self._step, self._buffered_inputs = 0, None  # an earlier call may have ended in the middle of a batch
 
+    def _before_checkpoint(self) -> None:
+        self._link.check_base()  # a checkpoint says that all is well
+
     def _after_train(self) -> None:
         self._link.check_base()
 
@@ -301,7 +304,6 @@ class OnlineTrainer(TrainedRun):
         self.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")
 
     def _states(self) -> dict[str, Any]:
-        self._link.check_base()  # before a checkpoint says that all is well
         canary = self.bridge.strategy.canary
         return {
             "bridge": self.bridge.state(),

@@ -75,6 +75,9 @@ class Resumable:
     def _restore_states(self, saved: dict[str, Any]) -> None:
         """Inverse of `_states`; called before the first step, when everything else has been restored."""
 
+    def _before_checkpoint(self) -> None:
+        """Called on all ranks; what it raises ends the training without one."""
+
     def _write_rest(self) -> None:
         """Write what is measured and not written yet."""
 
@@ -296,6 +299,8 @@ class Resumable:
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """TRL's checkpoint and our state, whole or not there."""
+        with ranks().together("writing a checkpoint"):
+            self._before_checkpoint()
         self._write_rest()
         root, step = Path(self._get_output_dir(trial)), self.state.global_step
         # It would upload, and forget, what has no name yet.

@@ -56,7 +56,8 @@ class TrainedRun(Resumable):
         try:
             with ranks().one_outcome("training"):
                 result = self._done_already() or super().train(checkpoint, *args, **kwargs)
-                self._after_train()
+                with ranks().together("ending the training"):
+                    self._after_train()
         except (KeyboardInterrupt, SystemExit):
             self._end("interrupted", None)
             raise

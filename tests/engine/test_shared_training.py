@@ -183,20 +183,31 @@ class Writes(TrainerCallback):
                     layer.weight.data.view(-1)[7] ^= 1
                 elif self.place == "scales":
                     layer.weight.quant_state.absmax[3] *= 1.001
+                elif self.place == "signs":  # an even number of top bits
+                    self.trainer.model.get_base_model().model.norm.weight.data[3::4] *= -1
                 else:
                     self.trainer.model.get_base_model().model.norm.weight.data[0] += 2**-6
 
 
-@pytest.mark.parametrize("place", ["codes", "scales", "norm"])
-def test_who_writes_to_the_shared_base_is_noticed_within_a_few_steps_and_at_the_end(place, base, tmp_path):
-    with make(base, tmp_path / "run", max_steps=12, share_base=True) as trainer:
+@pytest.mark.parametrize("place", ["codes", "scales", "norm", "signs"])
+def test_who_writes_to_the_shared_base_is_noticed_within_a_few_steps(place, base, tmp_path):
+    with make(base, tmp_path / "run", max_steps=40, share_base=True) as trainer:
         writes = Writes(trainer, place)
         trainer.add_callback(writes)
         with pytest.raises(BaseMismatchError, match="has changed in memory"):
             trainer.train()
-    assert writes.steps[-1] >= 2
+    assert 2 <= writes.steps[-1] < 40  # by a push, not by the look at the end
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
+
+
+def test_what_no_push_has_seen_is_noticed_at_the_end(base, tmp_path):
+    with make(base, tmp_path / "run", max_steps=3, share_base=True) as trainer:
+        trainer.bridge.strategy.shared.look = lambda: None
+        trainer.add_callback(Writes(trainer, "codes"))
+        with pytest.raises(BaseMismatchError, match="has changed in memory"):
+            trainer.train()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
 
 def test_a_checkpoint_is_not_written_on_a_base_that_has_changed(base, tmp_path):
@@ -216,6 +227,7 @@ def test_a_merge_into_the_shared_base_is_refused_at_once_and_changes_nothing(bas
                 merge()
         assert compare(before, fingerprint_base(trainer.model)).state == "equal"
         trainer.train()
+    trainer.model.merge_adapter()  # the base is the model's own now
     with make(base, tmp_path / "own", max_steps=1, share_base=False) as trainer:
         trainer.model.merge_adapter()
 
@@ -235,7 +247,7 @@ def test_every_byte_of_the_shared_base_is_looked_at(base, tmp_path, monkeypatch)
                 raw[place] ^= 128
         shared.look_everywhere()
         monkeypatch.setattr(shared_base, "_SHARE", 0.0)
-        tensors[0].view(-1).view(torch.uint8)[5] ^= 1
+        tensors[len(tensors) // 2].view(-1).view(torch.uint8)[-1] ^= 1
         looks = 0
         try:
             while looks < len(shared._slices):  # one slice a look, all of them in turn

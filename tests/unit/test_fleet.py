@@ -647,6 +647,28 @@ def test_several_that_are_others_at_once_are_not_compared_with_one_another(count
         assert "dropped" not in caplog.text
 
 
+@pytest.mark.parametrize("fault", [errors.ServerTakenError("no."), KeyboardInterrupt()])
+def test_one_in_the_place_of_another_is_proven_later_where_waking_was_broken_off(fault):
+    class Faulty(Actor):
+        fault = None
+
+        def wake(self):
+            fault, self.fault = self.fault, None
+            if fault is not None:
+                raise fault
+            super().wake()
+
+    first, second = Actor("a"), Faulty("b")
+    with Fleet([first, second], wait_s=0.1) as fleet:
+        fleet.load_packed(blob(), 3)
+        first.is_fresh, second.fault = True, fault
+        with pytest.raises(type(fault)):
+            fleet.wake()
+        fleet.wake()
+        assert first in fleet.live
+        assert (first.version, first.adapter) == (3, second.adapter)
+
+
 def test_a_drop_that_comes_while_another_thread_takes_it_back_is_not_forgotten(connect, replicas, monkeypatch):
     """A thread takes the replica back; before it has noted that, another one finds it gone again."""
     fleet = connect()

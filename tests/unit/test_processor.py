@@ -1,5 +1,6 @@
 """What the processor multiplies fast, and products in float32 where it does not multiply bf16."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -117,6 +118,7 @@ def slices(request, monkeypatch):
         monkeypatch.setattr(products, "SLICE", 16)
         monkeypatch.setattr(products, "LEFT_SLICE", 40)
         monkeypatch.setattr(products, "FEWEST_ROWS", 2)
+        monkeypatch.setattr(products, "FEWEST_COLUMNS", 3)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -270,6 +272,25 @@ def test_what_does_not_fit_is_refused_in_torchs_words(name):
     with Float32Products(BF16), pytest.raises(RuntimeError) as found:
         WRONG[name](a, b)
     assert str(found.value) == str(own.value)
+
+
+def test_scales_of_other_types_are_left_to_torch():
+    a, b, c = randn(5, 24), randn(24, 7, seed=1), randn(5, 7, seed=2)
+    own = torch.addmm(c, a, b, beta=True)
+    with Float32Products(BF16):
+        assert torch.equal(torch.addmm(c, a, b, beta=True), own)
+
+
+def test_a_claim_ends_with_its_owner():
+    class Owner:
+        pass
+
+    owner = Owner()
+    Float32Products(BF16, owner=owner)
+    assert are_replaced()
+    del owner
+    gc.collect()
+    assert not are_replaced()
 
 
 def test_the_default_dtype_does_not_matter():
