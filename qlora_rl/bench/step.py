@@ -2,7 +2,7 @@
 
 The same job on both sides: NF4 base, LoRA of rank 16 on all linears, the demo's sums as prompts, TRL's GRPOConfig, eager attention.
 Ours with all its proofs: the canary after each push, the distance of both sides at each step. TRL's way does nothing of that, and
-what it pushes is wrong (docs/why-not-merge.md); here only its time and its memory are looked at.
+what it pushes is wrong (docs/comparison.md); here only its time and its memory are looked at.
 
     python -m qlora_rl.bench.step SIDE SIZE BASE STEPS OPTIONS     one process: prints its numbers as JSON
 """

@@ -1,6 +1,6 @@
 """The same job through TRL 1.16's own way: merge into the 4-bit weights, push, unmerge. Only measured, not changed.
 
-Here to be compared with; see docs/why-not-merge.md for what it does to the base.
+Here to be compared with; see docs/comparison.md for what it does to the base.
 """
 
 from __future__ import annotations
