@@ -57,10 +57,9 @@ def test_every_command_that_is_shown_exists(page):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
 
 
-def test_the_rooms_are_drawn_in_the_readme():
-    drawn = set(
-        re.findall(r"(\w+)/", (ROOT / "README.md").read_text().partition("## The house")[2].partition("\n## ")[0])
-    )
+def test_the_rooms_are_drawn_in_the_architecture():
+    tree = (ROOT / "docs" / "architecture.md").read_text()
+    drawn = set(re.findall(r"^[├└]── (\w+)/", tree, re.MULTILINE))
     rooms = {f.parent.name for f in (ROOT / "qlora_rl").glob("*/__init__.py")}
     assert rooms <= drawn, rooms - drawn
 
