@@ -48,7 +48,7 @@ def program_match(
       the ends of lines aside, and its exit code 0.
 
     Programs have no packages but the standard library, no environment, no files to write, no sockets, no other processes, and limits on time and
-    memory; `program_isolation` says what hides files and other processes from them. docs/trainer.md says what is left.
+    memory; `program_isolation` says what hides files and other processes from them. docs/rewards.md says what is left.
 
     Args:
         completions: B of them, text or messages.
