@@ -116,15 +116,31 @@ def facts_of(directory: str | os.PathLike[str]) -> dict[str, str]:
     config = json.loads((Path(directory) / "config.json").read_text())
     quantization = config.get("quantization_config") or {}
     # How the weights are held is the leaves' business; a baked base differs in it from its parent.
-    held = ("quantization_config", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+    held = (
+        "quantization_config",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "_name_or_path",
+        "use_cache",
+        "pad_token_id",
+    )
     parts = {"config": json.dumps({k: v for k, v in config.items() if k not in held}, sort_keys=True).encode()}
     if quantization:
         parts["skip_modules"] = json.dumps(sorted(quantization.get("llm_int8_skip_modules") or ())).encode()
     for fact, names in {
-        "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
-        "chat_template": ("chat_template.jinja",),
+        "tokenizer": (
+            "tokenizer.json",
+            "tokenizer.model",
+            "vocab.json",
+            "merges.txt",
+            "*.tiktoken",
+            "spiece.model",
+            "tekken.json",
+        ),
+        "chat_template": ("chat_template.jinja", "additional_chat_templates/*.jinja"),
     }.items():
-        found = [Path(directory) / name for name in names if (Path(directory) / name).is_file()]
+        found = [file for name in names for file in sorted(Path(directory).glob(name))]
         if found:
             parts[fact] = b"".join(file.read_bytes() for file in found)
     parts["special_tokens"] = _special_tokens(Path(directory))
@@ -134,11 +150,19 @@ def facts_of(directory: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _special_tokens(directory: Path) -> bytes:
-    """Which tokens begin, end and fill a text; of files that say more, and not the same with every version of transformers."""
+    """Which tokens begin and end a text; of files that say more, and not the same with every version of transformers.
+
+    What fills a batch up decides nothing that is computed, and scripts set it as they like.
+    """
     found: dict[str, Any] = {}
     for name, ending in (("tokenizer_config.json", "_token"), ("generation_config.json", "_token_id")):
         content = json.loads((directory / name).read_text()) if (directory / name).is_file() else {}
-        found |= {key: value for key, value in content.items() if key.endswith(ending) and value is not None}
+        free = ("pad_token", "pad_token_id", "unk_token")
+        found |= {
+            key: value
+            for key, value in content.items()
+            if key.endswith(ending) and key not in free and value is not None
+        }
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
     return json.dumps(texts, sort_keys=True).encode() if texts else b""
 

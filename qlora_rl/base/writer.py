@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qlora_rl.base.quant import QuantSpec, plain_name, quantize_linear
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
+from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,6 +47,11 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
                     module=name,
                 )
             weight = tensors.pop(f"{name}.weight")
+            if not bool(torch.isfinite(torch.stack(weight.aminmax())).all()):
+                raise BaseIncompleteError(
+                    f"preparing a base: {name}.weight holds NaN or infinity, which 4 bits would spread over a whole block. Pass a sound checkpoint.",
+                    module=name,
+                )
             tensors |= {f"{name}.{key}": value for key, value in quantize_linear(weight, spec).items()}
         config_spec = QuantSpec(
             spec.quant_type, spec.double_quant, spec.blocksize, spec.compute_dtype, tuple(sorted(skip))

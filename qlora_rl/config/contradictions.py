@@ -109,13 +109,6 @@ def _base(said: _Said) -> Iterator[Finding]:
             "[base] compute_dtype",
             f"'float32' with quant = {show(said.get('base', 'quant'))}, which vLLM's kernels do not take. Use 'bfloat16'",
         )
-    is_bf16 = said.table(TRAIN).get("bf16", said.table(TRAIN).get("fp16") is not True)  # TRL's default
-    if said.get("base", "quant") != "none" and said.get("base", "compute_dtype") == "float16" and is_bf16 is True:
-        yield Finding(
-            "[base] compute_dtype",
-            "'float16' with [train] bf16 = true (TRL's default): beside a 4-bit base torch's autocast does not join the two. Use "
-            "'bfloat16', or set [train] fp16 = true or bf16 = false",
-        )
 
 
 def _rollout(said: _Said) -> Iterator[Finding]:

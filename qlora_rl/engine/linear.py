@@ -132,8 +132,12 @@ class AdapterProducts:
             self._groups, self._tokens = groups, tokens
         for part, a, b in zip(y.split(sizes, dim=1), a_stacked, b_stacked, strict=True):
             columns_TR, b_OR = a[slot, 0][:, chosen].T.float(), b[slot, 0].float()
-            room = columns_TR.abs() @ b_OR.abs().T + torch.finfo(torch.float32).tiny
-            if not bool(((part.float() - columns_TR @ b_OR.T).abs() <= ROUNDING * room).all()):
+            room = ROUNDING * (columns_TR.abs() @ b_OR.abs().T) + torch.finfo(torch.float32).tiny
+            kind = torch.finfo(b.dtype)
+            room += (
+                b_OR.shape[1] * kind.tiny * kind.eps
+            )  # what is too small for a normal number is rounded to multiples of this
+            if not bool(((part.float() - columns_TR @ b_OR.T).abs() <= room).all()):
                 return False
         return True
 

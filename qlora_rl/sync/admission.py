@@ -101,14 +101,16 @@ def prove_base(
 def explain(diff: Diff, engine: str) -> str:
     """The sentence for people: what differs first, how much more does, and what to do."""
     first, more = diff.entries[0], len(diff.modules) - 1
-    also = f", and so do {more} more weights" if more else ""
+    facts = [entry.how for entry in diff.entries if entry.name == f"({entry.how})"]
+    also = f", and so do {more} more" if more else ""
+    also += f", among them {', '.join(facts)}" if more and facts else ""
     hint = "Let both sides load one base made by `qlora-rl prepare`"
     types = {entry.how for entry in diff.entries}
     if "type" in types:
         hint += " (vLLM's own in-flight quantisation is always NF4 with double quantisation, whatever the trainer uses)"
     elif "blocksize" in types or "table" in types:
         hint += "; they were quantised with other settings"
-    elif types == {"scales"}:
+    elif "scales" in types and not types & {"codes", "values", "shape", "missing", "unexpected"}:
         hint = (
             "Only scales differ, and the engine's base directory has them so: the base of each side was quantised apart. Copy the directory of "
             "one side to the other, or prepare both with this version; in the place of a model that bitsandbytes has quantised while it was "

@@ -41,6 +41,8 @@ FLOOR_16_BIT = 0.03
 # that changes them as much needs no probe.
 CLEAR = 4.0
 LEAST_EFFECT = 0.1
+# Standard deviations of a probe's B: tried first, and at most (a server takes no entry above 100).
+FIRST_SIZE, LARGEST_SIZE = 2.0**-6, 8.0
 # Of the pushes that are scored each so-many-th is probed, as long as the policy needs it.
 PROBE_EVERY = 2
 
@@ -80,7 +82,7 @@ class Canary:
         # The trainer's logprobs of the sequences on the bare base and under the probe; the size of its B; what the policy changes.
         self._ours_bare: list[list[float]] | None = None
         self._ours_probed: list[list[float]] = []
-        self._probe_size = 2.0**-6
+        self._probe_size = FIRST_SIZE
         self._probe_shape: Any = None
         self._effect = 0.0
         self._has_dropout = any(
@@ -191,7 +193,7 @@ class Canary:
         self._must_score = self._must_probe = True
 
     def wants_probe(self) -> bool:
-        """The push that comes is to be probed: the first, one after a doubt, and each second one that is scored while the policy changes little."""
+        """A probe is due: at the first push, after a doubt, and at each second one that is scored while the policy changes little."""
         if self._must_probe:
             return True
         will_score = self._must_score or self._pushes % self.every == 0
@@ -204,8 +206,7 @@ class Canary:
         `None` where no size has such an effect on the trainer's own model.
         """
         if self._ours_bare is None or self._probe_shape != adapter.shape:
-            self._probe_shape = adapter.shape
-            self._can_probe = self._size_probe(adapter)
+            self._size_probe(adapter)
         return Probe(adapter, self._probe_size) if self._can_probe else None
 
     def check_probe(self, probe: Probe) -> float:
@@ -239,32 +240,36 @@ class Canary:
     def _clear_effect(self) -> float:
         return max(LEAST_EFFECT, CLEAR * self.threshold)
 
-    def _size_probe(self, adapter: LiveAdapter) -> bool:
+    def _size_probe(self, adapter: LiveAdapter) -> None:
         """Find a size of B, a power of two, at which the probe is clear of the threshold and not much more; once a run."""
         if self.sequences is None:
             self.calibrate()
-        wanted = self._clear_effect
+        wanted, size, is_found = self._clear_effect, FIRST_SIZE, False
+        probed: list[list[float]] = []
+        effects: list[float] = []
+        tries = 0
         with self._without_adapter():
-            self._ours_bare = self._score(self.sequences)
-            for _ in range(16):
-                with Probe(adapter, self._probe_size).added_to(self._bare):
-                    self._ours_probed = self._score(self.sequences)
+            bare = self._score(self.sequences)
+            while not is_found and size <= LARGEST_SIZE and all(map(math.isfinite, effects)) and tries < 16:
+                tries += 1
+                with Probe(adapter, size).added_to(self._bare):
+                    probed = self._score(self.sequences)
                 # Of all ranks, which go on alike.
-                effects = ranks().gather(_distance(self._ours_probed, self._ours_bare), "sizing the probe")
-                if wanted <= min(effects) and max(effects) <= 4 * wanted:
-                    return True
-                if not all(map(math.isfinite, effects)):
-                    break
-                self._probe_size *= 2.0 ** round(math.log2(2 * wanted / max(min(effects), wanted / 32)))
-        logger.warning(
-            "pushes cannot be probed: an adapter of size %.3g changes the trainer's logprobs by %s (scaled), not by %.3g to %.3g. Whether "
-            "the engine multiplies with an adapter is seen when the policy's has become large",
-            self._probe_size,
-            effects,
-            wanted,
-            4 * wanted,
-        )
-        return False
+                effects = ranks().gather(_distance(probed, bare), "sizing the probe")
+                is_found = wanted <= min(effects) and max(effects) <= 4 * wanted
+                if not is_found and all(map(math.isfinite, effects)):
+                    size *= 2.0 ** round(math.log2(2 * wanted / max(min(effects), wanted / 32)))
+        if not is_found:
+            logger.warning(
+                "pushes cannot be probed: no adapter of this shape changes the trainer's logprobs by %.3g to %.3g (scaled; the last one by %s). "
+                "Whether the engine multiplies with an adapter is seen when the policy's has become large",
+                wanted,
+                4 * wanted,
+                effects,
+            )
+        # All at once: what was broken off is begun again.
+        self._ours_bare, self._ours_probed, self._probe_size = bare, probed, size
+        self._probe_shape, self._can_probe = adapter.shape, is_found
 
     @contextmanager
     def _without_adapter(self) -> Iterator[None]:

@@ -73,6 +73,11 @@ class InPlaceTransport:
         self._serve(engine, _Placed(self._slots, slot, version))
         return Delivery(self.name, nbytes, copied - started, time.perf_counter() - copied)
 
+    @property
+    def keeps_before(self) -> bool:
+        """The version that serves stays in its slot while another one is pushed, and is served again without a load."""
+        return bool(self._live) and self._live[-1].slots is self._slots and self._slots.is_valid()
+
     def commit(self) -> None:
         """Begin to write the newest version behind."""
         if self._live:

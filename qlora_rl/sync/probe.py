@@ -64,11 +64,14 @@ class Probe:
         Args:
             base: the model inside PEFT's, whose own adapter must be switched off meanwhile.
         """
-        tensors, hooks = self.bundle().tensors, []
+        tensors, hooks, seen = self.bundle().tensors, [], set()
         try:
             for name in self.bundle().modules:
                 a_RI, b_OR = (tensors[f"{PREFIX}{name}.lora_{part}.weight"] for part in "AB")
-                hooks.append(base.get_submodule(name).register_forward_hook(_adds(a_RI, b_OR)))
+                module = base.get_submodule(name)
+                if id(module) not in seen:  # it may have several names
+                    hooks.append(module.register_forward_hook(_adds(a_RI, b_OR)))
+                    seen.add(id(module))
             yield
         finally:
             for hook in hooks:

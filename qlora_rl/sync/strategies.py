@@ -11,6 +11,7 @@ import torch
 
 from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncReport, Transport
+from qlora_rl.distributed import ranks
 from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.shared_base import SharedBase
 
@@ -50,7 +51,6 @@ class AdapterSync:
         self.shared = shared or SharedBase.of(model)
         self.after = 0
         self._pushed: AdapterBundle | None = None
-        self._is_withdrawn = False  # the engine serves nothing since a probe, and there is nothing to take back
 
     def push(self) -> SyncReport:
         """Hand the current adapter to the engine as the version after the one it serves.
@@ -67,12 +67,10 @@ class AdapterSync:
         self._adapter.look()
         looked = time.perf_counter()
         version = max(self.engine.version, self.after) + 1
-        self._is_withdrawn = False
         try:
             self._probe(version)
             probed = time.perf_counter()
             delivery = self.transport.deliver(self._adapter, version, self.engine)
-            self._is_withdrawn = False
             delivered = time.perf_counter()
             self._adapter.judge()
             self._pushed, difference = self._prove()
@@ -80,7 +78,7 @@ class AdapterSync:
             if self.canary is not None:
                 self.canary.doubt()
             # Whatever stopped it, an unproven version must not serve.
-            if self.engine.version == version and not self._is_withdrawn:
+            if self.engine.version == version:
                 self._take_back(version)
             raise
         proven = time.perf_counter()
@@ -103,21 +101,19 @@ class AdapterSync:
     def _probe(self, version: int) -> None:
         """Have the engine serve a probe as `version`, see what it does, and take it back; where the canary asks for one.
 
-        One that fails leaves it to `push` to take it back.
+        Only where nobody samples from the engine's adapter, and taking back is no new load: while it serves the bare base, and between
+        slots that are written in place. One that fails leaves it to `push` to take it back.
         """
-        probe = self.canary.probe(self._adapter) if self.canary is not None and self.canary.wants_probe() else None
+        is_free = self.engine.version == 0 or getattr(self.transport, "keeps_before", False)
+        wanted = self.canary is not None and is_free and self.canary.wants_probe()
+        if not all(ranks().gather(wanted, "asking whether to probe")):  # all or none: they score together
+            return
+        probe = self.canary.probe(self._adapter) if self.canary is not None else None
         if probe is None:
             return
         self.transport.deliver(probe, version, self.engine)
         self.canary.check_probe(probe)
-        try:
-            self.transport.revoke(self.engine)
-        except BaseException as error:
-            self._is_withdrawn = True
-            self.engine.withdraw_adapter("a probe was served last, and the version before it could not be loaded")
-            if not isinstance(error, Exception):
-                raise
-            logger.warning("the version before a probe could not be loaded (%s); the push goes on", error)
+        self.transport.revoke(self.engine)
 
     def _take_back(self, version: int) -> None:
         try:

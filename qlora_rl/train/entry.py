@@ -17,7 +17,6 @@ from qlora_rl.base.fingerprint import base_parameters
 from qlora_rl.base.quant import QuantSpec, spec_of, store_as
 from qlora_rl.errors import AdapterRefusedError, ConfigConflictError, UnsupportedQuantError, collected
 from qlora_rl.ledger.shape import read_config
-from qlora_rl.train.settings import autocast_dtype
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -242,20 +241,19 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> Source:
 
 
 def check_autocast(spec: QuantSpec, args: Any) -> None:
-    """Reject a 4-bit base in another half precision than autocast's: what its linears give is not cast, and torch joins no third dtype.
+    """Reject a 4-bit base in float16 under bf16 autocast on a CPU, where joining tensors of both is an error of torch.
+
+    On a GPU autocast lowers what is joined, and float32 is joined everywhere.
 
     Raises:
-        ConfigConflictError: names both, and what to set.
+        ConfigConflictError: says what to set.
     """
-    autocast = autocast_dtype(args)
-    if not spec.is_4bit or autocast is None or str(autocast).removeprefix("torch.") == spec.compute_dtype:
+    if not spec.is_4bit or spec.compute_dtype != "float16" or args.device.type != "cpu" or not args.bf16:
         return
-    field = "bf16" if args.bf16 else "fp16"
-    other = {"bf16": "bf16=False, fp16=True", "fp16": "fp16=False, bf16=True"}[field]
     raise ConfigConflictError(
-        f"reading the config: {field}=True multiplies in {_named(autocast)} under autocast beside a 4-bit base whose linears compute in "
-        f"{spec.compute_dtype}, which torch's autocast does not join. Set {other} in the config; or take a base with compute dtype "
-        f"{_named(autocast)} (model_init_kwargs={{'dtype': '{_named(autocast)}'}}, or prepare_base(..., compute_dtype='{_named(autocast)}'))."
+        "reading the config: bf16=True multiplies in bfloat16 under autocast beside a 4-bit base whose linears compute in float16, which "
+        "torch's autocast does not join on a CPU. Set bf16=False in the config; or take a base with compute dtype bfloat16 "
+        "(model_init_kwargs={'dtype': 'bfloat16'}, or prepare_base(..., compute_dtype='bfloat16'))."
     )
 
 

@@ -83,7 +83,8 @@ def refuse_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, A
 
 
 _HINTS = {
-    "base": " (its weights, tokenizer or config; a copy of the directory that the run began with is the same base)"
+    "base": " (its weights, tokenizer or config; a copy of the directory that the run began with is the same base; "
+    "checkpoints of earlier versions name a base otherwise, and cannot be resumed)"
 }
 # How the batch of a step is shared out; in another number of processes it may be shared out otherwise.
 _SHARES = ("args.per_device_train_batch_size", "args.gradient_accumulation_steps", "args.steps_per_generation")

@@ -181,6 +181,10 @@ def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -
     from qlora_rl.engine.sampling import sampling_params
 
     try:
+        import vllm  # noqa: F401
+    except ImportError:
+        return  # starting the engine says why; one that is elsewhere may have another vLLM
+    try:
         sampling_params(sampling_spec(args), [0])
     except ConfigConflictError as error:
         extra = f" (generation_kwargs={args.generation_kwargs!r})" if args.generation_kwargs else ""
@@ -251,5 +255,7 @@ def _is_set(args: GRPOConfig, name: str) -> bool:
 
 
 def autocast_dtype(args: Any) -> torch.dtype | None:
-    """In which dtype the trainer's products are made under autocast; `None` without it."""
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    """In which dtype the trainer's products are made under autocast; `None` without it, as for fp16 on a CPU."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 and args.device.type != "cpu" else None

@@ -190,7 +190,6 @@ def test_everything_is_said_at_once(tmp_path):
         ({"data": {**GOOD["data"], "columns": {"prompt": "answer"}, "prompt_template": "{answer}"}}, "[data] prompt_template", "so does columns"),
         ({"data": {**GOOD["data"], "columns": {"question": "prompt"}}}, "[data] train", "needs the columns prompt"),
         ({"base": {"model": str(ROOT), "revision": "main"}}, "[base] revision", "names a directory"),
-        ({"base": {"model": "a", "compute_dtype": "float16"}}, "[base] compute_dtype", "set [train] fp16 = true"),
         ({"rewards": [{"use": "numeric_match", "arguments": {"column": "solution"}}]}, "[[rewards]] arguments", "there are answer, careless, prompt"),
         ({"train": 3}, "[train]", "3 is not a table"),
         ({"sync": "auto"}, "[sync]", "'auto' is not a table"),
