@@ -10,6 +10,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+# In the repository, not on the site (`exclude_docs` in mkdocs.yml); links to it become text.
+LEFT_OUT = re.compile(r"\[([^\]]+)\]\(development-log\.md(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config) -> Files:
@@ -25,7 +27,7 @@ def on_page_markdown(markdown: str, *, page, **_) -> str:
     """Links out of docs/ lead to the generated pages."""
     if page.file.generated_by:
         return markdown
-    return LINK.sub(lambda found: f"]({_page_of(found[1])})", markdown)
+    return LINK.sub(lambda found: f"]({_page_of(found[1])})", LEFT_OUT.sub(r"\1", markdown))
 
 
 def _page_of(path: str) -> str:
