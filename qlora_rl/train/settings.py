@@ -181,12 +181,12 @@ def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -
     from qlora_rl.engine.sampling import sampling_params
 
     try:
-        import vllm  # noqa: F401
-    except ImportError:
-        return  # starting the engine says why; one that is elsewhere may have another vLLM
-    try:
         sampling_params(sampling_spec(args), [0])
+    except ImportError:
+        return  # starting the engine says why; one that is elsewhere has a vLLM of its own
     except ConfigConflictError as error:
+        if isinstance(error.__cause__, ImportError):
+            return
         extra = f" (generation_kwargs={args.generation_kwargs!r})" if args.generation_kwargs else ""
         raise ConfigConflictError(
             f"reading the config: vLLM rejects the sampling arguments{extra}: {error.__cause__ or error}. Correct them; generation_kwargs "
