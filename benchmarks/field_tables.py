@@ -9,11 +9,11 @@ from typing import Any
 Column = tuple[str, str, Callable[[float], str], Callable[..., float] | None]
 # Head, key, how it is written, what is best.
 TRAINING: list[Column] = [
-    ("right afterwards", "accuracy_after", lambda v: f"{v:.1%}", max),
+    ("accuracy afterwards", "accuracy_after", lambda v: f"{v:.1%}", max),
     ("mismatch KL", "mismatch_kl_median", lambda v: f"{v:.1e}", min),
     ("drift of the base", "base_drift", lambda v: f"{v:.1e}" if v else "0", min),
     ("steps/s", "steps_per_s", lambda v: f"{v:.2f}", max),
-    ("push, proven where it is", "sync_seconds", lambda v: f"{1e3 * v:.1f} ms", min),
+    ("push, verified where it is", "sync_seconds", lambda v: f"{1e3 * v:.1f} ms", min),
     ("rollout, tokens/s", "rollout_tokens_per_s", lambda v: f"{v:.0f}", max),
     ("peak memory", "peak_gib", lambda v: f"{v:.2f} GiB", min),
     ("whole process", "process_seconds", lambda v: f"{v:.0f} s", min),

@@ -71,10 +71,10 @@ def demo() -> str:
 
     return "\n".join(
         [
-            f"| {steps} steps of GRPO, {len(ours)} and {len(merge)} seeds | **qlora_rl**: the adapter travels | TRL 1.16: merge, push, unmerge |",
+            f"| {steps} steps of GRPO, {len(ours)} and {len(merge)} seeds | **qlora_rl**: only the adapter is sent | TRL 1.16: merge, push, unmerge |",
             "|---|---|---|",
             row(
-                f"right on {problems} sums never trained on, before", lambda r: _percent(_values(r, "accuracy_before"))
+                f"accuracy on {problems} held-out sums, before", lambda r: _percent(_values(r, "accuracy_before"))
             ),
             row("… and after", lambda r: f"**{_percent(_values(r, 'accuracy_after'))}**"),
             row(
@@ -82,10 +82,10 @@ def demo() -> str:
                 lambda r: f"{_power(statistics.median(_values(r, 'mismatch_kl_median')))}; {_power(max(_values(r, 'mismatch_kl_max')))}",
             ),
             row(
-                "handing over a new policy",
+                "syncing a new policy",
                 lambda r: f"{1e3 * statistics.median(_values(r, 'sync_seconds_median')):.1f} ms, {_share(r)} of a step",
             ),
-            row("… and proving that it arrived", _proof_share),
+            row("… and verifying it in the sampler", _proof_share),
             row(
                 "the whole command, pretraining not counted",
                 lambda r: f"{statistics.median(_values(r, 'process_seconds')):.0f} s",
@@ -98,7 +98,7 @@ def demo_seeds() -> str:
     """Every run of the demo benchmark, one line each."""
     result = _load("demo.json")
     lines = [
-        "| run | accuracy before | after | reward first 5 | last 5 | KL median | p95 | max | sync | its proof | step | tokens/s |",
+        "| run | accuracy before | after | reward first 5 | last 5 | KL median | p95 | max | sync | verification | step | tokens/s |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     groups = [
@@ -177,7 +177,7 @@ def rollout_runs() -> str:
 def step() -> str:
     """Seconds of a training step against TRL's own trainer, and where they go."""
     lines = [
-        "| shape | | a step | rollout | push | its proof | peak memory of the process |",
+        "| shape | | a step | rollout | push | verification | peak memory of the process |",
         "|---|---|---|---|---|---|---|",
     ]
     found = _load("step.json")
@@ -279,7 +279,7 @@ def adapter_dtype() -> str:
     """The demo with float32 and with bfloat16 adapters."""
     result = _load("adapter_dtype.json")
     lines = [
-        f"| {result['steps']} steps, 3 seeds | right afterwards | mismatch KL: median; worst step | mean of abs(d) |",
+        f"| {result['steps']} steps, 3 seeds | accuracy afterwards | mismatch KL: median; worst step | mean of abs(d) |",
         "|---|---|---|---|",
     ]
     for rate, by_dtype in result["runs"].items():
@@ -409,8 +409,8 @@ def server() -> str:
             row("**push** (`seconds`)", "seconds"),
             row("… folding and copying, packing or writing (`deliver_seconds`)", "deliver_seconds"),
             row("… sending, checking, loading (`load_seconds`)", "load_seconds"),
-            row("proof: held (`canary_seconds`)", "canary_seconds_held"),
-            row("proof: held and scored", "canary_seconds_scored"),
+            row("verification: held (`canary_seconds`)", "canary_seconds_held"),
+            row("verification: held and scored", "canary_seconds_scored"),
         ]
     )
 
