@@ -54,7 +54,7 @@ def measure(kind: str, directory: Path) -> dict[str, float]:
     from peft import LoraConfig, get_peft_model
 
     from qlora_rl import LocalEngine, borrow_base, load_base
-    from qlora_rl.engine.compat import trim_memory
+    from qlora_rl.engine.leftovers import trim_memory
 
     assert all((transformers.Qwen2ForCausalLM, trl.GRPOTrainer, vllm.LLM))  # lazy modules: now they are loaded
     held: dict[str, float] = {}

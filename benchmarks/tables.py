@@ -73,9 +73,7 @@ def demo() -> str:
         [
             f"| {steps} steps of GRPO, {len(ours)} and {len(merge)} seeds | **qlora_rl**: only the adapter is sent | TRL 1.16: merge, push, unmerge |",
             "|---|---|---|",
-            row(
-                f"accuracy on {problems} held-out sums, before", lambda r: _percent(_values(r, "accuracy_before"))
-            ),
+            row(f"accuracy on {problems} held-out sums, before", lambda r: _percent(_values(r, "accuracy_before"))),
             row("… and after", lambda r: f"**{_percent(_values(r, 'accuracy_after'))}**"),
             row(
                 "distance of trainer and sampler (mismatch KL), median; worst step",

@@ -6,7 +6,6 @@ Versions: vLLM 0.26 to 0.31 (0.31.0 is what the tests run). Nothing here runs at
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib.metadata
 import importlib.util
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from qlora_rl.engine.leftovers import FirstThing
+from qlora_rl.engine.leftovers import trim_memory as trim_memory
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -259,24 +259,40 @@ def started(llm: LLM) -> None:
     if not hasattr(client, "engine_core"):
         client.shutdown()
         raise EngineUnsupportedError(
-            "starting vLLM: its engine runs in a process of its own, although VLLM_ENABLE_V1_MULTIPROCESSING=0 was set: vLLM has kept an older "
-            "value. Start the engine before other engines of this process, or in a new process."
+            "starting vLLM: its engine runs in a process of its own, although VLLM_ENABLE_V1_MULTIPROCESSING=0 was set: vLLM has kept an "
+            "older value. Start the engine before other engines of this process, or in a new process."
         )
     global _alive
     _alive += 1
+    llm.qlora_sockets = _sockets(client.engine_core.model_executor)
+
+
+def _sockets(executor: Any) -> list[Any]:
+    import zmq  # a failed executor drops them open (vLLM 0.31), and zmq collects their context for ever
+
+    queues = [getattr(executor, "rpc_broadcast_mq", None), *getattr(executor, "response_mqs", ())]
+    parts = [part for queue in queues for part in (queue, getattr(queue, "_spin_condition", None)) if part is not None]
+    return [each for part in parts for each in vars(part).values() if isinstance(each, zmq.Socket)]
 
 
 def shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     """Stop an in-process engine and give its memory back; the caller drops its own references first.
 
-    vLLM's own shutdown also destroys the process groups, and torch.distributed's default one with them. Other engines in
-    this process could not take another step then, nor could a trainer that had made the default group: in both cases the
-    rest of the shutdown is done by hand. Remove when EngineCore.shutdown leaves alone what it has not made.
+    vLLM's own shutdown also destroys all process groups. Other engines in this process could not take another step then, nor a trainer that had
+    made the default one: in both cases the rest is done by hand. Remove when EngineCore.shutdown leaves alone what it has not made.
 
     Args:
         llm: engine built under `construction`, after `started`.
         owns_process_group: vLLM had made torch.distributed's default group.
     """
+    try:
+        _shut_down(llm, owns_process_group=owns_process_group)
+    finally:
+        for socket in llm.qlora_sockets:
+            socket.close(linger=0)
+
+
+def _shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     from vllm.distributed.parallel_state import destroy_model_parallel
 
     global _alive
@@ -482,12 +498,3 @@ async def run_openai_server(arguments: Any, prepare: Callable[[Any, Any], Awaita
     await stopping
     if has_died:
         raise EngineBrokenError("serving: vLLM's engine process has died. Its log says why; start the server again.")
-
-
-def trim_memory() -> None:
-    """Collect garbage and hand freed pages back to the system (glibc keeps them otherwise)."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,9 +1,10 @@
-"""What a killed server must not leave behind: processes that it has started. Its directories are the business of `held`."""
+"""What an engine must not leave behind: processes of a killed server, memory. Directories are the business of `held`."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 from typing import Any
@@ -48,3 +49,12 @@ class FirstThing:
     def compute_hash(self) -> str:
         """What vLLM compiles does not depend on it."""
         return ""
+
+
+def trim_memory() -> None:
+    """Collect garbage and hand freed pages back to the system (glibc keeps them otherwise)."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -317,7 +317,7 @@ def test_many_pushes_are_all_answered_right_and_leave_nothing_behind(server, rem
     grown, handles_now, files_now = left()
     print([round((b - a) / 2**20, 1) for a, b in zip(memory, grown, strict=True)])
     assert all(b - a < 30 * 2**20 for a, b in zip(memory, grown, strict=True))
-    assert handles_now == handles
+    assert all(now <= then for now, then in zip(handles_now, handles, strict=True))
     assert files_now == files
 
 

@@ -265,11 +265,15 @@ def test_a_rank_that_is_killed_ends_the_call_and_the_engine_comes_back_with_its_
         strategy.canary.calibrate()
         strategy.push()
         before = engine.generate(prompts, max_tokens=6, seed=1)
+        sockets = engine._llm.qlora_sockets
         (children(os.getpid()) - others).pop().kill()
         with pytest.raises(EngineBrokenError):
             engine.generate(prompts, max_tokens=6, seed=1)
         after = engine.generate(prompts, max_tokens=6, seed=1)
         assert (after.version, after.completion_ids) == (before.version, before.completion_ids)
+        # A context that is collected with an open socket is waited for, without an end.
+        assert len(sockets) >= 6
+        assert all(socket.closed for socket in sockets)
         assert prove_base(trainer, engine).is_proven
         strategy.close()
     assert children(os.getpid()) == others
