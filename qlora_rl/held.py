@@ -1,4 +1,4 @@
-"""Directories of ours that a process locks while it lives, so that a later one can tell what a killed one has left, and remove it."""
+"""What a process is writing, so that a later one can tell what a killed one has left, and remove it: locked directories, half-written files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pathlib import Path
 _YOUNG_S = 60.0
 # Of those that are locked as soon as they are made.
 _YOUNG_WHEN_CLAIMED_S = 10.0
+# Half-written files that nobody finishes any more.
+_ABANDONED_S = 600.0
 _claimed: dict[str, int] = {}
 
 
@@ -75,3 +77,22 @@ def sweep(root: Path, pattern: str, *, young_s: float = _YOUNG_S) -> list[Path]:
             finally:
                 os.close(handle)
     return removed
+
+
+def replace_file(target: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all; what killed processes have left of it is removed.
+
+    Raises:
+        OSError: it cannot be written; the one before it is untouched.
+    """
+    staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        staging.write_bytes(content)
+        os.replace(staging, target)
+    finally:
+        staging.unlink(missing_ok=True)
+    for left in target.parent.glob(f".{target.name}.*.tmp"):
+        # Another machine's process may be writing it now, on a shared disk.
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                left.unlink()

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.held import replace_file
 from qlora_rl.policy.draw import check_sampling
 from qlora_rl.policy.trained import TrainedRun
 
@@ -189,16 +190,13 @@ def save(evaluation: Evaluation, trained: TrainedRun, asked: Mapping[str, Any]) 
     """
     asked = {**asked, "step": trained.step}
     target = trained.path / RESULT
-    staging = target.with_name(f".{RESULT}.{os.getpid()}.tmp")
+    content = json.dumps({"asked": dict(asked), **evaluation.as_dict()}, indent=1) + "\n"
     try:
-        staging.write_text(json.dumps({"asked": dict(asked), **evaluation.as_dict()}, indent=1) + "\n")
-        os.replace(staging, target)
+        replace_file(target, content.encode())
     except OSError as error:
         raise RunDirectoryError(
             f"writing {target}: {error.strerror}. Free some space, or leave it out: --no-save."
         ) from error
-    finally:
-        staging.unlink(missing_ok=True)
     return target
 
 

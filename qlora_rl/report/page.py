@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from qlora_rl.held import replace_file
 
 from .curves import draw_curves
 from .look import CSS, JS, LIVE_JS
@@ -37,13 +38,8 @@ def write_report(run_dir: Path | str, against: Sequence[Path | str] = ()) -> Pat
     """
     runs = [read_run(path) for path in (run_dir, *against)]
     target = runs[0].path / "report.html"
-    partial = target.with_name(f".report.html.{os.getpid()}.partial")
-    try:
-        # A sample may hold half a surrogate pair, which UTF-8 cannot carry: it becomes a question mark.
-        partial.write_bytes(render(runs).encode("utf-8", errors="replace"))
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    # A sample may hold half a surrogate pair, which UTF-8 cannot carry: it becomes a question mark.
+    replace_file(target, render(runs).encode("utf-8", errors="replace"))
     return target
 
 

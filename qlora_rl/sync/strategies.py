@@ -101,10 +101,11 @@ class AdapterSync:
     def _probe(self, version: int) -> None:
         """Have the engine serve a probe as `version`, see what it does, and take it back; where the canary asks for one.
 
-        Only where nobody samples from the engine's adapter, and taking back is no new load: while it serves the bare base, and between
-        slots that are written in place. One that fails leaves it to `push` to take it back.
+        Only where nobody samples from the engine's adapter or reads what is delivered, and taking back is no new load: while it serves
+        the bare base, and between slots that are written in place. One that fails leaves it to `push` to take it back.
         """
-        is_free = self.engine.version == 0 or getattr(self.transport, "keeps_before", False)
+        is_free = self.engine.version == 0 and not getattr(self.transport, "has_readers", False)
+        is_free = is_free or getattr(self.transport, "keeps_before", False)
         wanted = self.canary is not None and is_free and self.canary.wants_probe()
         if not all(ranks().gather(wanted, "asking whether to probe")):  # all or none: they score together
             return

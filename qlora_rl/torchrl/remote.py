@@ -110,6 +110,9 @@ class RemoteEngine:
 class RemoteTransport:
     """A transport of `AdapterSync`, over the transfer layer."""
 
+    # Others may read what is transferred, too: no version is delivered twice.
+    has_readers = True
+
     def __init__(self, asking: Asking, transfer: Transfer):
         self._asking, self._transfer = asking, transfer
         self.name = transfer.name

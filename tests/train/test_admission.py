@@ -99,6 +99,7 @@ def test_what_the_policy_writes_now_decides_where_the_fixed_sequences_have_becom
         return found
 
     monkeypatch.setattr(engine, "score", score)
+    monkeypatch.setattr(strategy.canary, "wants_probe", lambda: False)  # a probe would see it first
     report = strategy.push()
     assert report.canary_difference < 1e-3
     assert "have become unlikely" in caplog.text
