@@ -70,6 +70,10 @@ class Rollout:
         return sum(len(ids) for ids in self.completion_ids)
 
 
+# Key in the config of an adapter that only a check samples with: a server gives it no model name.
+IS_PROBE = "qlora_rl_is_probe"
+
+
 @dataclass(frozen=True)
 class AdapterBundle:
     """An adapter in canonical form: plain LoRA, one rank, scaling folded into B.
@@ -77,7 +81,7 @@ class AdapterBundle:
     Attributes:
         tensors: `base_model.model.<module>.lora_A.weight` [R, I] and `….lora_B.weight` [O, R]; the delta of a module
             is B @ A, with no further factor.
-        config: the `adapter_config.json` that goes with them (`lora_alpha == r`, no patterns).
+        config: the `adapter_config.json` that goes with them (`lora_alpha == r`, no patterns; `IS_PROBE` where it is no policy's).
     """
 
     tensors: Mapping[str, torch.Tensor]

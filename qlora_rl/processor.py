@@ -11,11 +11,12 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from qlora_rl.errors import ConfigConflictError
+
+if TYPE_CHECKING:
+    import torch
 
 SETTING = "QLORA_RL_CPU_PRODUCTS"
 CHOICES = ("auto", "native", "float32")
@@ -42,12 +43,14 @@ class Processor:
 
     def multiplies_in(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype matrices of `dtype` are multiplied fast: their own, or float32, the result rounded once."""
+        import torch  # late: what keeps its warnings quiet has to come before
+
         if dtype not in (torch.bfloat16, torch.float16) or self.setting == "native":
             return dtype
         return dtype if self.setting == "auto" and _name(dtype) in self.native else torch.float32
 
     def __str__(self) -> str:
-        is_native = self.multiplies_in(torch.bfloat16) is torch.bfloat16
+        is_native = self._bf16_in == "bfloat16"
         how = "natively" if is_native else "in float32 and rounded once"
         why = "" if self.setting == "auto" else f" ({SETTING}={self.setting})"
         return f"{self.name}, {self.architecture}, torch's {self.torch_kernels} kernels; bf16 products are computed {how}{why}"
@@ -57,8 +60,14 @@ class Processor:
         return {
             **asdict(self),
             "native": list(self.native),
-            "multiplies_bf16_in": _name(self.multiplies_in(torch.bfloat16)),
+            "multiplies_bf16_in": self._bf16_in,
         }
+
+    @property
+    def _bf16_in(self) -> str:
+        import torch
+
+        return _name(self.multiplies_in(torch.bfloat16))
 
 
 def processor() -> Processor:
@@ -72,6 +81,8 @@ def processor() -> Processor:
         raise ConfigConflictError(
             f"reading the environment: {SETTING}={setting!r} is not one of {CHOICES}. Use 'auto'."
         )
+    import torch
+
     return Processor(
         _model_name(), platform.machine(), torch.backends.cpu.get_cpu_capability(), _native_dtypes(), setting
     )
@@ -79,11 +90,13 @@ def processor() -> Processor:
 
 def copies_dtype() -> str:
     """Torch name of the dtype in which an engine on this processor keeps dequantised copies of 4-bit weights."""
-    return _name(processor().multiplies_in(torch.bfloat16))
+    return processor()._bf16_in
 
 
 def _native_dtypes() -> tuple[str, ...]:
     """What torch's own choice of a kernel asks, for each product: is oneDNN on, and does it take the dtype on this processor?"""
+    import torch
+
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return ()
     asked = {

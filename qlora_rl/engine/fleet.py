@@ -58,8 +58,8 @@ class Fleet:
         self._pushed: tuple[bytes, int] | None = None
         self._version = 0
         self._withdrawn = ""
-        # In the place of others, and not proven yet: nobody is compared with them.
-        self._unproven: set[Replica] = set()
+        # Start of each that was verified last: nobody is compared with one in its place.
+        self._verified: dict[Replica, int] = {}
         try:
             _check_alike(replicas)
         except BaseException:
@@ -67,6 +67,7 @@ class Fleet:
             raise
         for each in replicas:
             each.wait_s = min(wait_s, _PATIENCE_S)
+            self._verified[each] = each.incarnation
         self._version = replicas[0].version
         if len({each.found for each in replicas}) > 1:
             found = ", ".join(f"{each.url} version {each.version}" for each in replicas)
@@ -345,6 +346,7 @@ class Fleet:
     def _prove(self, each: Replica) -> None:
         """One that is there again: the base from before, and what the others hold."""
         each.wake()
+        incarnation = each.incarnation
         held, wanted = each.describe_base().digest, each.base
         if held != wanted:
             raise BaseMismatchError(
@@ -353,7 +355,7 @@ class Fleet:
             )
         self._restore(each)
         self._compare_held(each)
-        self._unproven.discard(each)
+        self._verified[each] = incarnation
         self._shares.forget(each)
 
     def _compare_held(self, each: Replica) -> None:
@@ -362,11 +364,13 @@ class Fleet:
             return
         rank = unpack_adapter(self._pushed[0]).rank
         for other in self.live:
-            if other is each or other in self._unproven:
+            if other is each:
                 continue
             try:
                 held = other.held_adapter(rank)
             except EngineBrokenError:
+                continue
+            if other.incarnation != self._verified[other]:  # asked last: it may only now have been found out
                 continue
             if each.held_adapter(rank) != held:
                 raise CanaryError(f"taking back {each.url}: it multiplies with another adapter than the others.")
@@ -376,11 +380,8 @@ class Fleet:
         """Without the long patience that a rollout has. One in its place, of which nobody has heard yet, is proven before it takes part."""
         if not each.is_there(_WAKE_S):
             raise EngineBrokenError(f"looking for {each.url}: it did not answer. Start it again on the same base.")
-        before = each.incarnation
         each.wake()
-        if each.incarnation != before:
-            self._unproven.add(each)
-        if each in self._unproven:
+        if each.incarnation != self._verified[each]:
             try:
                 with self._team.changing:
                     self._prove(each)

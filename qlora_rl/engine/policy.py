@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, unpack_adapter
-from qlora_rl.contracts import AdapterBundle, SamplingSpec
+from qlora_rl.contracts import IS_PROBE, AdapterBundle, SamplingSpec
 from qlora_rl.engine import compat
 from qlora_rl.engine.gate import Visits
 from qlora_rl.engine.parallel import described, held_digests
@@ -193,7 +193,10 @@ class ServedPolicy:
                     f"taking adapter version={version}: vLLM refuses it: {error}. Version {self.version} goes on serving."
                 ) from error
             self.held = Held(number, version, digest, request, directory)
-            self.names["policy"] = request
+            if bundle.config.get(IS_PROBE):
+                self.names.pop("policy", None)  # nobody chats with it
+            else:
+                self.names["policy"] = request
             self.visits.current = number
             self._kept.append(self.held)
             self._retire()

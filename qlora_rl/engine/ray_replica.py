@@ -209,9 +209,9 @@ class RayReplica:
             if self._fresh is None:
                 return
             self._state = _on_the_base_of(self._state, self._fresh)
-            self._fresh = self._starting = self._pushed = None
             self._version = self._state.version
-            self._incarnation += 1
+            self._incarnation += 1  # before it answers: who has asked it sees that it is another
+            self._fresh = self._starting = self._pushed = None
 
     def capabilities(self) -> EngineCapabilities:
         """What it can be asked for."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.contracts import AdapterBundle
+from qlora_rl.contracts import IS_PROBE, AdapterBundle
 
 PREFIX = "base_model.model."
 
@@ -47,7 +47,7 @@ class Probe:
                     values *= self._size
                     values[:, rank:] = 0
                 tensors[name] = values.to(like.dtype)
-            self._bundle = AdapterBundle(tensors, self._like.config)
+            self._bundle = AdapterBundle(tensors, {**self._like.config, IS_PROBE: True})
         return self._bundle
 
     def write_into(self, places: Mapping[str, torch.Tensor]) -> int:
