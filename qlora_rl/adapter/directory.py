@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from qlora_rl.adapter.rules import Finding, judge_method
 from qlora_rl.adapter.store import CONFIG, ORIGIN, WEIGHTS
 from qlora_rl.adapter.subject import active_adapter, method_of
-from qlora_rl.adapter.verdict import Finding, judge_method
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.errors import AdapterRefusedError
 

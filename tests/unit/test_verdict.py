@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from qlora_rl import AdapterRefusedError, export_adapter, judge_adapter
 from qlora_rl.adapter import methods
 from qlora_rl.adapter.export import read_adapter
+from qlora_rl.adapter.rules import judge_method
 from qlora_rl.adapter.store import write_origin
-from qlora_rl.adapter.verdict import judge_method
 
 BUILT = {name: kind for name, kind in KINDS.items() if kind.is_built}
 # What a directory cannot hold: the state of a live model.

@@ -1,0 +1,345 @@
+"""The rules of `judge_adapter`, one function each: what of an adapter is not plain LoRA, and the way out.
+
+They read the *live* PEFT model: its config alone does not tell what `set_scale` or a variant did to it. `RULES` is their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+
+from qlora_rl.adapter import methods
+from qlora_rl.adapter.subject import Subject, is_lora_layer, method_of, not_finite, ranks_of
+from qlora_rl.contracts import LORA_RANK_CLASSES
+from qlora_rl.distributed import shape_of
+
+Kind = Literal["adapter", "full_weights", "refuse"]
+Finding = tuple[Kind, str]
+Rule = Callable[[Subject], Iterator[Finding]]
+
+
+def judge_method(name: str) -> Iterator[Finding]:
+    """What PEFT's name of a method tells by itself."""
+    if name == "LORA":
+        return
+    if name in methods.CHANGES_SOMETHING_ELSE:
+        yield (
+            "refuse",
+            f"{name} {methods.CHANGES_SOMETHING_ELSE[name]}: no change of weights, no sampler can load it. Use "
+            "LoraConfig(target_modules='all-linear').",
+        )
+    elif name in methods.CHANGES_WEIGHTS:
+        yield (
+            "full_weights",
+            f"The adapter is {name}, not LoRA: it {methods.CHANGES_WEIGHTS[name]}; only full weights can carry it. Use "
+            "LoraConfig, or sync='weights' on a dense engine.",
+        )
+    else:
+        yield "refuse", f"{name} is a method that nobody here knows. Use LoraConfig(target_modules='all-linear')."
+
+
+def _is_known(subject: Subject) -> Iterator[Finding]:
+    # Of all adapters: X-LoRA's own lies beside those that it mixes.
+    for config in subject.model.peft_config.values():
+        yield from judge_method(method_of(config))
+
+
+def _is_single(subject: Subject) -> Iterator[Finding]:
+    active = subject.model.active_adapters
+    if len(active) > 1:
+        yield (
+            "full_weights",
+            f"Several adapters are active ({', '.join(active)}). Activate one: model.set_adapter({subject.adapter!r}).",
+        )
+
+
+def _is_alone(subject: Subject) -> Iterator[Finding]:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    for name, module in subject.base.named_modules():
+        if isinstance(module, PeftModel | BaseTuner):
+            yield (
+                "refuse",
+                f"A PeftModel stands inside the base (at {name or 'its root'}). Call get_peft_model once, on the bare base.",
+            )
+            return
+    for name, layer in subject.tuned.items():
+        kind = type(layer)
+        if kind.__name__ == "TrainableTokensLayer" or subject.method != "LORA" or is_lora_layer(layer):
+            continue
+        yield (
+            "refuse",
+            f"{name} carries a {kind.__name__} of another method as well. Merge or unload that one, then prepare the base.",
+        )
+        return
+
+
+def _is_on(subject: Subject) -> Iterator[Finding]:
+    wanted = set(subject.model.active_adapters)
+    if not wanted and subject.tuned:
+        yield "refuse", f"No adapter is active. Call model.set_adapter({subject.adapter!r})."
+        return
+    for name, layer in subject.tuned.items():
+        if layer.merged:
+            way = "Load the base and the adapter anew: unmerge_adapter() does not lead back to the same bits"
+            yield "refuse", f"The adapter is merged into the base at {name}; the base is changed. {way}."
+            return
+        if layer.disable_adapters:
+            yield "refuse", f"The adapter is disabled at {name}. Leave model.disable_adapter() first."
+            return
+        here = set(layer._get_available_adapters())
+        if set(layer.active_adapters) & here != wanted & here:
+            yield (
+                "refuse",
+                f"At {name} other adapters are active than in the rest of the model ({layer.active_adapters}). Call "
+                f"model.set_adapter({subject.adapter!r}).",
+            )
+            return
+
+
+def _is_hooked(module: Any) -> bool:
+    """More than its own forward runs in it; hooks by which ZeRO-3 gathers its weights, and frees them, compute nothing."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return "forward" in vars(module) or any(
+        not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks
+    )
+
+
+def _is_untouched(subject: Subject) -> Iterator[Finding]:
+    """Nothing that changes what a layer computes, beyond what PEFT has put there."""
+    for name, layer in subject.layers.items():
+        if subject.adapter not in layer.lora_A:
+            continue
+        a, b = layer.lora_A[subject.adapter], layer.lora_B[subject.adapter]
+        dropout = layer.lora_dropout[subject.adapter] if subject.adapter in layer.lora_dropout else torch.nn.Identity()
+        what = ""
+        if any(_is_hooked(module) for module in (layer, a, b)):
+            what = "has a hook or another forward"
+        elif not isinstance(dropout, torch.nn.Identity | torch.nn.Dropout):
+            what = f"has a {type(dropout).__name__} where dropout should be"
+        elif layer.lora_variant.get(subject.adapter) is None and not (
+            isinstance(a, torch.nn.Linear) and isinstance(b, torch.nn.Linear)
+        ):
+            what = f"has a {type(a).__name__} and a {type(b).__name__} for A and B"
+        elif any(not t.is_floating_point() or t.element_size() < 2 for t in (*a.parameters(), *b.parameters())):
+            what = f"has matrices of {a.weight.dtype} and {b.weight.dtype}"
+        if what:
+            yield "refuse", f"{name} {what}, which may be more than B @ A. Take it off, or train without it."
+            return
+
+
+def _has_modules(subject: Subject) -> Iterator[Finding]:
+    if subject.method == "LORA" and not subject.layers:
+        yield "refuse", "The adapter reaches no linear module. Set target_modules='all-linear'."
+
+
+def _rank_fits(subject: Subject) -> Iterator[Finding]:
+    asked = subject.capabilities
+    limit = asked.max_lora_rank if asked and asked.takes_adapters else LORA_RANK_CLASSES[-1]
+    ranks = {name: ranks_of(layer, subject.adapter) for name, layer in subject.layers.items()}
+    name = max(ranks, key=ranks.__getitem__, default="")
+    if ranks.get(name, 0) > limit:
+        yield (
+            "full_weights",
+            f"rank={ranks[name]} > {limit} at {name}. Lower r; for reinforcement learning 8 to 32 is usually enough.",
+        )
+
+
+def _is_plain(subject: Subject) -> Iterator[Finding]:
+    spoken = set()
+    for name, layer in subject.layers.items():
+        variant = layer.lora_variant.get(subject.adapter)
+        title = type(variant).__name__ if variant is not None else ""
+        is_peft = type(variant).__module__ == "peft.tuners.lora.variants"
+        if title in spoken or (variant is None and not layer.use_dora.get(subject.adapter)):
+            continue
+        spoken.add(title)
+        if is_peft and title in methods.PLAIN_VARIANTS:
+            continue
+        if is_peft and title in methods.INPUT_VARIANTS:
+            yield (
+                "refuse",
+                f"{methods.INPUT_VARIANTS[title]} (first at {name}): no sampler can load that as a change of weights. Leave it "
+                "out of LoraConfig.",
+            )
+        elif variant is None or (is_peft and title in methods.WEIGHT_VARIANTS):
+            what = methods.WEIGHT_VARIANTS[title or "DoraLinearVariant"]
+            yield (
+                "full_weights",
+                f"{what}: more than B @ A (first at {name}); vLLM cannot serve it as LoRA. Switch the variant off (such as "
+                "use_dora=False), or use sync='weights' on a dense engine.",
+            )
+        else:
+            yield (
+                "refuse",
+                f"{title} at {name} is a variant of LoRA that nobody here knows; it may be more than B @ A. Leave it out of "
+                "LoraConfig.",
+            )
+
+
+def _is_linear(subject: Subject) -> Iterator[Finding]:
+    head = subject.base.get_output_embeddings() if hasattr(subject.base, "get_output_embeddings") else None
+    for name, layer in subject.layers.items():
+        base = layer.get_base_layer()
+        kind = type(layer)
+        if subject.adapter in layer.lora_embedding_A or isinstance(base, torch.nn.Embedding):
+            yield (
+                "full_weights",
+                f"{name} is an embedding; adapters on embeddings do not travel. Leave it out of target_modules.",
+            )
+        elif kind.__name__ == "ParamWrapper":
+            continue  # target_parameters, which has a rule of its own
+        elif not isinstance(base, torch.nn.Linear):
+            yield "full_weights", f"{name} is a {type(base).__name__}, not a linear. Leave it out of target_modules."
+        elif head in (layer, base) or name.split(".")[-1] == "lm_head":
+            yield (
+                "full_weights",
+                f"{name} is the output head, whose adapter vLLM leaves out of prompt logprobs (vllm#51594). Leave it out of "
+                "target_modules.",
+            )
+        elif not kind.__module__.startswith("peft.tuners.lora."):
+            yield (
+                "refuse",
+                f"{name} is a {kind.__module__}.{kind.__name__}, a LoRA layer that nobody here knows; it may be more than "
+                "B @ A. Use PEFT's own.",
+            )
+
+
+def _has_no_bias(subject: Subject) -> Iterator[Finding]:
+    bias = getattr(subject.config, "bias", "none")
+    if bias != "none":
+        yield "full_weights", f"bias={bias!r} trains biases of the base; vLLM serves none. Set bias='none'."
+    biased = {
+        name: layer
+        for name, layer in subject.layers.items()
+        if subject.adapter in layer.lora_B and getattr(layer.lora_B[subject.adapter], "bias", None) is not None
+    }
+    homeless = [name for name, layer in biased.items() if layer.get_base_layer().bias is None]
+    if subject.method == "BEFT":
+        homeless = [n for n, layer in subject.tuned.items() if getattr(layer.get_base_layer(), "bias", None) is None]
+    if homeless:
+        what = "BEFT" if subject.method == "BEFT" else "lora_bias=True"
+        yield (
+            "refuse",
+            f"{what} trains a bias at {homeless[0]}, whose layer has none to hold it ({len(homeless)} such layers). "
+            f"{'Leave them out of target_modules' if subject.method == 'BEFT' else 'Set lora_bias=False'}.",
+        )
+    elif biased:
+        yield "full_weights", "lora_bias=True adds a bias to B, which vLLM drops without a word. Set lora_bias=False."
+
+
+def _trains_nothing_else(subject: Subject) -> Iterator[Finding]:
+    for field, way_out in {
+        "modules_to_save": "Leave modules_to_save out, or use sync='weights' on a dense engine.",
+        "target_parameters": "Use target_modules instead.",
+        "trainable_token_indices": "Leave trainable_token_indices out.",
+        "layer_replication": "Leave layer_replication out.",
+    }.items():
+        value = getattr(subject.config, field, None)
+        if value:
+            kind: Kind = "refuse" if field == "layer_replication" else "full_weights"
+            yield kind, f"{field}={value!r} trains more than LoRA matrices, which an adapter cannot carry. {way_out}"
+
+
+def _replaces_nothing(subject: Subject) -> Iterator[Finding]:
+    """The same as the rule before, of the live model: its config may have been edited."""
+    if subject.replaced and not any(
+        getattr(subject.config, field, None) for field in ("modules_to_save", "trainable_token_indices")
+    ):
+        yield (
+            "full_weights",
+            f"PEFT trains a copy of {next(iter(subject.replaced))}, which an adapter cannot carry. Make the adapter without "
+            "modules_to_save and trainable_token_indices.",
+        )
+
+
+def _trains_no_base(subject: Subject) -> Iterator[Finding]:
+    """Weights of the base that someone has unfrozen by hand; `bias` and `modules_to_save` have rules of their own."""
+    if getattr(subject.config, "bias", "none") != "none" or subject.method != "LORA":
+        return
+    free = [n for n, p in subject.base.named_parameters() if p.requires_grad and id(p) not in subject.added]
+    if free:
+        yield (
+            "full_weights",
+            f"{free[0]} of the base is trained as well ({len(free)} such weights), which an adapter cannot carry. Call "
+            "requires_grad_(False) on them.",
+        )
+
+
+def _keeps_the_tie(subject: Subject) -> Iterator[Finding]:
+    """An engine that ties head and embedding holds one weight: what trains one of them must be what trains the other."""
+    base = subject.base
+    config = getattr(base, "config", None)
+    if config is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):
+        return
+    sides = [base.get_output_embeddings(), base.get_input_embeddings()]
+    if None in sides:
+        return
+    # By storage: PEFT's tied LoRA has the transposed view of one parameter on the other side.
+    trained = [{p.untyped_storage()._cdata for p in m.parameters() if p.requires_grad} for m in sides]
+    if trained[0] != trained[1]:
+        yield (
+            "refuse",
+            "The model ties its output head to the embedding (tie_word_embeddings), and the adapter trains them apart; an engine that "
+            "ties them too cannot hold both. Adapt both in the same way (PEFT: ensure_weight_tying=True), or leave them out.",
+        )
+
+
+def _keeps_the_vocabulary(subject: Subject) -> Iterator[Finding]:
+    embedding = subject.base.get_input_embeddings() if hasattr(subject.base, "get_input_embeddings") else None
+    before, now = getattr(subject.base, "qlora_vocabulary", None), getattr(embedding, "weight", None)
+    if before is not None and now is not None and shape_of(now)[0] != before:
+        yield (
+            "refuse",
+            f"The embedding has {shape_of(now)[0]} rows and the base {before}: tokens were added after it was prepared, and the "
+            "engine has no rows for them. Resize the embedding of the original model, then prepare it.",
+        )
+
+
+def _keeps_the_base(subject: Subject) -> Iterator[Finding]:
+    # Of all adapters: the base stays changed when another one is made active.
+    for name, config in subject.model.peft_config.items():
+        init = getattr(config, "init_lora_weights", True)
+        if not isinstance(init, str) or init.lower() in methods.HARMLESS_INITS:
+            continue
+        if init.lower().startswith(methods.BASE_CHANGING_INITS):
+            yield (
+                "full_weights",
+                f"init_lora_weights={init!r} (of adapter {name!r}) changes the base when it starts, and fits no other. "
+                "Use init_lora_weights=True, or convert the adapter (PEFT: path_initial_model_for_weight_conversion).",
+            )
+        else:
+            yield "refuse", f"init_lora_weights={init!r} is a start that nobody here knows. Use init_lora_weights=True."
+
+
+def _is_finite(subject: Subject) -> Iterator[Finding]:
+    where = not_finite(subject)
+    if where is not None:
+        yield (
+            "refuse",
+            f"The adapter holds NaN or infinite values at {where}. Go back to the last checkpoint with a lower learning rate.",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _is_known,
+    _is_single,
+    _is_alone,
+    _is_on,
+    _is_untouched,
+    _has_modules,
+    _rank_fits,
+    _is_plain,
+    _is_linear,
+    _has_no_bias,
+    _trains_nothing_else,
+    _replaces_nothing,
+    _trains_no_base,
+    _keeps_the_tie,
+    _keeps_the_vocabulary,
+    _keeps_the_base,
+    _is_finite,
+)
