@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -147,3 +148,19 @@ def default_root() -> Path:
     """tmpfs where there is one (bytes never touch a disk), else the system's directory for temporary files."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def read_directory(directory: Path) -> tuple[AdapterBundle, str]:
+    """The adapter, and the digest of its two files.
+
+    Raises:
+        SyncError: it cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        weights, config = (directory / WEIGHTS).read_bytes(), (directory / CONFIG).read_bytes()
+        return AdapterBundle(load(weights), json.loads(config)), hashlib.sha256(weights + config).hexdigest()
+    except (OSError, ValueError, SafetensorError) as error:
+        raise SyncError(f"reading the adapter in {directory}: {error}. Write it again.") from error

@@ -153,3 +153,13 @@ def not_finite(subject: Subject) -> str | None:
     device = next(iter(tensors.values())).device
     flags = torch.stack([torch.isfinite(torch.stack(t.aminmax())).all().to(device) for t in tensors.values()])
     return None if bool(flags.all()) else list(tensors)[int(flags.logical_not().nonzero()[0])]
+
+
+def is_bare(model: Any) -> bool:
+    """No PeftModel: a name, a path, a base, or a transformers model."""
+    return not (hasattr(model, "peft_config") and hasattr(model, "get_base_model"))
+
+
+def bare_model(model: Any) -> Any:
+    """The transformers model inside."""
+    return model if is_bare(model) else model.get_base_model()

@@ -1,9 +1,8 @@
-"""What a client of a server sends: its key, token ids, the files of an adapter."""
+"""What a client of a server sends: its key, and which version it wants."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import uuid
@@ -13,10 +12,8 @@ from typing import Any
 
 import httpx
 
-from qlora_rl.adapter.store import CONFIG, WEIGHTS
-from qlora_rl.contracts import AdapterBundle
 from qlora_rl.engine.answers import KEY_VARIABLE
-from qlora_rl.errors import AccessDeniedError, ConfigConflictError, SyncError, VersionGoneError
+from qlora_rl.errors import AccessDeniedError, ConfigConflictError, VersionGoneError
 
 logger = logging.getLogger(__name__)
 
@@ -71,39 +68,10 @@ def find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
     return key
 
 
-def as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Token ids as plain integers.
-
-    Raises:
-        ConfigConflictError: a prompt is text.
-    """
-    if any(isinstance(row, str) for row in rows):
-        raise ConfigConflictError(
-            "generating: a prompt is a string; a server takes token ids. Encode it with the base's tokenizer."
-        )
-    return [[int(token) for token in row] for row in rows]
-
-
 def near_directory(about: Mapping[str, Any]) -> Path | None:
     """The adapter directory of a server that takes full weights, by its own account; `None` where we could not write to it."""
     near = Path(about["adapter_dir"])
     return near.resolve() if about.get("takes_dense", False) and os.access(near, os.W_OK) else None
-
-
-def read_directory(directory: Path) -> tuple[AdapterBundle, str]:
-    """The adapter, and the digest of its two files.
-
-    Raises:
-        SyncError: it cannot be read.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        weights, config = (directory / WEIGHTS).read_bytes(), (directory / CONFIG).read_bytes()
-        return AdapterBundle(load(weights), json.loads(config)), hashlib.sha256(weights + config).hexdigest()
-    except (OSError, ValueError, SafetensorError) as error:
-        raise SyncError(f"reading the adapter in {directory}: {error}. Write it again.") from error
 
 
 def expected(

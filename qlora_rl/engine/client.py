@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 
 import httpx
 
-from qlora_rl.adapter.store import pack_adapter
+from qlora_rl.adapter.store import pack_adapter, read_directory
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.engine.answers import (
     START,
@@ -32,17 +32,15 @@ from qlora_rl.engine.answers import (
     refuse_other_version,
 )
 from qlora_rl.engine.asking import (
-    as_ids,
     check_url,
     expected,
     find_key,
     near_directory,
-    read_directory,
     shared_with,
     split_urls,
 )
 from qlora_rl.engine.lines import Lines
-from qlora_rl.engine.sampling import check_lengths
+from qlora_rl.engine.sampling import as_ids, check_lengths
 from qlora_rl.engine.upload import upload
 from qlora_rl.errors import (
     EngineBrokenError,
@@ -100,7 +98,7 @@ class ServerEngine:
             from qlora_rl.engine.servers import connect_all
 
             if len(urls := split_urls(url)) != 1 or not isinstance(url, str):
-                return connect_all(urls, **options)
+                return connect_all(urls, cls, **options)
         return super().__new__(cls)
 
     def __init__(

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.adapter.store import pack_adapter
+from qlora_rl.adapter.store import pack_adapter, read_directory
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.asking import as_ids, read_directory
 from qlora_rl.engine.hosted import Answer, State
+from qlora_rl.engine.sampling import as_ids
 from qlora_rl.errors import EngineBrokenError, EngineClosedError, MissingDependencyError
 
 logger = logging.getLogger(__name__)

@@ -7,13 +7,10 @@ after a restart nothing runs on the bare base by mistake.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import secrets
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -22,9 +19,10 @@ from starlette.requests import ClientDisconnect
 
 from qlora_rl.engine import compat
 from qlora_rl.engine.gate import TooLargeError
+from qlora_rl.engine.lease import Lease
 from qlora_rl.engine.policy import ServedPolicy, Wanted, read_probe
 from qlora_rl.engine.weights_routes import WeightsApi
-from qlora_rl.errors import ConfigConflictError, QloraRLError, ServerTakenError
+from qlora_rl.errors import ConfigConflictError, QloraRLError
 
 logger = logging.getLogger(__name__)
 
@@ -42,51 +40,6 @@ STATUS = {
 }
 RESTARTED = 412
 GONE = 499  # the client has closed the connection; nobody reads it
-
-
-class Lease:
-    """One trainer at a time pushes.
-
-    Args:
-        idle_s: after so many seconds without a word from it, another may take its place.
-    """
-
-    def __init__(self, idle_s: float):
-        self.idle_s = idle_s
-        self._holder = ""
-        self._heard = 0.0
-        self._open: Counter[str] = Counter()
-
-    @contextlib.contextmanager
-    def hearing(self, session: str) -> Iterator[None]:
-        """A request: while one of the holder's is open, it is not silent."""
-        self._open[session] += 1
-        try:
-            yield
-        finally:
-            self._open[session] -= 1
-            self._open += Counter()  # forgets zeros
-            if session == self._holder:
-                self._heard = time.monotonic()
-
-    def claim(self, session: str, *, force: bool = False) -> None:
-        """Become the holder.
-
-        Raises:
-            ServerTakenError: another one is.
-        """
-        silent = 0.0 if self._open[self._holder] else time.monotonic() - self._heard
-        if self._holder and self._holder != session and silent < self.idle_s and not force:
-            raise ServerTakenError(
-                f"taking the server: another trainer holds it and was heard {silent:.0f} s ago. Start a server of your own, stop "
-                f"that trainer, wait until it has been silent for {self.idle_s:.0f} s, or take it with ServerEngine.claim(force=True)."
-            )
-        self._holder, self._heard = session, time.monotonic()
-
-    def release(self, session: str) -> None:
-        """Stop being the holder."""
-        if session == self._holder:
-            self._holder = ""
 
 
 class Api:

@@ -18,6 +18,19 @@ _CUT_OFF = ("abort", "error")
 SCORING = SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0})
 
 
+def as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Token ids as plain integers.
+
+    Raises:
+        ConfigConflictError: a prompt is text.
+    """
+    if any(isinstance(row, str) for row in rows):
+        raise ConfigConflictError(
+            "generating: a prompt is a string; a server takes token ids. Encode it with the base's tokenizer."
+        )
+    return [[int(token) for token in row] for row in rows]
+
+
 def sampling_params(spec: SamplingSpec, places: Sequence[int]) -> list[Any]:
     """vLLM's parameters for the requests at `places` of a call.
 

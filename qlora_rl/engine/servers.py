@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from qlora_rl.engine.client import ServerEngine
 from qlora_rl.engine.fleet import Fleet
+from qlora_rl.engine.replicas import Replica
 from qlora_rl.errors import ConfigConflictError
 
 
-def connect_all(urls: Sequence[str], *, wait_s: float = 120.0, **options: Any) -> Fleet:
+def connect_all(
+    urls: Sequence[str], connect: Callable[..., Replica], *, wait_s: float = 120.0, **options: Any
+) -> Fleet:
     """A fleet of the servers at `urls`; `ServerEngine([url, url])` is the same.
 
     Args:
         urls: of the replicas.
+        connect: makes the engine of one URL: `ServerEngine`.
         wait_s: how long to wait for each at first, and for one of them when none is left, in seconds.
         options: of `ServerEngine`, the same for all: one key, one `shared_dir`.
 
@@ -27,10 +30,10 @@ def connect_all(urls: Sequence[str], *, wait_s: float = 120.0, **options: Any) -
         raise ConfigConflictError(
             f"connecting to servers: urls={urls}: a URL is missing or named twice. Name each one once."
         )
-    connected: list[ServerEngine] = []
+    connected: list[Replica] = []
     try:
         for url in urls:
-            connected.append(ServerEngine(url, wait_s=wait_s, **options))
+            connected.append(connect(url, wait_s=wait_s, **options))
     except BaseException:
         for each in connected:
             each.close()

@@ -8,10 +8,8 @@ the head. Nothing is read from disk but what the engine cannot lend.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qlora_rl.base.checkpoint import PreparedBase, adopt, open_base, outline
-from qlora_rl.base.quant import plain_name
 from qlora_rl.base.stored import StoredTensors
-from qlora_rl.engine.worker import Lending, Lent
-from qlora_rl.errors import CannotShareError, EngineBusyError
+from qlora_rl.engine.borrowers import point
+from qlora_rl.engine.worker import Lending
+from qlora_rl.errors import CannotShareError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,44 +43,6 @@ class Loan:
     shared_bytes: int
     copied: Mapping[str, str]
     repaired: Mapping[str, float]
-
-
-class Borrowers:
-    """The living models that borrow an engine's base. They are not kept alive."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[weakref.ref[torch.nn.Module], dict[str, int]]] = []
-
-    def add(self, model: torch.nn.Module, weights: Mapping[str, Lent]) -> None:
-        """Note a model that holds `weights`."""
-        self._held.append((weakref.ref(model), _places(weights)))
-
-    def alive(self) -> list[torch.nn.Module]:
-        """Those that have not been collected."""
-        self._held = [(ref, places) for ref, places in self._held if ref() is not None]
-        return [model for ref, _ in self._held if (model := ref()) is not None]
-
-    def refuse(self, doing: str) -> None:
-        """Raise while one is alive.
-
-        Raises:
-            EngineBusyError: names the ways out.
-        """
-        if self.alive():
-            gc.collect()  # PEFT and TRL tie their objects into cycles: dropped, they may still be there
-        if count := len(self.alive()):
-            raise EngineBusyError(
-                f"{doing}: {count} model{'s' if count > 1 else ''} made by borrow_base still use{'' if count > 1 else 's'} its "
-                "weights. Drop it first (del model, or the trainer that holds it), or call close(force=True): the tensors "
-                "stay with the model then."
-            )
-
-    def point_to(self, lending: Lending) -> None:
-        """Point all of them at the tensors of a rebuilt engine; what a model has cast or moved meanwhile stays its own."""
-        for index, model in enumerate(self.alive()):
-            ref, places = self._held[index]
-            _point(model, lending.weights, places)
-            self._held[index] = (ref, _places(lending.weights))
 
 
 def borrow_base(
@@ -129,7 +89,7 @@ def borrow_base(
                 state[f"{name}.{key}"] = value if "quant_state" in key else _hollow(value)
     model = _build(base, state, attn_implementation, trust_remote_code)
     device = next(iter(lending.weights.values())).values.device
-    copied |= _point(model, lending.weights)
+    copied |= point(model, lending.weights)
     for name, parameter in model.named_parameters():
         if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
             raise CannotShareError(f"{doing}: {name} was left without values. Use load_base.", module=name)
@@ -203,39 +163,9 @@ def _build(
     return model
 
 
-def _point(
-    model: torch.nn.Module, weights: Mapping[str, Lent], only: Mapping[str, int] | None = None
-) -> dict[str, str]:
-    """Point a model's parameters at `weights`, in place; with `only`, those that still lie there.
-
-    Returns:
-        Why a parameter was filled with a copy, by name.
-    """
-    copied: dict[str, str] = {}
-    for full_name, parameter in model.named_parameters():
-        name = plain_name(full_name)
-        lent = weights.get(name)
-        if lent is None or ".lora_" in full_name:
-            continue
-        if only is not None and parameter.data_ptr() != only.get(name):
-            continue
-        if lent.state is None and parameter.dtype != lent.values.dtype:
-            parameter.data = lent.values.to(parameter.dtype)
-            copied[name] = f"transformers holds it as {str(parameter.dtype).removeprefix('torch.')}"
-            continue
-        parameter.data = lent.values
-        if lent.state is not None:
-            parameter.quant_state.absmax, parameter.quant_state.code = lent.state.absmax, lent.state.code
-    return copied
-
-
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of this shape and dtype that takes no memory."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-
-
-def _places(weights: Mapping[str, Lent]) -> dict[str, int]:
-    return {name: lent.values.data_ptr() for name, lent in weights.items()}
 
 
 def _nbytes(parameter: torch.nn.Parameter) -> int:

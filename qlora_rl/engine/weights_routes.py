@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from qlora_rl.engine.lease import Lease
 from qlora_rl.engine.weights import ServedWeights
 from qlora_rl.errors import ConfigConflictError
 
 if TYPE_CHECKING:
     from fastapi import Request
-
-    from qlora_rl.engine.routes import Lease
 
 Handler = Callable[["Request"], Awaitable[dict[str, Any] | None]]
 

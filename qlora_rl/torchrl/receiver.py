@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,7 @@ from qlora_rl.sync.transports import transport_for
 from qlora_rl.torchrl import metadata as md
 from qlora_rl.torchrl.messages import Message, NotJoinedError, lost, pack_error, unpack_error
 from qlora_rl.torchrl.received import Received, checked
-
-if TYPE_CHECKING:
-    from qlora_rl.torchrl.scheme import AdapterSyncScheme
+from qlora_rl.torchrl.terms import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +32,7 @@ class AdapterReceiver:
         weights: its tensors by canonical name, where it was an adapter.
     """
 
-    def __init__(self, scheme: AdapterSyncScheme, engine: RolloutEngine):
+    def __init__(self, scheme: Terms, engine: RolloutEngine):
         self._scheme = scheme
         self._engine: Any = engine  # a DenseEngine, where full weights come
         self._channel: Any = None

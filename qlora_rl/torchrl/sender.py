@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,9 +20,7 @@ from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.torchrl import metadata as md
 from qlora_rl.torchrl.messages import Asking, NotJoinedError, lost, pack_error
 from qlora_rl.torchrl.remote import RemoteEngine, RemoteTransport
-
-if TYPE_CHECKING:
-    from qlora_rl.torchrl.scheme import AdapterSyncScheme
+from qlora_rl.torchrl.terms import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ class AdapterSender:
         admission: the proof that both sides hold one base.
     """
 
-    def __init__(self, scheme: AdapterSyncScheme):
+    def __init__(self, scheme: Terms):
         self._scheme = scheme
         self._asking = Asking(scheme.rpc.connect, scheme.timeout_s)
         self._model_ref: Any = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from trl import GRPOTrainer, RLOOTrainer
 
-from qlora_rl.adapter.subject import active_adapter
+from qlora_rl.adapter.subject import active_adapter, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.errors import ConfigConflictError
@@ -21,7 +21,6 @@ from qlora_rl.train.link import Link, link_policy
 from qlora_rl.train.measure import MeasuredSteps
 from qlora_rl.train.processes import check_processes
 from qlora_rl.train.rloo import SampledLogprobs
-from qlora_rl.train.whole import is_bare
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.adapter.subject import active_adapter
+from qlora_rl.adapter.subject import active_adapter, is_bare
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, collected
-from qlora_rl.train.whole import is_bare
 
 # Fields of TRL's configs that may be others when a run goes on: how long it is, what it writes and where, how fast it runs.
 FREE = frozenset(

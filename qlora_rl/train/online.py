@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from qlora_rl.adapter.subject import bare_model
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import join, ranks
@@ -38,7 +39,7 @@ from qlora_rl.train.trained_run import (
     set_adapter_dtype,
     trained_values,
 )
-from qlora_rl.train.whole import bare_model, check_whole, trains_whole, unfreeze
+from qlora_rl.train.whole import check_whole, trains_whole, unfreeze
 
 
 @dataclass(frozen=True)

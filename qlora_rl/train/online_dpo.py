@@ -22,14 +22,13 @@ from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.trainer.utils import is_async_callable, use_adapter
 
 from qlora_rl.adapter.start import REFERENCE, copy_adapter, start_adapter
-from qlora_rl.adapter.subject import active_adapter
+from qlora_rl.adapter.subject import active_adapter, is_bare
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.train import settings
 from qlora_rl.train.measure import MeasuredSteps, batch_of_all_ranks, of_all_ranks
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
-from qlora_rl.train.whole import is_bare
 
 
 class Reference(torch.nn.Module):

@@ -25,6 +25,7 @@ from trl.trainer.utils import RepeatSampler
 from qlora_rl.adapter.directory import load_adapters
 from qlora_rl.adapter.export import settle_patterns
 from qlora_rl.adapter.store import write_origin
+from qlora_rl.adapter.subject import is_bare
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.distributed import is_sharded, ranks
 from qlora_rl.errors import RunDirectoryError
@@ -40,7 +41,6 @@ from qlora_rl.train.sharded import (
     save_optimizer,
     trained_weights,
 )
-from qlora_rl.train.whole import is_bare
 
 logger = logging.getLogger(__name__)
 

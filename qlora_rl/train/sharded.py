@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.directory import read_saved, saved_names
+from qlora_rl.adapter.subject import is_bare
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.distributed import is_sharded, put, ranks, whole
 from qlora_rl.train import zero
-from qlora_rl.train.whole import is_bare
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer
 
-from qlora_rl.adapter.subject import active_adapter
+from qlora_rl.adapter.subject import active_adapter, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.distributed import is_sharded, ranks
 from qlora_rl.errors import ConfigConflictError
@@ -22,7 +22,6 @@ from qlora_rl.train.processes import fit_for_sharding
 from qlora_rl.train.resume import Resumable
 from qlora_rl.train.run import SUMMARY, RunDirectory, describe_machine, describe_versions
 from qlora_rl.train.sharded import is_gathered, trained_weights
-from qlora_rl.train.whole import is_bare
 
 logger = logging.getLogger(__name__)
 

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from qlora_rl.adapter.subject import is_bare
 from qlora_rl.adapter.verdict import Verdict, judge_adapter
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.errors import ConfigConflictError
 
 _REASON = "The model carries no adapter: its own weights are trained."
-
-
-def is_bare(model: Any) -> bool:
-    """No PeftModel: a name, a path, a base, or a transformers model."""
-    return not (hasattr(model, "peft_config") and hasattr(model, "get_base_model"))
-
-
-def bare_model(model: Any) -> Any:
-    """The transformers model inside."""
-    return model if is_bare(model) else model.get_base_model()
 
 
 def trains_whole(model: Any, peft_config: Any, sync: str) -> bool:
