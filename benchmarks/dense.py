@@ -28,7 +28,7 @@ from qlora_rl import DenseSync, LocalEngine, bake_base, iter_weights, load_base,
 from qlora_rl.base.quant import dequantised_weight
 from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
-from qlora_rl.engine.beside import ServerBeside
+from qlora_rl.engine.server import ServerBeside
 from qlora_rl.train.run import describe_machine, describe_versions
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,9 +2,9 @@
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from qlora_rl.engine.gpu_compute import Table, install_on_gpu
-from qlora_rl.engine.gpu_worker import Measuring
+from qlora_rl.engine.linears.gpu_compute import Table, install_on_gpu
 from qlora_rl.engine.worker import BaseExtension
+from qlora_rl.engine.worker.gpu import Measuring
 
 
 class Clock:

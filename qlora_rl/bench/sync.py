@@ -20,8 +20,7 @@ import torch
 from qlora_rl.base.checkpoint import load_base, prepare_base
 from qlora_rl.bench.rounds import described
 from qlora_rl.bench.shapes import RANK, SIZES, make_model
-from qlora_rl.engine.local import LocalEngine
-from qlora_rl.engine.shared import borrow_base
+from qlora_rl.engine.local import LocalEngine, borrow_base
 from qlora_rl.sync.in_place import InPlaceTransport
 from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import DirectoryTransport

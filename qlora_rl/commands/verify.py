@@ -78,7 +78,7 @@ def _holder(arguments: argparse.Namespace, base: Any) -> Iterator[Any]:
             with ServerEngine(arguments.server, api_key_file=arguments.api_key_file, wait_s=0) as engine:
                 yield engine
             return
-        from qlora_rl.engine.server import ServerProbe
+        from qlora_rl.engine.client import ServerProbe
 
         yield ServerProbe(arguments.server)
         return

@@ -1,1 +1,13 @@
-"""Whatever generates: vLLM in this process, and a small engine in plain torch for tests. vLLM is known here only."""
+"""What samples: vLLM in this process, on a server, or several of them, and a small engine in plain torch for tests.
+
+Only this package imports vLLM. Its subpackages, each of which imports only those before it:
+
+    linears/   how a 4-bit linear and an adapter are multiplied, on CPU and GPU
+    worker/    what runs inside vLLM's processes
+    local/     LocalEngine: vLLM in this process
+    fleet/     Fleet, RayFleet: several engines as one
+    client/    ServerEngine: a server as an engine; HTTP only
+    server/    serve, start_server: vLLM's OpenAI server on a base
+
+The modules beside them are used by several and import none of them.
+"""

@@ -166,7 +166,7 @@ def start_options(
         # fill, and a crash of its CPU backend when prompt logprobs are asked for.
         arguments["lora_target_modules"] = linear_names(base)
     if base_compute == "auto" and is_4bit and not is_cpu:
-        arguments["worker_cls"] = "qlora_rl.engine.gpu_worker.Worker"
+        arguments["worker_cls"] = "qlora_rl.engine.worker.gpu.Worker"
         # Part of the key of vLLM's cache of compiled code: a graph with other linears must not be taken from there.
         arguments["additional_config"] = {"qlora_rl": {"base_compute": base_compute}}
     if ranks > 1:

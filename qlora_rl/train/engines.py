@@ -125,14 +125,14 @@ def start_local(base: PreparedBase, rank: int, options: dict[str, Any]) -> Rollo
 
 def start_server(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
     """vLLM in a process of its own, which ends with the engine."""
-    from qlora_rl.engine.beside import ServerBeside
+    from qlora_rl.engine.server import ServerBeside
 
     return _for_all(lambda: ServerBeside(base, **{"max_lora_rank": rank, **_elsewhere(options)}))
 
 
 def start_ray(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
     """vLLM in `replicas` actors of a Ray cluster, which end with the engine."""
-    from qlora_rl.engine.ray_fleet import RayFleet
+    from qlora_rl.engine.fleet import RayFleet
 
     return _for_all(lambda: RayFleet(base, **{"max_lora_rank": rank, **_elsewhere(options)}))
 

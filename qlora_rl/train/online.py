@@ -138,7 +138,7 @@ class OnlineTrainer(TrainedRun):
 
                 vllm_version()  # before minutes of loading
             if rollout == "ray":
-                from qlora_rl.engine.ray_replica import require_ray
+                from qlora_rl.engine.fleet import require_ray
 
                 require_ray()
             settings.check_sampling(args, rollout)

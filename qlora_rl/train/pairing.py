@@ -142,7 +142,7 @@ def make_pair(
 
 def _borrow(engine: Any, source: Source) -> Any:
     """A model on the engine's tensors, if they are the right ones and lie on the right device."""
-    from qlora_rl.engine.shared import borrow_base
+    from qlora_rl.engine.local import borrow_base
 
     held, wanted = getattr(engine, "base", None), source.options.get("device")
     if held is not None and held.resolve() != source.base.path.resolve():

@@ -79,7 +79,7 @@ def test_a_server_that_is_killed_in_the_very_commit_serves_the_base_and_the_trai
 ):
     """kill -9 when all parts are there and none was loaded, and when vLLM has read some of them."""
     baked = bake_base(untied, "float32")
-    monkeypatch.setattr("qlora_rl.engine.upload.PART_BYTES", 2**16)  # several parts
+    monkeypatch.setattr("qlora_rl.engine.client.upload.PART_BYTES", 2**16)  # several parts
     with start_server(baked, **OPTIONS) as first, ServerEngine(first.url, api_key=first.key, wait_s=1.0) as engine:
         running, port = [first], int(first.url.rsplit(":", 1)[1])
         pair = Pair(engine, baked, tmp_path)

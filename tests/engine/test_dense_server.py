@@ -247,7 +247,7 @@ def test_bytes_that_are_cut_or_changed_at_any_place_are_refused_and_the_old_vers
     model = trained(pair.base, FULL_WEIGHTS["dora"])
     DenseSync(model, pair.engine).push()
     served, choice = pair.engine.score(SEQUENCES), random.Random(0)
-    monkeypatch.setattr("qlora_rl.engine.upload.PART_BYTES", 2**16)  # several parts
+    monkeypatch.setattr("qlora_rl.engine.client.upload.PART_BYTES", 2**16)  # several parts
     true = pair.engine._ask
 
     def damage(content):
@@ -282,7 +282,7 @@ def test_bytes_that_are_cut_or_changed_at_any_place_are_refused_and_the_old_vers
 
 def test_a_connection_that_breaks_in_the_middle_goes_on_where_it_was(far, monkeypatch):
     model = trained(far.base, FULL_WEIGHTS["dora"])
-    monkeypatch.setattr("qlora_rl.engine.upload.PIECE_BYTES", 2**16)
+    monkeypatch.setattr("qlora_rl.engine.client.upload.PIECE_BYTES", 2**16)
     true, choice, broken = far.engine._client.request, random.Random(1), []
 
     def flaky(method, path, **more):

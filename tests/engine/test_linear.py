@@ -21,9 +21,9 @@ from qlora_rl import (
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.client import ServerEngine
-from qlora_rl.engine.linear import AdaptedLinear, AdapterProducts
+from qlora_rl.engine.linears.linear import AdaptedLinear, AdapterProducts
 from qlora_rl.engine.sampling import sampling_params
-from qlora_rl.engine.serve import serve, start_server
+from qlora_rl.engine.server import serve, start_server
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.sync.in_place import InPlaceTransport
 

@@ -5,7 +5,7 @@ import torch
 from support import randomise
 
 from qlora_rl import AdapterSync, Canary, CanaryError, LocalEngine
-from qlora_rl.engine.linear import AdapterProducts, Packed
+from qlora_rl.engine.linears.linear import AdapterProducts, Packed
 from qlora_rl.sync.in_place import InPlaceTransport
 
 UP = "base_model.model.model.layers.1.mlp.up_proj"

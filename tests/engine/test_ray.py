@@ -30,7 +30,7 @@ from qlora_rl import (
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.contracts import CancellableEngine, ReplicatedEngine, RolloutEngine, SamplingSpec
-from qlora_rl.engine.ray_replica import RayReplica
+from qlora_rl.engine.fleet.ray_replica import RayReplica
 from qlora_rl.sync.transports import transport_for
 
 ROOT = Path(__file__).resolve().parents[2]

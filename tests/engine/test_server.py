@@ -47,7 +47,7 @@ from qlora_rl.adapter.store import pack_adapter, write_adapter
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.cli import main
 from qlora_rl.contracts import AdapterBundle, RolloutEngine
-from qlora_rl.engine.serve import RunningServer
+from qlora_rl.engine.server.start import RunningServer
 from qlora_rl.processor import SETTING
 from qlora_rl.sync.transports import DirectoryTransport
 from qlora_rl.sync.wire import HttpTransport

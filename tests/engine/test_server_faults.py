@@ -367,7 +367,7 @@ sys.exit(main(["serve", sys.argv[1], "--port", "0", "--max-model-length", "64", 
 """
 BESIDE = """
 import sys
-from qlora_rl.engine.beside import ServerBeside
+from qlora_rl.engine.server import ServerBeside
 try:
     ServerBeside(sys.argv[1], max_model_length=64, max_num_seqs=4)
 except KeyboardInterrupt:

@@ -361,7 +361,7 @@ def test_a_server_of_two_ranks_is_proven_pushed_to_and_ends_whole(exact, trainer
 
 @pytest.mark.full
 def test_a_server_of_two_ranks_without_lora_could_be_given_nothing(exact):
-    from qlora_rl.engine.serve import serve
+    from qlora_rl.engine.server import serve
 
     with pytest.raises(ConfigConflictError, match="max_lora_rank=0 with tensor_parallel_size=2"):
         serve(exact, max_lora_rank=0, tensor_parallel_size=2)

@@ -13,8 +13,8 @@ from support import randomise, score
 
 from qlora_rl import AdapterSync, LocalEngine, QLoRAGRPOTrainer, RewardFunctionError, load_base, prepare_base
 from qlora_rl.adapter.store import default_root
-from qlora_rl.engine.kernels import packs_away
 from qlora_rl.engine.leftovers import trim_memory
+from qlora_rl.engine.linears.kernels import packs_away
 from qlora_rl.sync.transports import DirectoryTransport
 
 OURS = (

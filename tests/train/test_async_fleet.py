@@ -8,8 +8,8 @@ from fakes import Here
 from test_async import Counted, Reward, rows, steps_of
 
 from qlora_rl import load_base
-from qlora_rl.engine import replicas as team
 from qlora_rl.engine.fleet import Fleet
+from qlora_rl.engine.fleet import replicas as team
 
 
 @pytest.fixture

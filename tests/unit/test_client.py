@@ -14,8 +14,8 @@ import pytest
 
 from qlora_rl import errors
 from qlora_rl.contracts import BaseFingerprint
-from qlora_rl.engine import answers
-from qlora_rl.engine.client import PREFIX, START, VERSION, ServerEngine
+from qlora_rl.engine.client import answers
+from qlora_rl.engine.client.engine import PREFIX, START, VERSION, ServerEngine
 
 KEY = "a-key-of-some-length"
 ABOUT = {
@@ -74,7 +74,7 @@ def server():
 
 @pytest.fixture
 def engine(server, monkeypatch):
-    monkeypatch.setattr("qlora_rl.engine.answers.time.sleep", lambda s: None)
+    monkeypatch.setattr("qlora_rl.engine.client.answers.time.sleep", lambda s: None)
     with ServerEngine("http://server", api_key=KEY, wait_s=5.0, transport=httpx.MockTransport(server)) as engine:
         server.asked.clear()
         yield engine

@@ -17,7 +17,7 @@ from qlora_rl.config.launch import trainer_arguments
 from qlora_rl.config.read import read_config
 from qlora_rl.config.rewards import load_reward
 from qlora_rl.config.schema import METHODS, Reward
-from qlora_rl.engine.serve import serve
+from qlora_rl.engine.server import serve
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
 from qlora_rl.rewards.load import BUILT_IN
 

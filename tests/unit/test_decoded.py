@@ -7,9 +7,9 @@ import torch
 
 from qlora_rl.base.decode import decode_plainly
 from qlora_rl.base.quant import dequantize_exactly, require_bitsandbytes
-from qlora_rl.engine import decoded
-from qlora_rl.engine.base_compute import BaseCompute, check_wish, choose
-from qlora_rl.engine.decoded import DecodedLinear
+from qlora_rl.engine.linears import decoded
+from qlora_rl.engine.linears.base_compute import BaseCompute, check_wish, choose
+from qlora_rl.engine.linears.decoded import DecodedLinear
 from qlora_rl.errors import ConfigConflictError
 
 IN = 128

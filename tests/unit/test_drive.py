@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qlora_rl.engine import drive
-from qlora_rl.engine.drive import Driver, alone
+from qlora_rl.engine.local import drive
+from qlora_rl.engine.local.drive import Driver, alone
 from qlora_rl.errors import EngineBrokenError, RolloutCancelledError
 
 

@@ -13,12 +13,11 @@ import torch
 from qlora_rl import errors
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.contracts import AdapterBundle, BaseFingerprint, EngineCapabilities, Leaf, ReplicatedEngine, RolloutEngine
-from qlora_rl.engine import fleet as module
-from qlora_rl.engine import ray_replica
-from qlora_rl.engine import replicas as team
-from qlora_rl.engine.client import PREFIX, START, VERSION, ServerEngine
-from qlora_rl.engine.fleet import Fleet
-from qlora_rl.engine.shares import Shares
+from qlora_rl.engine.client.engine import PREFIX, START, VERSION, ServerEngine
+from qlora_rl.engine.fleet import Fleet, ray_replica
+from qlora_rl.engine.fleet import engine as module
+from qlora_rl.engine.fleet import replicas as team
+from qlora_rl.engine.fleet.shares import Shares
 
 KEY = "a-key-of-some-length"
 BASE = BaseFingerprint({}).digest

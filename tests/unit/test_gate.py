@@ -6,8 +6,8 @@ import unittest.mock
 
 import pytest
 
-import qlora_rl.engine.gate
-from qlora_rl.engine.gate import Gate, Visits
+import qlora_rl.engine.server.gate
+from qlora_rl.engine.server.gate import Gate, Visits
 
 KEY = "a-key-of-some-length"
 PATHS = [
@@ -144,7 +144,7 @@ def test_a_client_that_still_writes_can_read_the_refusal():
     async def silent():
         await asyncio.sleep(3600)
 
-    with unittest.mock.patch.object(qlora_rl.engine.gate, "_LINGER_SECONDS", 0.01):
+    with unittest.mock.patch.object(qlora_rl.engine.server.gate, "_LINGER_SECONDS", 0.01):
         assert asyncio.run(refused(silent))[-1][0] == {"type": "http.response.body", "body": b""}
 
 

@@ -8,7 +8,7 @@ from kinds import lora
 from peft import get_peft_model
 
 from qlora_rl import AdapterSync, Canary, CanaryError, EngineBrokenError, FakeEngine, SyncError
-from qlora_rl.engine.linear import AdapterProducts
+from qlora_rl.engine.linears.linear import AdapterProducts
 from qlora_rl.sync.in_place import InPlaceTransport
 from qlora_rl.sync.transports import DirectoryTransport
 

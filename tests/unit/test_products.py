@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qlora_rl.engine import linear
-from qlora_rl.engine.linear import AdaptedLinear, AdapterProducts, group
+from qlora_rl.engine.linears import linear
+from qlora_rl.engine.linears.linear import AdaptedLinear, AdapterProducts, group
 
 SIZES, RANK, IN = (24, 8, 8), 4, 16
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from qlora_rl.bench.products import MODELS, Linear, bench_products
-from qlora_rl.engine.gpu_compute import key_of
+from qlora_rl.engine.linears.gpu_compute import key_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -24,13 +24,13 @@ from qlora_rl import (
 )
 from qlora_rl.adapter.store import AdapterStore, write_adapter
 from qlora_rl.contracts import AdapterBundle
-from qlora_rl.engine import policy
-from qlora_rl.engine.answers import AwayError, refusal
-from qlora_rl.engine.gate import Visits
-from qlora_rl.engine.policy import misfits, read_allowed
-from qlora_rl.engine.routes import PREFIX, Api, Lease
+from qlora_rl.engine.client.answers import AwayError, refusal
 from qlora_rl.engine.sampling import sampling_params
-from qlora_rl.engine.serve import check_adapter_dir, read_or_make_key
+from qlora_rl.engine.server import policy
+from qlora_rl.engine.server.gate import Visits
+from qlora_rl.engine.server.policy import misfits, read_allowed
+from qlora_rl.engine.server.routes import PREFIX, Api, Lease
+from qlora_rl.engine.server.start import check_adapter_dir, read_or_make_key
 
 SIZES = {"model.q_proj": [4, 6]}
 

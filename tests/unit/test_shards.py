@@ -9,7 +9,7 @@ from qlora_rl import compare, prepare_base
 from qlora_rl.base.fingerprint import digest_plain, fingerprint_stored
 from qlora_rl.base.shards import Shard, join_shards
 from qlora_rl.base.stored import StoredTensors
-from qlora_rl.engine.parallel import Place, held_digests, held_pieces, places_of
+from qlora_rl.engine.worker.parallel import Place, held_digests, held_pieces, places_of
 
 DOWN, GATE, NORM = (
     f"model.layers.1.{name}.weight" for name in ("mlp.down_proj", "mlp.gate_proj", "post_attention_layernorm")

@@ -13,8 +13,8 @@ from safetensors.torch import load
 
 from qlora_rl import SyncError
 from qlora_rl.base.fingerprint import digest_plain
+from qlora_rl.engine.client.upload import upload
 from qlora_rl.engine.stage import Stage, encode_part, part_name, read_parts
-from qlora_rl.engine.upload import upload
 from qlora_rl.held import hold, sweep
 
 WEIGHTS = {"a": torch.randn(8, 3).bfloat16(), "b": torch.randn(5), "c": torch.randn(2, 2).half()}

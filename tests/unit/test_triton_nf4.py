@@ -19,7 +19,7 @@ is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not is_interpreted, reason="runs in the process that has the interpreter")
 compiled = pytest.mark.skipif(is_interpreted, reason="runs without the interpreter")
 
-from qlora_rl.engine.triton_nf4 import Tile, multiply, tiles_for  # noqa: E402
+from qlora_rl.engine.linears.triton_nf4 import Tile, multiply, tiles_for  # noqa: E402
 
 BITS = {torch.bfloat16: 8, torch.float16: 11}
 TILES = [Tile(), Tile(16, 32, 128, 4), Tile(32, 128, 32, 2)]
@@ -156,7 +156,7 @@ def model_of(*weights):
 def test_an_engine_takes_the_kernel_where_the_clock_says_so(tmp_path):
     from test_decoded import close, fused, plain
 
-    from qlora_rl.engine.gpu_compute import Table, install_on_gpu
+    from qlora_rl.engine.linears.gpu_compute import Table, install_on_gpu
 
     weights = [fused(seed=0), fused(seed=1), fused((96,), seed=2)]
     model, asked = model_of(*weights), []
@@ -184,8 +184,8 @@ def test_an_engine_takes_the_kernel_where_the_clock_says_so(tmp_path):
 def test_a_kernel_that_decodes_otherwise_is_not_used(tmp_path):
     from test_decoded import fused
 
-    from qlora_rl.engine.gpu_compute import read_out
-    from qlora_rl.engine.joined import Joined
+    from qlora_rl.engine.linears.gpu_compute import read_out
+    from qlora_rl.engine.linears.joined import Joined
 
     joined, rules = Joined(fused()), f"4=joined,8=triton {Tile()}"
     assert read_out(joined, rules) == ""
@@ -201,7 +201,7 @@ def test_a_tile_is_read_as_it_was_written():
 
 
 def test_another_way_is_refused():
-    from qlora_rl.engine.ways import multiply_by
+    from qlora_rl.engine.linears.ways import multiply_by
 
     with pytest.raises(ConfigConflictError, match=r"no way 'int3'"):
         multiply_by("int3", torch.zeros(1, 64), None, None, None, [1], 64, "nf4")
@@ -237,7 +237,7 @@ def build(tile, capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from qlora_rl.engine.triton_nf4 import _product
+    from qlora_rl.engine.linears.triton_nf4 import _product
 
     names, is_part = _product.arg_names, tile.parts > 1
     types = {

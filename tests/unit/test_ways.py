@@ -7,9 +7,9 @@ import pytest
 import torch
 from test_decoded import LAYER, close, fused, plain
 
-from qlora_rl.engine.gpu_compute import Table, install_on_gpu, key_of, measure, summary, tokens_up_to
-from qlora_rl.engine.joined import Joined
-from qlora_rl.engine.ways import RuledLinear, choose_rules, multiply_by, product_4bit, way_for, ways_for
+from qlora_rl.engine.linears.gpu_compute import Table, install_on_gpu, key_of, measure, summary, tokens_up_to
+from qlora_rl.engine.linears.joined import Joined
+from qlora_rl.engine.linears.ways import RuledLinear, choose_rules, multiply_by, product_4bit, way_for, ways_for
 
 KEY = "160x128 nf4/64 96+32+32"
 
@@ -214,5 +214,5 @@ def test_vllm_gets_the_measuring_worker_only_on_a_gpu_that_was_told_so(base, mon
 
     monkeypatch.setattr(compat, "platform_is_cpu", lambda: is_cpu)
     arguments = options.start_options(base.path, base_compute=wish).arguments
-    assert (arguments.get("worker_cls") == "qlora_rl.engine.gpu_worker.Worker") is changed
+    assert (arguments.get("worker_cls") == "qlora_rl.engine.worker.gpu.Worker") is changed
     assert ("additional_config" in arguments) is changed

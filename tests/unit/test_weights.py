@@ -9,10 +9,10 @@ import torch
 
 from qlora_rl import EngineBrokenError, ServerTakenError, SyncError, VersionGoneError
 from qlora_rl.base.fingerprint import digest_plain
-from qlora_rl.engine.gate import Visits
-from qlora_rl.engine.policy import ServedPolicy
+from qlora_rl.engine.server.gate import Visits
+from qlora_rl.engine.server.policy import ServedPolicy
+from qlora_rl.engine.server.weights import ServedWeights
 from qlora_rl.engine.stage import STAGES, encode_part
-from qlora_rl.engine.weights import ServedWeights
 
 WEIGHT = torch.ones(4, 4)
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from qlora_rl.engine.lease import Lease
-from qlora_rl.engine.weights import ServedWeights
+from qlora_rl.engine.server.lease import Lease
+from qlora_rl.engine.server.weights import ServedWeights
 from qlora_rl.errors import ConfigConflictError
 
 if TYPE_CHECKING:

@@ -14,15 +14,15 @@ import torch
 
 from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
 from qlora_rl.engine import compat
-from qlora_rl.engine.adapters import Adapters
-from qlora_rl.engine.base_compute import BaseCompute, check_wish
-from qlora_rl.engine.borrowers import Borrowers
-from qlora_rl.engine.dense import DenseWeights
-from qlora_rl.engine.drive import Driver, alone
+from qlora_rl.engine.linears.base_compute import BaseCompute, check_wish
+from qlora_rl.engine.local.adapters import Adapters
+from qlora_rl.engine.local.borrowers import Borrowers
+from qlora_rl.engine.local.dense import DenseWeights
+from qlora_rl.engine.local.drive import Driver, alone
 from qlora_rl.engine.options import start_options
-from qlora_rl.engine.parallel import IN_PROCESSES, described
 from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled_logprobs, sampling_params
-from qlora_rl.engine.worker import Lending
+from qlora_rl.engine.worker.extension import Lending
+from qlora_rl.engine.worker.parallel import IN_PROCESSES, described
 from qlora_rl.errors import EngineClosedError, EngineUnsupportedError
 from qlora_rl.products import Float32Products
 

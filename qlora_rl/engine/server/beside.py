@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from qlora_rl.engine.client import ServerEngine
-from qlora_rl.engine.serve import start_server
+from qlora_rl.engine.server.start import start_server
 
 
 class ServerBeside(ServerEngine):

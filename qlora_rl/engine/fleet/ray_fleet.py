@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qlora_rl.engine.fleet import Fleet
-from qlora_rl.engine.hosted import HostedEngine
-from qlora_rl.engine.ray_replica import Parcels, RayReplica, require_ray
+from qlora_rl.engine.fleet.engine import Fleet
+from qlora_rl.engine.fleet.hosted import HostedEngine
+from qlora_rl.engine.fleet.ray_replica import Parcels, RayReplica, require_ray
 from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError, NotYetSupportedError, QloraRLError
 
 logger = logging.getLogger(__name__)

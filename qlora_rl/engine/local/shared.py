@@ -18,14 +18,14 @@ import torch
 
 from qlora_rl.base.checkpoint import PreparedBase, adopt, open_base, outline
 from qlora_rl.base.stored import StoredTensors
-from qlora_rl.engine.borrowers import point
-from qlora_rl.engine.worker import Lending
+from qlora_rl.engine.local.borrowers import point
+from qlora_rl.engine.worker.extension import Lending
 from qlora_rl.errors import CannotShareError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from qlora_rl.engine.local import LocalEngine
+    from qlora_rl.engine.local.engine import LocalEngine
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from qlora_rl.engine import compat
-from qlora_rl.engine.gate import TooLargeError
-from qlora_rl.engine.lease import Lease
-from qlora_rl.engine.policy import ServedPolicy, Wanted, read_probe
-from qlora_rl.engine.weights_routes import WeightsApi
+from qlora_rl.engine.server.gate import TooLargeError
+from qlora_rl.engine.server.lease import Lease
+from qlora_rl.engine.server.policy import ServedPolicy, Wanted, read_probe
+from qlora_rl.engine.server.weights_routes import WeightsApi
 from qlora_rl.errors import ConfigConflictError, QloraRLError
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from qlora_rl.contracts import AdapterSlots
 from qlora_rl.engine import compat
-from qlora_rl.engine.parallel import held_digests
+from qlora_rl.engine.worker.parallel import held_digests
 from qlora_rl.errors import EngineBrokenError, SyncError, VersionGoneError
 
 if TYPE_CHECKING:

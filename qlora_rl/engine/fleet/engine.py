@@ -13,9 +13,9 @@ from typing import Any
 
 from qlora_rl.adapter.store import unpack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.replicas import Replica, Replicas
+from qlora_rl.engine.fleet.replicas import Replica, Replicas
+from qlora_rl.engine.fleet.shares import Shares
 from qlora_rl.engine.sampling import as_ids, check_lengths
-from qlora_rl.engine.shares import Shares
 from qlora_rl.errors import (
     BaseMismatchError,
     CanaryError,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from qlora_rl.base.decode import decoded_weight, fused_product
-from qlora_rl.engine.joined import Joined
+from qlora_rl.engine.linears.joined import Joined
 from qlora_rl.errors import ConfigConflictError
 
 PARTS = "parts"
@@ -36,7 +36,7 @@ def ways_for(tokens: int, *, with_triton: bool) -> list[str]:
     """
     ways = [PARTS, JOINED, DECODED]
     if with_triton:
-        from qlora_rl.engine.triton_nf4 import tiles_for
+        from qlora_rl.engine.linears.triton_nf4 import tiles_for
 
         ways += [f"{TRITON}{tile}" for tile in tiles_for(tokens)]
     return ways
@@ -73,7 +73,7 @@ def multiply_by(
         weight = decoded_weight(codes, absmax, (outputs, inputs), blocksize, quant_type, x_TI.dtype)
         return torch.nn.functional.linear(x_TI, weight)
     if way.startswith(TRITON):
-        from qlora_rl.engine import triton_nf4
+        from qlora_rl.engine.linears import triton_nf4
 
         tile = triton_nf4.Tile.read(way.removeprefix(TRITON))
         return triton_nf4.multiply(x_TI, codes, absmax, values, outputs, blocksize, tile=tile)

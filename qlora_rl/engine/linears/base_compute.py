@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from qlora_rl.engine import kernels
-from qlora_rl.engine.decoded import LIFTED_SLICE, SLICE, DecodedLinear
+from qlora_rl.engine.linears import kernels
+from qlora_rl.engine.linears.decoded import LIFTED_SLICE, SLICE, DecodedLinear
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.processor import processor
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from qlora_rl.engine.answers import KEY_VARIABLE
+from qlora_rl.engine.client.answers import KEY_VARIABLE
 from qlora_rl.errors import AccessDeniedError, ConfigConflictError, VersionGoneError
 
 logger = logging.getLogger(__name__)

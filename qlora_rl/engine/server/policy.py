@@ -23,8 +23,6 @@ import torch
 from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, unpack_adapter
 from qlora_rl.contracts import IS_PROBE, AdapterBundle, SamplingSpec
 from qlora_rl.engine import compat
-from qlora_rl.engine.gate import Visits
-from qlora_rl.engine.parallel import described, held_digests
 from qlora_rl.engine.sampling import (
     SCORING,
     are_cut_off,
@@ -34,7 +32,9 @@ from qlora_rl.engine.sampling import (
     sampling_params,
     scored_logprobs,
 )
-from qlora_rl.engine.weights import ServedWeights
+from qlora_rl.engine.server.gate import Visits
+from qlora_rl.engine.server.weights import ServedWeights
+from qlora_rl.engine.worker.parallel import described, held_digests
 from qlora_rl.errors import (
     AccessDeniedError,
     ConfigConflictError,

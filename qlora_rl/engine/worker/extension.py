@@ -20,12 +20,12 @@ import torch
 from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, facts_of
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
-from qlora_rl.engine.base_compute import install
-from qlora_rl.engine.held import parts, quantised, shard_names, unquantised
-from qlora_rl.engine.linear import read_products, same_values
-from qlora_rl.engine.parallel import adapted_layers, held_pieces, held_shards
-from qlora_rl.engine.reload import reload_dense
+from qlora_rl.engine.linears.base_compute import install
+from qlora_rl.engine.linears.linear import read_products, same_values
 from qlora_rl.engine.stage import read_parts
+from qlora_rl.engine.worker.held import parts, quantised, shard_names, unquantised
+from qlora_rl.engine.worker.parallel import adapted_layers, held_pieces, held_shards
+from qlora_rl.engine.worker.reload import reload_dense
 from qlora_rl.products import Float32Products
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from qlora_rl.contracts import Leaf
 from qlora_rl.engine import compat
-from qlora_rl.engine.gate import OPEN_PATH, Receive, Scope, Send
+from qlora_rl.engine.server.gate import OPEN_PATH, Receive, Scope, Send
 from qlora_rl.engine.stage import Stage, refuse_foreign
 from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, QloraRLError, SyncError
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
-from qlora_rl.engine.base_compute import BaseCompute
-from qlora_rl.engine.gpu_compute import install_on_gpu, table_of_this_gpu
-from qlora_rl.engine.ways import RuledLinear
-from qlora_rl.engine.worker import BaseExtension
+from qlora_rl.engine.linears.base_compute import BaseCompute
+from qlora_rl.engine.linears.gpu_compute import install_on_gpu, table_of_this_gpu
+from qlora_rl.engine.linears.ways import RuledLinear
+from qlora_rl.engine.worker.extension import BaseExtension
 
 
 class Measuring:

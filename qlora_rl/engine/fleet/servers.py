@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qlora_rl.engine.fleet import Fleet
-from qlora_rl.engine.replicas import Replica
+from qlora_rl.engine.fleet.engine import Fleet
+from qlora_rl.engine.fleet.replicas import Replica
 from qlora_rl.errors import ConfigConflictError
 
 

@@ -24,11 +24,11 @@ from typing import Any
 from qlora_rl.adapter.store import AdapterStore, default_root
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.engine import compat
-from qlora_rl.engine.base_compute import BaseCompute, check_wish
-from qlora_rl.engine.gate import Gate, Visits
 from qlora_rl.engine.interrupt import interrupts_for_sure, no_child_left
 from qlora_rl.engine.leftovers import end_with
+from qlora_rl.engine.linears.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.options import StartOptions, start_options
+from qlora_rl.engine.server.gate import Gate, Visits
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError
 from qlora_rl.held import hold, sweep
 
@@ -145,10 +145,10 @@ class _Server:
 
     async def prepare(self, app: Any, engine: Any) -> None:
         """Repair the scales, ask for the base, add our routes, and close the gate around everything."""
-        from qlora_rl.engine.parallel import adapter_sizes, described
-        from qlora_rl.engine.policy import ServedPolicy
-        from qlora_rl.engine.routes import PREFIX, Api, Lease
-        from qlora_rl.engine.weights import ServedWeights, Shutter
+        from qlora_rl.engine.server.policy import ServedPolicy
+        from qlora_rl.engine.server.routes import PREFIX, Api, Lease
+        from qlora_rl.engine.server.weights import ServedWeights, Shutter
+        from qlora_rl.engine.worker.parallel import adapter_sizes, described
 
         await engine.collective_rpc("qlora_end_with_server", args=(os.getpid(),))
         ranks = self.start.ranks
@@ -378,7 +378,7 @@ def _started(
     key_path, key = read_or_make_key(key_path)
     ready, log = directory / "ready.json", directory / "log.txt"
     call = {"base": base, "port": port, **options, "ready_file": ready, "api_key_file": key_path.absolute()}
-    code = "import json, sys; from qlora_rl.engine.serve import serve; serve(**json.loads(sys.argv[1]))"
+    code = "import json, sys; from qlora_rl.engine.server.start import serve; serve(**json.loads(sys.argv[1]))"
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-c", code, json.dumps(call, default=os.fspath)],

@@ -21,7 +21,7 @@ def multiply_adapters_directly(runner: Any) -> str:
     """
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    from qlora_rl.engine.linear import AdaptedLinear, AdapterProducts
+    from qlora_rl.engine.linears.linear import AdaptedLinear, AdapterProducts
 
     manager = getattr(getattr(runner, "lora_manager", None), "_adapter_manager", None)
     if manager is None:

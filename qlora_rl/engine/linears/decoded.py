@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from qlora_rl.base.decode import Decode, TableDecoder, decode_plainly, decoder, uses_avx512
-from qlora_rl.engine.joined import Joined
-from qlora_rl.engine.linear import Pack, Product
+from qlora_rl.engine.linears.joined import Joined
+from qlora_rl.engine.linears.linear import Pack, Product
 from qlora_rl.products import lifted_rows
 
 # Weights that are decoded at a time: 4 MiB in bf16, so that the product reads them out of the cache.

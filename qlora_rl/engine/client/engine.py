@@ -21,7 +21,7 @@ import httpx
 
 from qlora_rl.adapter.store import pack_adapter, read_directory
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.answers import (
+from qlora_rl.engine.client.answers import (
     START,
     AwayError,
     Patience,
@@ -31,7 +31,7 @@ from qlora_rl.engine.answers import (
     other_base,
     refuse_other_version,
 )
-from qlora_rl.engine.asking import (
+from qlora_rl.engine.client.asking import (
     check_url,
     expected,
     find_key,
@@ -39,9 +39,9 @@ from qlora_rl.engine.asking import (
     shared_with,
     split_urls,
 )
-from qlora_rl.engine.lines import Lines
+from qlora_rl.engine.client.connections import Lines
+from qlora_rl.engine.client.upload import upload
 from qlora_rl.engine.sampling import as_ids, check_lengths
-from qlora_rl.engine.upload import upload
 from qlora_rl.errors import (
     EngineBrokenError,
     EngineClosedError,
@@ -95,7 +95,7 @@ class ServerEngine:
     def __new__(cls, url: str | Sequence[str], *_: Any, **options: Any) -> Any:
         """Several URLs make a `Fleet`, which is no `ServerEngine` and has its methods."""
         if cls is ServerEngine:
-            from qlora_rl.engine.servers import connect_all
+            from qlora_rl.engine.fleet.servers import connect_all
 
             if len(urls := split_urls(url)) != 1 or not isinstance(url, str):
                 return connect_all(urls, cls, **options)

@@ -13,7 +13,7 @@ from typing import Any
 
 from qlora_rl.adapter.store import pack_adapter, read_directory
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.hosted import Answer, State
+from qlora_rl.engine.fleet.hosted import Answer, State
 from qlora_rl.engine.sampling import as_ids
 from qlora_rl.errors import EngineBrokenError, EngineClosedError, MissingDependencyError
 

@@ -1,0 +1,1 @@
+"""How a 4-bit linear and an adapter are multiplied, on CPU and GPU."""
