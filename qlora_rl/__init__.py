@@ -42,7 +42,7 @@ _HOMES = {
     "SamplingSpec": "qlora_rl.contracts",
     "SyncReport": "qlora_rl.contracts",
     "FidelityMonitor": "qlora_rl.fidelity",
-    "QLoRAGRPOTrainer": "qlora_rl.train.trainers",
+    "QLoRAGRPOTrainer": "qlora_rl.train.grpo",
     "QLoRARLOOTrainer": "qlora_rl.train.rloo",
     "QLoRAOnlineDPOTrainer": "qlora_rl.train.online_dpo",
     "QLoRASFTTrainer": "qlora_rl.train.offline",

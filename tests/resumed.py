@@ -89,7 +89,7 @@ def lines(out, name="metrics.jsonl"):
 
 def history(out):
     """What trackers were told, without what a clock shows: the log history in the newest checkpoint."""
-    from qlora_rl.train.checkpoints import last_whole
+    from qlora_rl.train.run.checkpoints import last_whole
 
     found = json.loads((last_whole(Path(out)) / "trainer_state.json").read_text())["log_history"]
     return [{k: v for k, v in line.items() if not any(t in k for t in TIMES)} for line in found]

@@ -78,7 +78,7 @@ def find_trainer(method: str) -> type:
 
 def trl_config(config: RunConfig) -> Any:
     """TRL's config of the run: `[train]`, and what has its place elsewhere."""
-    from qlora_rl.train.methods import config_class
+    from qlora_rl.train.setup.methods import config_class
 
     kind = config_class(config.method)
     known = {each.name for each in fields(kind)}
@@ -133,7 +133,7 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     from qlora_rl.adapter.wish import make_lora, open_adapter
     from qlora_rl.base.checkpoint import load_base, prepare_base
     from qlora_rl.base.quant import QuantSpec
-    from qlora_rl.train.methods import check_memory
+    from qlora_rl.train.setup.methods import check_memory
 
     held, adapter = config.base, config.adapter
     spec = QuantSpec(

@@ -119,7 +119,7 @@ def _value(text: str) -> Any:
 def _ask_trl(document: Mapping[str, Any]) -> list[Finding]:
     """What TRL's config of the method has to say about `[train]`."""
     from qlora_rl.config.trl_fields import PLACE, check_train, make_args
-    from qlora_rl.train.methods import config_class, contradictions
+    from qlora_rl.train.setup.methods import config_class, contradictions
 
     method, table = document.get("method"), document.get(TRAIN, {})
     if not isinstance(method, str) or method not in METHODS or not isinstance(table, Mapping):

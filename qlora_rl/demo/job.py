@@ -122,7 +122,7 @@ def run_demo(
 
         say(f"3/4  {settings.steps} steps of GRPO; reward 1 for a right sum, 0 for a wrong one")
         if show_progress:
-            from qlora_rl.train.progress import Progress
+            from qlora_rl.train.run.progress import Progress
 
             trainer.add_callback(Progress("     training"))
         trained = time.perf_counter()
@@ -311,7 +311,7 @@ def make_trainer(
         "peft_config": _peft_config(settings),
     }
     if settings.sync != "trl-merge":
-        from qlora_rl.train.trainers import QLoRAGRPOTrainer
+        from qlora_rl.train.grpo import QLoRAGRPOTrainer
 
         # The directory is ours and fresh; the trainer completes it.
         trainer: Any = QLoRAGRPOTrainer(

@@ -15,8 +15,8 @@ import torch
 from trl import GRPOTrainer
 
 from qlora_rl.products import Float32Products
-from qlora_rl.train.measure import MeasuredSteps
 from qlora_rl.train.run import SYNCS, RunDirectory
+from qlora_rl.train.watch.measure import MeasuredSteps
 
 
 class MergingTrainer(MeasuredSteps, GRPOTrainer):

@@ -118,7 +118,7 @@ def evaluate(
         ConfigConflictError: there is nothing to ask, a number is out of its range, or G > 1 greedy completions are asked for, which would be equal.
         RewardFunctionError: a reward function raised, or returned nonsense.
     """
-    from qlora_rl.train.rewards import guard
+    from qlora_rl.train.watch.rewards import guard
 
     sampling = sampling or SamplingSpec(temperature=0.0, seed=0)
     if not rows or any(not isinstance(row.get("prompt"), str | list) for row in rows):

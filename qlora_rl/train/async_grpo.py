@@ -12,11 +12,11 @@ import torch
 from qlora_rl.errors import ConfigConflictError, QloraRLError
 from qlora_rl.fidelity import Fidelity
 from qlora_rl.sync.diagnosis import Drawn as Examined
-from qlora_rl.train.ahead import Batch, LookAhead
-from qlora_rl.train.alarm import few_of
-from qlora_rl.train.rollout_worker import Drawn, RolloutWorkers
-from qlora_rl.train.trainers import QLoRAGRPOTrainer
-from qlora_rl.train.turnstile import Turnstile
+from qlora_rl.train.grpo import QLoRAGRPOTrainer
+from qlora_rl.train.rollouts.ahead import Batch, LookAhead
+from qlora_rl.train.rollouts.turnstile import Turnstile
+from qlora_rl.train.rollouts.workers import Drawn, RolloutWorkers
+from qlora_rl.train.watch.alarm import few_of
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import FidelityMonitor
-from qlora_rl.train import settings
-from qlora_rl.train.alarm import MismatchAlarm, alarm_for, check_word
-from qlora_rl.train.engines import EngineChoice
-from qlora_rl.train.entry import base_of
-from qlora_rl.train.link import Link, link_policy
-from qlora_rl.train.measure import MeasuredSteps
-from qlora_rl.train.processes import check_processes
 from qlora_rl.train.rloo import SampledLogprobs
+from qlora_rl.train.rollouts.engines import EngineChoice
+from qlora_rl.train.rollouts.link import Link, link_policy
+from qlora_rl.train.setup import settings
+from qlora_rl.train.setup.entry import base_of
+from qlora_rl.train.setup.processes import check_processes
+from qlora_rl.train.watch.alarm import MismatchAlarm, alarm_for, check_word
+from qlora_rl.train.watch.measure import MeasuredSteps
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,9 @@ from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_fingerprint
 from qlora_rl.distributed import join
 from qlora_rl.errors import BaseMismatchError
-from qlora_rl.train import settings
-from qlora_rl.train.processes import begin_alike, check_common_base, check_processes
-from qlora_rl.train.progress import show_progress
 from qlora_rl.train.run import CONFIG, StepRecord
-from qlora_rl.train.trained_run import (
+from qlora_rl.train.run.progress import show_progress
+from qlora_rl.train.run.trained_run import (
     TrainedRun,
     check_adapter_dtype,
     check_optimizer,
@@ -28,6 +26,8 @@ from qlora_rl.train.trained_run import (
     set_adapter_dtype,
     trained_values,
 )
+from qlora_rl.train.setup import settings
+from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes
 
 
 class OfflineTrainer(TrainedRun):

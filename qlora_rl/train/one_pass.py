@@ -18,8 +18,8 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from qlora_rl.fidelity import importance_ratio
-from qlora_rl.train.measure import drawn_mask
-from qlora_rl.train.zero import before_step
+from qlora_rl.train.ranks.zero import before_step
+from qlora_rl.train.watch.measure import drawn_mask
 
 logger = logging.getLogger(__name__)
 

@@ -19,18 +19,13 @@ from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
 from qlora_rl.sync.plan import WISHES, plan_sync
-from qlora_rl.train import settings, zero
-from qlora_rl.train.alarm import alarm_for, check_word
-from qlora_rl.train.budget import MemoryBudget, expects_full_weights
-from qlora_rl.train.engines import EngineChoice
-from qlora_rl.train.link import Link, link_policy, release, why_dense
-from qlora_rl.train.logprobs import use_small_tiles
-from qlora_rl.train.pairing import SHARE, Pair, expects_one_copy, make_pair
-from qlora_rl.train.processes import begin_alike, check_processes, check_turns, shards_base
-from qlora_rl.train.progress import show_progress
-from qlora_rl.train.rewards import as_list, guard
+from qlora_rl.train.ranks import zero
+from qlora_rl.train.rollouts.engines import EngineChoice
+from qlora_rl.train.rollouts.link import Link, link_policy, release, why_dense
+from qlora_rl.train.rollouts.logprobs import use_small_tiles
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
-from qlora_rl.train.trained_run import (
+from qlora_rl.train.run.progress import show_progress
+from qlora_rl.train.run.trained_run import (
     TrainedRun,
     check_adapter_dtype,
     check_optimizer,
@@ -39,7 +34,13 @@ from qlora_rl.train.trained_run import (
     set_adapter_dtype,
     trained_values,
 )
-from qlora_rl.train.whole import check_whole, trains_whole, unfreeze
+from qlora_rl.train.setup import settings
+from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
+from qlora_rl.train.setup.pairing import SHARE, Pair, expects_one_copy, make_pair
+from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, shards_base
+from qlora_rl.train.setup.whole import check_whole, trains_whole, unfreeze
+from qlora_rl.train.watch.alarm import alarm_for, check_word
+from qlora_rl.train.watch.rewards import as_list, guard
 
 
 @dataclass(frozen=True)

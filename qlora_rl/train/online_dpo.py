@@ -26,9 +26,9 @@ from qlora_rl.adapter.subject import active_adapter, is_bare
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
-from qlora_rl.train import settings
-from qlora_rl.train.measure import MeasuredSteps, batch_of_all_ranks, of_all_ranks
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
+from qlora_rl.train.setup import settings
+from qlora_rl.train.watch.measure import MeasuredSteps, batch_of_all_ranks, of_all_ranks
 
 
 class Reference(torch.nn.Module):

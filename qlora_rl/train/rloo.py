@@ -12,9 +12,9 @@ from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 
 from qlora_rl.contracts import RolloutEngine
-from qlora_rl.train.bridge import EngineBridge
-from qlora_rl.train.measure import MeasuredSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
+from qlora_rl.train.rollouts.bridge import EngineBridge
+from qlora_rl.train.watch.measure import MeasuredSteps
 
 
 class SampledLogprobs:

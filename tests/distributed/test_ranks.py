@@ -14,8 +14,8 @@ from qlora_rl.contracts import Rollout
 from qlora_rl.distributed import Ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RankLostError, RunDirectoryError, SyncError
 from qlora_rl.sync.dense import DenseStream
-from qlora_rl.train.for_all import EngineForAll, TransportForAll
-from qlora_rl.train.processes import check_processes, check_turns, sharding_of
+from qlora_rl.train.ranks.for_all import EngineForAll, TransportForAll
+from qlora_rl.train.setup.processes import check_processes, check_turns, sharding_of
 
 
 @contextlib.contextmanager

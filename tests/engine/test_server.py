@@ -51,7 +51,7 @@ from qlora_rl.engine.server.start import RunningServer
 from qlora_rl.processor import SETTING
 from qlora_rl.sync.transports import DirectoryTransport
 from qlora_rl.sync.wire import HttpTransport
-from qlora_rl.train.engines import connect
+from qlora_rl.train.rollouts.engines import connect
 
 SEQUENCES = [[40, 41, 42, 43, 44, 45], [60, 9, 33, 12, 7]]
 OPTIONS = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 64, "timeout_s": 180}

@@ -12,7 +12,7 @@ from test_arguments import Scripted, call, talking  # noqa: F401 - a fixture
 
 from qlora_rl import ConfigConflictError, QLoRAAsyncGRPOTrainer, RewardFunctionError, load_base
 from qlora_rl.contracts import Rollout
-from qlora_rl.train.turnstile import Turnstile
+from qlora_rl.train.rollouts.turnstile import Turnstile
 
 
 def rows(count):

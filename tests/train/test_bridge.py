@@ -4,7 +4,7 @@ import pytest
 
 from qlora_rl import AdapterSync, Canary, CanaryError, EngineBrokenError, FakeEngine, SamplingSpec, load_base
 from qlora_rl.sync.transports import DirectoryTransport
-from qlora_rl.train.bridge import EngineBridge
+from qlora_rl.train.rollouts.bridge import EngineBridge
 
 PROMPTS = [[40, 41, 42], [43, 44]]
 

@@ -9,7 +9,7 @@ from qlora_rl import ConfigConflictError, MemoryBudgetError, load_base
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.ledger.cards import RESERVE_GIB
 from qlora_rl.ledger.plan import GIB
-from qlora_rl.train.budget import expects_full_weights
+from qlora_rl.train.setup.budget import expects_full_weights
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def colocate(monkeypatch):
 
 
 def test_the_ledger_is_logged_and_written_down_before_anything_is_loaded(make_trainer, config, monkeypatch, caplog):
-    from qlora_rl.train import trained_run
+    from qlora_rl.train.run import trained_run
 
     seen = []
     real = trained_run.resolve_model
@@ -46,7 +46,7 @@ def test_the_ledger_is_logged_and_written_down_before_anything_is_loaded(make_tr
 
 
 def test_a_wish_that_cannot_be_kept_is_refused_before_anything_is_loaded(make_trainer, colocate, monkeypatch):
-    from qlora_rl.train import trained_run
+    from qlora_rl.train.run import trained_run
 
     monkeypatch.setattr(trained_run, "resolve_model", lambda *a, **k: pytest.fail("something was loaded"))
     with pytest.raises(MemoryBudgetError, match=r"needs \d.\d\d GiB at its peak > gpu_memory=0.00 GiB") as caught:
@@ -108,7 +108,7 @@ def budget_on_a_card(reported_gib, gpu_memory, base, args, monkeypatch):
     """The budget of a run on a card that reports so much memory."""
     from peft import LoraConfig
 
-    from qlora_rl.train.budget import MemoryBudget
+    from qlora_rl.train.setup.budget import MemoryBudget
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int((reported_gib - 1) * GIB), int(reported_gib * GIB)))
@@ -171,7 +171,7 @@ def test_the_optimizer_line_is_what_the_optimizer_holds_after_training(make_trai
 
 
 def test_a_run_that_cannot_be_planned_says_why_and_goes_on(make_trainer, monkeypatch):
-    import qlora_rl.train.budget as budget
+    import qlora_rl.train.setup.budget as budget
 
     def fail(*args, **kwargs):
         raise ConfigConflictError("no such shape")

@@ -16,7 +16,7 @@ from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, METHODS, Adapter, default
 from qlora_rl.config.trl_fields import CHOICES, LIMITS, check_train, train_fields
 from qlora_rl.errors import MissingDependencyError
-from qlora_rl.train.methods import config_class
+from qlora_rl.train.setup.methods import config_class
 
 # One of them fits nothing that TRL has.
 CANDIDATES = ("perhaps", 3.5, True, {"x": [1]}, [[[]]])

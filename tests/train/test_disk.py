@@ -97,7 +97,7 @@ def test_a_model_that_cannot_be_written_leaves_the_one_before_it(fails, model_di
         if fails == "in save_pretrained":
             patch.setattr(model, "save_pretrained", full)
         else:
-            patch.setattr("qlora_rl.train.checkpoints.flush_all", full)
+            patch.setattr("qlora_rl.train.run.checkpoints.flush_all", full)
         with pytest.raises(RunDirectoryError, match="No space left"):
             run.save_model(model, model_dir)
     assert {p.name: p.read_bytes() for p in (tmp_path / "run" / "model").iterdir()} == before

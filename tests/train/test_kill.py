@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from resumed import assert_same_run, lines, run
 
-from qlora_rl.train import checkpoints
+from qlora_rl.train.run import checkpoints
 
 FIELDS = {"max_steps": 10, "save_steps": 1, "save_total_limit": 3, "pause_s": 0.02}
 
@@ -22,7 +22,7 @@ FIELDS = {"max_steps": 10, "save_steps": 1, "save_total_limit": 3, "pause_s": 0.
 def start():
     """Starts `run` in a process of its own, out of one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trl", "peft", "resumed", "qlora_rl.train.trainers", "qlora_rl.engine.fake"])
+    context.set_forkserver_preload(["trl", "peft", "resumed", "qlora_rl.train.grpo", "qlora_rl.engine.fake"])
 
     def start(*arguments, target=run, **fields):
         process = context.Process(target=target, args=arguments, kwargs=fields)

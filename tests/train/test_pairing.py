@@ -9,7 +9,7 @@ from recorded import Recorded
 
 from qlora_rl import load_base
 from qlora_rl.errors import AdapterRefusedError, CannotShareError, ConfigConflictError
-from qlora_rl.train.pairing import _is_same
+from qlora_rl.train.setup.pairing import _is_same
 
 
 def held(trainer):

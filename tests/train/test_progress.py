@@ -7,7 +7,7 @@ import sys
 import pytest
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from qlora_rl.train.progress import Progress, show_progress, shown
+from qlora_rl.train.run.progress import Progress, show_progress, shown
 
 OURS = (
     "qlora_rl/mismatch_kl",

@@ -20,7 +20,7 @@ from qlora_rl.errors import (
     RunDirectoryError,
     UnsupportedQuantError,
 )
-from qlora_rl.train.rewards import guard
+from qlora_rl.train.watch.rewards import guard
 
 Q = {"r": 4, "target_modules": ["q_proj"]}
 
@@ -178,8 +178,10 @@ def test_a_4_bit_base_in_another_half_precision_than_autocast_is_rejected_before
         model = str(model.path) if form == "prepared base" else load_base(model)
     args = config(**options, bf16=True)
     if form in ("name", "quantization_config"):
-        monkeypatch.setattr("qlora_rl.train.entry.prepare_base", lambda *a, **k: pytest.fail("the base was prepared"))
-    monkeypatch.setattr("qlora_rl.train.entry.load_base", lambda *a, **k: pytest.fail("the base was loaded"))
+        monkeypatch.setattr(
+            "qlora_rl.train.setup.entry.prepare_base", lambda *a, **k: pytest.fail("the base was prepared")
+        )
+    monkeypatch.setattr("qlora_rl.train.setup.entry.load_base", lambda *a, **k: pytest.fail("the base was loaded"))
     with pytest.raises(ConfigConflictError, match=r"bf16=True multiplies in bfloat16 .* float16"):
         make_trainer(model=model, args=args)
 

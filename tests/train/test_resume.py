@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
 from qlora_rl import ConfigConflictError, RunDirectoryError, load_base
-from qlora_rl.train import checkpoints, resume
-from qlora_rl.train.identity import digest_dataset
-from qlora_rl.train.run import RunDirectory
+from qlora_rl.train.run import RunDirectory, checkpoints, resume
+from qlora_rl.train.run.identity import digest_dataset
 
 
 class Killed(BaseException):
@@ -291,7 +290,7 @@ def test_only_so_many_checkpoints_stay_and_the_best(base, tmp_path):
 def test_a_full_disk_leaves_the_checkpoints_before_it(base, tmp_path, monkeypatch):
     import errno
 
-    from qlora_rl.train import resume
+    from qlora_rl.train.run import resume
 
     class Full:
         def __init__(self, step):
@@ -332,7 +331,7 @@ def test_a_run_that_is_resumed_is_the_same_one_for_a_server(tmp_path):
 WRITES = """
 import os, signal, sys
 from pathlib import Path
-from qlora_rl.train.checkpoints import rotate, staged
+from qlora_rl.train.run.checkpoints import rotate, staged
 root, left = Path(sys.argv[1]), int(sys.argv[2])
 def count(event, arguments):
     global left

@@ -11,8 +11,9 @@ from trl import GRPOConfig
 
 from qlora_rl import QLoRAGRPOTrainer
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
-from qlora_rl.train import settings, zero
-from qlora_rl.train.processes import check_processes
+from qlora_rl.train.ranks import zero
+from qlora_rl.train.setup import settings
+from qlora_rl.train.setup.processes import check_processes
 
 # field -> a value that is not the default, and the argument of LocalEngine in which it arrives
 ARRIVES = {
@@ -353,7 +354,7 @@ def test_without_a_config_the_correction_is_ours_and_a_config_that_is_given_is_n
 def test_an_engine_of_several_ranks_is_refused_where_there_is_none(monkeypatch):
     from types import SimpleNamespace
 
-    from qlora_rl.train import engines
+    from qlora_rl.train.rollouts import engines
 
     size = {"tensor_parallel_size": 2}
     with pytest.raises(NotYetSupportedError, match="rollout='ray': an actor has one GPU"):

@@ -117,7 +117,7 @@ def test_an_engine_that_is_another_one_on_any_rank_is_proven_on_all(base, tmp_pa
         monkeypatch.setattr(trainer.bridge.strategy, "verify", lambda: proofs.append(1))
         for elsewhere, count in ((False, 0), (True, 1)):
             both = SimpleNamespace(size=2, gather=lambda value, _, elsewhere=elsewhere: [value, elsewhere])
-            monkeypatch.setattr("qlora_rl.train.bridge.ranks", lambda both=both: both)
+            monkeypatch.setattr("qlora_rl.train.rollouts.bridge.ranks", lambda both=both: both)
             trainer.bridge._prove()
             assert len(proofs) == count
 

@@ -11,7 +11,7 @@ from qlora_rl import PolicyMismatchError, SamplingSpec
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import measure
 from qlora_rl.sync.diagnosis import Diagnosis, Drawn, _first_seen, _is_nearer
-from qlora_rl.train.alarm import MismatchAlarm, drawn_from, filters_of
+from qlora_rl.train.watch.alarm import MismatchAlarm, drawn_from, filters_of
 
 LIKE = measure(torch.zeros(2, 8), torch.zeros(2, 8), torch.ones(2, 8))
 

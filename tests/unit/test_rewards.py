@@ -113,7 +113,7 @@ def test_exact_format_and_length():
 def test_trl_takes_them_and_names_them():
     from trl.trainer.utils import get_callable_name
 
-    from qlora_rl.train.rewards import guard
+    from qlora_rl.train.watch.rewards import guard
 
     assert get_callable_name(partial(numeric_match, column="a")) == "numeric_match"
     assert guard(numeric_match)(completions=["2"], answer=["2"], prompts=[""], completion_ids=[[1]]) == [1.0]

@@ -17,7 +17,7 @@ if RANK and "qlora_rl.cli" in sys.orig_argv:  # not the launcher, nor what a ran
 
         cpu_as_accelerator()
         training_args.is_torch_bf16_gpu_available = lambda: True  # transformers asks a GPU unless it is told use_cpu
-    from qlora_rl.train.bridge import EngineBridge
+    from qlora_rl.train.rollouts.bridge import EngineBridge
 
     push, held = EngineBridge.sync_weights, []
 

@@ -22,8 +22,8 @@ from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, PolicyMismatchError
 from qlora_rl.fidelity import Fidelity
 from qlora_rl.sync.diagnosis import Diagnosis, Drawn, Examiner
-from qlora_rl.train.link import Link
-from qlora_rl.train.settings import autocast_dtype
+from qlora_rl.train.rollouts.link import Link
+from qlora_rl.train.setup.settings import autocast_dtype
 
 logger = logging.getLogger(__name__)
 

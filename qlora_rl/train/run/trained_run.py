@@ -16,12 +16,12 @@ from qlora_rl.distributed import is_sharded, ranks
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.processor import processor
 from qlora_rl.products import Float32Products
-from qlora_rl.train import settings
-from qlora_rl.train.entry import Source, resolve_model
-from qlora_rl.train.processes import fit_for_sharding
-from qlora_rl.train.resume import Resumable
-from qlora_rl.train.run import SUMMARY, RunDirectory, describe_machine, describe_versions
-from qlora_rl.train.sharded import is_gathered, trained_weights
+from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
+from qlora_rl.train.run.directory import SUMMARY, RunDirectory, describe_machine, describe_versions
+from qlora_rl.train.run.resume import Resumable
+from qlora_rl.train.setup import settings
+from qlora_rl.train.setup.entry import Source, resolve_model
+from qlora_rl.train.setup.processes import fit_for_sharding
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
-from qlora_rl.train.for_all import EngineForAll
-from qlora_rl.train.pairing import closer
-from qlora_rl.train.settings import is_url
+from qlora_rl.train.ranks.for_all import EngineForAll
+from qlora_rl.train.setup.pairing import closer
+from qlora_rl.train.setup.settings import is_url
 
 
 class EngineChoice:

@@ -17,14 +17,14 @@ from qlora_rl.sync.dense import DenseSync
 from qlora_rl.sync.plan import SyncPlan, plan_sync
 from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import transport_for
-from qlora_rl.train.bridge import EngineBridge
-from qlora_rl.train.engines import EngineChoice
-from qlora_rl.train.for_all import EngineForAll, TransportForAll
-from qlora_rl.train.processes import check_common_base
+from qlora_rl.train.ranks.for_all import EngineForAll, TransportForAll
+from qlora_rl.train.rollouts.bridge import EngineBridge
+from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.run import SYNCS, RunDirectory
-from qlora_rl.train.settings import autocast_dtype
-from qlora_rl.train.trained_run import products_of
-from qlora_rl.train.whole import judge_policy
+from qlora_rl.train.run.trained_run import products_of
+from qlora_rl.train.setup.processes import check_common_base
+from qlora_rl.train.setup.settings import autocast_dtype
+from qlora_rl.train.setup.whole import judge_policy
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from trl import GRPOTrainer
 
 from qlora_rl.contracts import CancellableEngine
 from qlora_rl.errors import EngineBrokenError, VersionGoneError
-from qlora_rl.train.ahead import Batch
-from qlora_rl.train.bridge import EngineBridge
-from qlora_rl.train.turnstile import Turnstile
+from qlora_rl.train.rollouts.ahead import Batch
+from qlora_rl.train.rollouts.bridge import EngineBridge
+from qlora_rl.train.rollouts.turnstile import Turnstile
 
 logger = logging.getLogger(__name__)
 

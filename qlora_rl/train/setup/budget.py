@@ -17,9 +17,9 @@ from qlora_rl.ledger.cards import RESERVE_GIB, usable_gib
 from qlora_rl.ledger.plan import MemoryLedger, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
 from qlora_rl.processor import copies_dtype
-from qlora_rl.train.entry import spec_from_config
-from qlora_rl.train.processes import shards_base
-from qlora_rl.train.settings import engine_options as trl_engine_options
+from qlora_rl.train.setup.entry import spec_from_config
+from qlora_rl.train.setup.processes import shards_base
+from qlora_rl.train.setup.settings import engine_options as trl_engine_options
 
 if TYPE_CHECKING:
     from trl import GRPOConfig

@@ -11,8 +11,8 @@ import torch
 
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import BaseMismatchError, ConfigConflictError, NotYetSupportedError
-from qlora_rl.train import zero
-from qlora_rl.train.entry import Source
+from qlora_rl.train.ranks import zero
+from qlora_rl.train.setup.entry import Source
 
 SUPPORTED = ("ddp", "fsdp2", "zero2", "zero3")
 

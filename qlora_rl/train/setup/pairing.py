@@ -18,7 +18,7 @@ from qlora_rl.adapter.verdict import Verdict, judge_config
 from qlora_rl.base.checkpoint import outline
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.errors import CannotShareError, ConfigConflictError
-from qlora_rl.train.entry import Source
+from qlora_rl.train.setup.entry import Source
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
     """What the trainer of a method would refuse in its config, before it is made."""
     if method in ("sft", "dpo"):
         return []
-    from qlora_rl.train import settings
+    from qlora_rl.train.setup import settings
 
     try:
         settings.check(args, settings.as_one(rollout))
@@ -51,9 +51,9 @@ def check_memory(model: str, args: Any, quantization: dict[str, Any], peft_confi
     Raises:
         MemoryBudgetError: the run cannot fit into `gpu_memory`.
     """
-    from qlora_rl.train import settings
-    from qlora_rl.train.budget import MemoryBudget, expects_full_weights
-    from qlora_rl.train.pairing import expects_one_copy
+    from qlora_rl.train.setup import settings
+    from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
+    from qlora_rl.train.setup.pairing import expects_one_copy
 
     rollout = settings.as_one(ours["rollout"])
     MemoryBudget(

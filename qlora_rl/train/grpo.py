@@ -9,10 +9,10 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from qlora_rl.contracts import RolloutEngine
-from qlora_rl.train import settings
-from qlora_rl.train.measure import MeasuredSteps
 from qlora_rl.train.one_pass import OnePass
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
+from qlora_rl.train.setup import settings
+from qlora_rl.train.watch.measure import MeasuredSteps
 
 
 class QLoRAGRPOTrainer(OnlineTrainer, OnePass, MeasuredSteps, GRPOTrainer):

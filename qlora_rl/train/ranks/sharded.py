@@ -11,7 +11,7 @@ from qlora_rl.adapter.directory import read_saved, saved_names
 from qlora_rl.adapter.subject import is_bare
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.distributed import is_sharded, put, ranks, whole
-from qlora_rl.train import zero
+from qlora_rl.train.ranks import zero
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 

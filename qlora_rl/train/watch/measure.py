@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import RunDirectoryError
 from qlora_rl.fidelity import Fidelity, FidelityMonitor
-from qlora_rl.train.alarm import MismatchAlarm, drawn_from, filters_of
 from qlora_rl.train.run import ROLLOUTS, RunDirectory, StepRecord
+from qlora_rl.train.watch.alarm import MismatchAlarm, drawn_from, filters_of
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 from qlora_rl.adapter.store import write_origin
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.processor import processor
-from qlora_rl.train import checkpoints
+from qlora_rl.train.run import checkpoints
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,8 @@ from qlora_rl.adapter.subject import is_bare
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.distributed import is_sharded, ranks
 from qlora_rl.errors import RunDirectoryError
-from qlora_rl.train import checkpoints, zero
-from qlora_rl.train.identity import identity_of, refuse_other
-from qlora_rl.train.run import RunDirectory, describe_versions
-from qlora_rl.train.sharded import (
+from qlora_rl.train.ranks import zero
+from qlora_rl.train.ranks.sharded import (
     OPTIMIZER,
     SCHEDULER,
     is_gathered,
@@ -41,6 +39,9 @@ from qlora_rl.train.sharded import (
     save_optimizer,
     trained_weights,
 )
+from qlora_rl.train.run import checkpoints
+from qlora_rl.train.run.directory import RunDirectory, describe_versions
+from qlora_rl.train.run.identity import identity_of, refuse_other
 
 logger = logging.getLogger(__name__)
 

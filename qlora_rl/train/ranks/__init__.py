@@ -1,0 +1,1 @@
+"""Several processes: an engine for all of them, sharded models, DeepSpeed's ZeRO."""

@@ -1,0 +1,1 @@
+"""The engine, linked to the policy, and what it generates."""

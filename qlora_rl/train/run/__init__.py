@@ -1,0 +1,31 @@
+"""A run on disk: its directory, checkpoints, what it is, resuming, progress."""
+
+from qlora_rl.train.run.directory import (
+    ADAPTER,
+    CONFIG,
+    FINGERPRINTS,
+    METRICS,
+    MODEL,
+    ROLLOUTS,
+    SUMMARY,
+    SYNCS,
+    RunDirectory,
+    StepRecord,
+    describe_machine,
+    describe_versions,
+)
+
+__all__ = [
+    "ADAPTER",
+    "CONFIG",
+    "FINGERPRINTS",
+    "METRICS",
+    "MODEL",
+    "ROLLOUTS",
+    "SUMMARY",
+    "SYNCS",
+    "RunDirectory",
+    "StepRecord",
+    "describe_machine",
+    "describe_versions",
+]

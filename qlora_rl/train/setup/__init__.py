@@ -1,0 +1,1 @@
+"""What a trainer's arguments mean: base and model, settings, memory, and which is loaded first."""

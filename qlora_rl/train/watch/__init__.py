@@ -1,0 +1,1 @@
+"""What is measured at every step, and the alarm."""
