@@ -70,6 +70,8 @@ class Rollout:
         return sum(len(ids) for ids in self.completion_ids)
 
 
+# How a base can be held.
+QUANT_TYPES = ("nf4", "fp4", "none")
 # Key in the config of an adapter that only a check samples with: a server gives it no model name.
 IS_PROBE = "qlora_rl_is_probe"
 

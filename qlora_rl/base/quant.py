@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from qlora_rl.contracts import QUANT_TYPES
 from qlora_rl.errors import MissingDependencyError, UnsupportedQuantError
 
-QUANT_TYPES = ("nf4", "fp4", "none")
 # The block sizes of bitsandbytes' 4-bit kernels that its CPU and CUDA builds share.
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")

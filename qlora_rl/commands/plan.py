@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from qlora_rl.commands.codes import DOES_NOT_FIT
+from qlora_rl.contracts import QUANT_TYPES
 
 
 def add(commands: Any) -> None:
@@ -25,7 +26,7 @@ def add(commands: Any) -> None:
         metavar="N",
         help="prompt plus completion, in tokens (default: %(default)s)",
     )
-    plan.add_argument("--quant", choices=["nf4", "fp4", "none"], help="(default: as the base is held, otherwise nf4)")
+    plan.add_argument("--quant", choices=QUANT_TYPES, help="(default: as the base is held, otherwise nf4)")
     plan.add_argument(
         "--double-quant",
         action=argparse.BooleanOptionalAction,

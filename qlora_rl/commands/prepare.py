@@ -6,13 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.contracts import QUANT_TYPES
+
 
 def add(commands: Any) -> None:
     """The command's arguments."""
     prepare = commands.add_parser("prepare", help="quantise a model once, for trainer and engine")
     prepare.add_argument("model", help="hub name or checkpoint directory")
     prepare.add_argument("out", type=Path, help="directory to write")
-    prepare.add_argument("--quant", choices=["nf4", "fp4", "none"], default="nf4", help="(default: %(default)s)")
+    prepare.add_argument("--quant", choices=QUANT_TYPES, default="nf4", help="(default: %(default)s)")
     prepare.add_argument(
         "--double-quant",
         action=argparse.BooleanOptionalAction,

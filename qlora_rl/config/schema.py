@@ -11,6 +11,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
 
+from qlora_rl.contracts import QUANT_TYPES
+
 
 @dataclass(frozen=True)
 class Method:
@@ -118,7 +120,7 @@ class Base:
     model: str = option(
         "hub name, checkpoint directory, or a base made by `qlora-rl prepare`", kind="model", example="Qwen/Qwen3-0.6B"
     )
-    quant: str = option("how the base is held", "nf4", choices=("nf4", "fp4", "none"))
+    quant: str = option("how the base is held", "nf4", choices=QUANT_TYPES)
     double_quant: bool = option("quantise the block scales too", True)
     blocksize: Literal[64, 128, 256, 512, 1024, 2048, 4096] = option("weights that share a scale", 64)
     compute_dtype: str = option(

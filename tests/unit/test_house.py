@@ -34,11 +34,40 @@ OWNERS = {
     "ray": {"torchrl", "engine"},
     "deepspeed": {"train"},
 }
+# The subpackages of a package, each of which imports only those before it; "" are the modules beside them.
+ORDER = {
+    "engine": ["", "linears", "worker", "local", "fleet", "client", "server"],
+    "train": ["ranks", "setup", "run", "rollouts", "watch", ""],
+}
+# Of these, other packages import what their `__init__` hands on; but for what measures them.
+DOORS = {"local", "fleet", "client", "server", "run"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Modules of ours that a file imports anywhere in it, also for type checkers; a package counts as its `__init__`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & MODULES.keys()
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            named = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= named & MODULES.keys()
+            if not named <= MODULES.keys():
+                found.add(node.module)
+    return found
+
+
+MODULES = {module(path): path for path in FILES}
+IMPORTED = {name: imported_modules(path) - {name} for name, path in MODULES.items()}
 
 
 def imports(path: Path) -> list[str]:
@@ -62,6 +91,47 @@ def test_imports_go_down_the_floors(path):
             continue
         assert FLOORS[parts[1]] <= FLOORS[here], f"{path} imports {name}, which is above it"
         assert {here, parts[1]} != {"engine", "sync"}, f"{path} imports {name}: the two wings have no door"
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_subpackages_import_only_those_before_them(package):
+    order = ORDER[package]
+    assert {f.parent.name for f in (PACKAGE / package).glob("*/__init__.py")} == set(order) - {""}
+
+    def place(name):
+        parts = name.split(".")[2:]
+        is_sub = bool(parts) and f"qlora_rl.{package}.{parts[0]}" in MODULES and parts[0] in order
+        return order.index(parts[0] if is_sub else "")
+
+    for name, found in IMPORTED.items():
+        if not name.startswith(f"qlora_rl.{package}."):
+            continue
+        for other in found:
+            if other.startswith(f"qlora_rl.{package}."):
+                assert place(other) <= place(name), f"{name} imports {other}, which comes after it"
+
+
+def test_packages_import_from_a_subpackage_what_it_hands_on():
+    for name, found in IMPORTED.items():
+        for other in found:
+            parts = other.split(".")
+            if len(parts) > 3 and parts[2] in DOORS and name.split(".")[1] not in (parts[1], "bench"):
+                assert other in ("qlora_rl.train.run.progress",), (
+                    f"{name} imports {other}: take it from {'.'.join(parts[:3])}"
+                )
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    left = {name: set(found) for name, found in IMPORTED.items()}
+    while free := {name for name, found in left.items() if not found & left.keys()}:
+        left = {name: found for name, found in left.items() if name not in free}
+    assert not left, f"in a circle, or on the way to one: {sorted(left)}"
+
+
+def test_a_folder_can_be_seen_at_once():
+    folders = {path.parent for path in FILES} - {PACKAGE / "commands"}
+    sizes = {str(folder.relative_to(PACKAGE)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {name: size for name, size in sizes.items() if size > 14} == {}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
