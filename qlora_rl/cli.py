@@ -15,6 +15,7 @@ from qlora_rl import __version__
 from qlora_rl.commands import (
     bench,
     chat,
+    data,
     demo,
     evaluate,
     export,
@@ -30,7 +31,7 @@ from qlora_rl.commands import (
 from qlora_rl.commands.codes import INTERRUPTED
 from qlora_rl.errors import QloraRLError
 
-COMMANDS = (demo, train, prepare, plan, recommend, verify, serve, bench, judge, report, export, chat, evaluate)
+COMMANDS = (demo, train, data, prepare, plan, recommend, verify, serve, bench, judge, report, export, chat, evaluate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

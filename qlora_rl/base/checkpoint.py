@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
+from qlora_rl.base.hub import hub_reachable, why_missing
 from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, digest_parts, digest_tokenizer
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
 from qlora_rl.base.writer import write_checkpoint, write_tokenizer
@@ -334,15 +335,17 @@ def _local_directory(model: str, revision: str | None) -> Path:
         raise BaseIncompleteError(f"preparing a base: the directory {model} does not exist.")
     from huggingface_hub import snapshot_download
 
+    hub_reachable()
     patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.py"]
     try:
         # Weights in another format lie beside transformers' own in some repositories.
         other = ["consolidated*", "original/*"]
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=other))
     except Exception as error:
+        said = str(error).strip().splitlines()
         raise BaseIncompleteError(
-            f"preparing a base: {model!r} is no directory here and the hub did not give it ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}). Check the name, or pass the path of a checkpoint."
+            f"preparing a base: there is no directory {model}, and {why_missing(model)} ({type(error).__name__}: "
+            f"{said[0] if said else ''})."
         ) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from qlora_rl.config import data, rewards
@@ -160,11 +160,27 @@ def _look_at_template(value: str) -> list[str]:
     return [] if names else [f"{show(value)} names no column; write {{question}} for the column question"]
 
 
-_LOOKS = {
+def _look_at_patterns(value: Mapping[str, str]) -> list[str]:
+    found = []
+    for name, pattern in value.items():
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            found.append(f"{name} = {show(pattern)} is no regular expression: {error}")
+            continue
+        if groups > 1:
+            found.append(
+                f"{name} = {show(pattern)} has {groups} groups. Write (?:...) around those that are not the value"
+            )
+    return found
+
+
+_LOOKS: Mapping[Any, Callable[[Any], list[str]]] = {
     "model": _look_at_model,
     "data": _look_at_data,
     "reward": rewards.check_use,
     ("Data", "prompt_template"): _look_at_template,
+    ("Data", "extract"): _look_at_patterns,
     ("Rollout", "api_key_file"): _look_at_key,
     ("Rollout", "where"): _look_at_where,
     ("Adapter", "start_from"): _look_at_adapter,

@@ -212,6 +212,13 @@ def _lacks(said: _Said, place: str, there: set[str]) -> Finding:
     return Finding(f"[data] {place}", text)
 
 
+def _chat(said: _Said) -> Iterator[Finding]:
+    if said.get("data", "format") == "plain":
+        for name in ("system_prompt", "chat_template_kwargs"):
+            if name in said.changed("data"):
+                yield Finding(f"[data] {name}", "without a chat template. Set [data] format = 'chat', or leave it out")
+
+
 def _is_free(said: _Said) -> Iterator[Finding]:
     out = said.get("run", "dir")
     if not isinstance(out, str):
@@ -233,5 +240,6 @@ _RULES: tuple[Callable[[_Said], Iterator[Finding]], ...] = (
     _evaluation,
     _hub_only,
     _columns,
+    _chat,
     _is_free,
 )

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.base.hub import hub_reachable, why_missing
 from qlora_rl.config.paths import DATA_FILES, is_file
 from qlora_rl.config.schema import Data
 from qlora_rl.errors import ConfigConflictError
 
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# Columns whose text one side of a conversation says.
+_SAID_BY = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
+# TRL reads the template's arguments of a row there, where its config has no field for them.
+TEMPLATE_COLUMN = "chat_template_kwargs"
 
 
 def check_files(files: Sequence[str]) -> list[str]:
@@ -55,15 +61,42 @@ def placeholders(template: str) -> list[str]:
     return names
 
 
-def load_data(data: Data) -> tuple[Any, Any]:
+def load_data(data: Data, *, has_template_field: bool = False) -> tuple[Any, Any]:
     """The dataset to train on and the one to evaluate on (`None` where there is none), with the columns as asked.
+
+    Args:
+        data: the table.
+        has_template_field: TRL's config of the method takes `chat_template_kwargs`; otherwise TRL reads them in a column.
 
     Raises:
         ConfigConflictError: a dataset cannot be read; names it.
     """
-    train = _shaped(_load(data.train, data, data.split, "train"), data)
-    held_out = _shaped(_load(data.eval, data, data.eval_split, "eval"), data) if data.eval is not None else None
-    return train, held_out
+    train = _shaped(_load(data.train, data, data.split, "train"), data, has_template_field)
+    if data.eval is None:
+        return train, None
+    return train, _shaped(_load(data.eval, data, data.eval_split, "eval"), data, has_template_field)
+
+
+def as_conversation(row: Mapping[str, Any], system_prompt: str | None = None) -> dict[str, list[dict[str, Any]]]:
+    """The columns of a row that hold what is said, as lists of messages.
+
+    Args:
+        row: "prompt" (the user's turn), "completion", "chosen", "rejected" (the assistant's), as text or as messages; or "messages".
+        system_prompt: first message, where a conversation does not begin with a system message of its own.
+    """
+    found = {
+        name: [{"role": role, "content": row[name]}] if isinstance(row[name], str) else list(row[name])
+        for name, role in _SAID_BY.items()
+        if row.get(name) is not None
+    }
+    if row.get("messages") is not None:
+        found["messages"] = list(row["messages"])
+    if system_prompt is not None:
+        # Without a prompt, a preference's two sides are whole conversations.
+        for name in ("messages", "prompt") if "prompt" in found or "messages" in found else ("chosen", "rejected"):
+            if name in found:
+                found[name] = _under(system_prompt, found[name])
+    return found
 
 
 def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
@@ -73,8 +106,11 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
     try:
         if is_file(names[0]):
             return load_dataset(_READERS[Path(names[0]).suffix], data_files=names, split="train")
+        hub_reachable()
         return load_dataset(names[0], data.subset, split=split, revision=data.revision)
     except Exception as error:  # whatever the library finds: the file is the user's, and so is the way out
+        if not is_file(names[0]) and not hub_reachable():
+            raise ConfigConflictError(f"loading the data: [data] {place}: {why_missing(names[0])}.") from error
         reason = error.__cause__ or error
         raise ConfigConflictError(
             f"loading the data: [data] {place}: {', '.join(names)} cannot be read ({type(reason).__name__}: {reason}). Mend it, "
@@ -82,7 +118,7 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
         ) from error
 
 
-def _shaped(dataset: Any, data: Data) -> Any:
+def _shaped(dataset: Any, data: Data, has_template_field: bool) -> Any:
     if data.limit is not None:
         dataset = dataset.select(range(min(data.limit, len(dataset))))
     missing = [old for old in data.columns.values() if old not in dataset.column_names]
@@ -96,7 +132,55 @@ def _shaped(dataset: Any, data: Data) -> Any:
     if data.prompt_template is not None:
         template = data.prompt_template
         dataset = dataset.map(lambda row: {"prompt": template.format(**{name: row[name] for name in wanted})})
-    return dataset.rename_columns({old: new for new, old in data.columns.items()}) if data.columns else dataset
+    if data.columns:
+        dataset = dataset.rename_columns({old: new for new, old in data.columns.items()})
+    for name, pattern in data.extract.items():
+        dataset = _extracted(dataset, name, re.compile(pattern))
+    return _as_chat(dataset, data, has_template_field) if data.format == "chat" else dataset
+
+
+def _extracted(dataset: Any, name: str, pattern: re.Pattern[str]) -> Any:
+    if name not in dataset.column_names:
+        raise ConfigConflictError(
+            f"loading the data: [data] extract: there is no column {name}, but {', '.join(dataset.column_names)}."
+        )
+    found = [pattern.search(str(value)) for value in dataset[name]]
+    if missing := [number for number, each in enumerate(found) if each is None]:
+        raise ConfigConflictError(
+            f"loading the data: [data] extract: {name} = {pattern.pattern!r} is not found in {len(missing)} of {len(found)} rows, first in "
+            f"row {missing[0]}: {str(dataset[name][missing[0]])[-80:]!r}. Change the expression, or remove these rows."
+        )
+    values = [(each[1] if pattern.groups else each[0]).strip() for each in found if each is not None]
+    return dataset.remove_columns(name).add_column(name, values)
+
+
+def _as_chat(dataset: Any, data: Data, has_template_field: bool) -> Any:
+    try:
+        messages: list[dict[str, Any]] = [dict(as_conversation(row, data.system_prompt)) for row in dataset]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigConflictError(
+            "loading the data: [data] format = 'chat': prompt, completion, chosen and rejected hold text or messages, messages holds messages "
+            f'({{"role": ..., "content": ...}}): {error}.'
+        ) from error
+    if data.chat_template_kwargs and not has_template_field:
+        for each in messages:
+            each[TEMPLATE_COLUMN] = data.chat_template_kwargs
+    names = list(messages[0]) if messages else []
+    if not set(names) - {TEMPLATE_COLUMN}:
+        raise ConfigConflictError(
+            f"loading the data: [data] format = 'chat' needs a column prompt, completion, messages, chosen or rejected; there are "
+            f"{', '.join(dataset.column_names)}. Rename with columns, or use prompt_template."
+        )
+    return dataset.map(
+        lambda _, index: messages[index],
+        with_indices=True,
+        remove_columns=[name for name in names if name in dataset.column_names],
+    )
+
+
+def _under(system_prompt: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    has_own = bool(messages) and messages[0].get("role") == "system"
+    return [*([] if has_own else [{"role": "system", "content": system_prompt}]), *map(dict, messages)]
 
 
 def _check_rows(file: str) -> list[str]:

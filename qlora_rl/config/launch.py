@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import qlora_rl
-from qlora_rl.config.data import load_data
+from qlora_rl.base.hub import hub_reachable, is_local, why_missing
+from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward
 from qlora_rl.config.schema import METHODS, PLANNED, Adapter, Rollout, RunConfig, default
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.distributed import join, ranks
-from qlora_rl.errors import AdapterRefusedError, NotYetSupportedError, collected
+from qlora_rl.errors import AdapterRefusedError, ConfigConflictError, NotYetSupportedError, collected
 
 RESOLVED = "run.toml"
 _OURS = ("kind", "start_from", "dtype")
@@ -35,8 +36,10 @@ def launch(config: RunConfig) -> Path:
     """
     trainer_class = find_trainer(config.method)
     rewards = [load_reward(reward) for reward in config.rewards]
-    train, held_out = load_data(config.data)
     args = trl_config(config)
+    train, held_out = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
+    if config.data.format == "chat":
+        load_tokenizer(config)  # before the base is made: is there a template?
     import torch
 
     torch.manual_seed(config.run.seed)  # the start of the adapter
@@ -89,7 +92,36 @@ def trl_config(config: RunConfig) -> Any:
         own["model_init_kwargs"] = {"attn_implementation": config.base.attn_implementation}
     if any(reward.weight != 1 for reward in config.rewards):
         own["reward_weights"] = [reward.weight for reward in config.rewards]
+    if config.data.chat_template_kwargs and TEMPLATE_COLUMN in known:
+        own[TEMPLATE_COLUMN] = config.data.chat_template_kwargs
     return make_args(kind, config.train, **own)
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        ConfigConflictError: the data is for a chat template, and it has none.
+    """
+    from transformers import AutoTokenizer
+
+    held = config.base
+    try:
+        if not is_local(held.model):
+            hub_reachable()
+        tokenizer = AutoTokenizer.from_pretrained(
+            held.model, revision=held.revision, trust_remote_code=held.trust_remote_code
+        )
+    except Exception as error:
+        why = (
+            why_missing(held.model) if not is_local(held.model) else f"{held.model} has none that can be read: {error}"
+        )
+        raise ConfigConflictError(f"loading the tokenizer: {why}.") from error
+    if config.data.format == "chat" and not tokenizer.chat_template:
+        raise ConfigConflictError(
+            f"reading the run: [data] format = 'chat', and {held.model} has no chat template. Use an instruct model, or format = 'plain'."
+        )
+    return tokenizer
 
 
 def trainer_arguments(config: RunConfig) -> dict[str, Any]:

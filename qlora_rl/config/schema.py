@@ -179,7 +179,28 @@ class Data:
     revision: str | None = option("branch, tag or commit of a hub dataset", None, example="main")
     columns: dict[str, str] = option("columns under new names: new = 'old'", {}, example={"prompt": "question"})
     prompt_template: str | None = option(
-        "makes the column `prompt` out of others", None, example="Question: {question}\nAnswer:"
+        "makes the column `prompt` out of others; with `chat` the user's turn",
+        None,
+        example="Question: {question}\nAnswer:",
+    )
+    extract: dict[str, str] = option(
+        "columns that become what a regular expression finds in them (its group, or all of it)",
+        {},
+        example={"answer": r"####\s*(.+)"},
+    )
+    format: str = option(
+        "`chat`: prompts, completions and preferences are messages under the model's chat template; text becomes the user's or the assistant's",
+        "plain",
+        choices=("plain", "chat"),
+    )
+    system_prompt: str | None = option(
+        "first message of every conversation (chat)", None, example="Think step by step. End with #### and the number."
+    )
+    chat_template_kwargs: dict[str, Any] = option(
+        "further arguments of the chat template (chat)",
+        {},
+        methods=("sft", "dpo", "grpo", "rloo", "async_grpo"),
+        example={"enable_thinking": False},
     )
     limit: int | None = option("the first rows only", None, at_least=1, example=1000)
 
@@ -354,6 +375,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "trust_remote_code": "[base] trust_remote_code",
         "model_init_kwargs": "[base]",
         "dtype": "[base] compute_dtype",
+        "chat_template_kwargs": "[data] chat_template_kwargs",
         "reward_weights": "[[rewards]] weight",
         "reward_model_path": "[[rewards]] use",
         "judge": "[[rewards]] use",

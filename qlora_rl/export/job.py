@@ -129,6 +129,7 @@ def export_run(
             data=None if data is None else Path(data),
             count=prompts,
             longest=min(256, positions // 2),
+            **trained.template_kwargs,
         )
         is_exact = dtype == "float32" and to in ("merged", "gguf")
         witness = None if is_exact else Witness(policy, ids, autocast=trained.autocast)

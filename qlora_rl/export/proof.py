@@ -95,7 +95,14 @@ class Witness:
 
 
 def choose_prompts(
-    run: Path, tokenizer: Any, vocabulary: int, *, data: Path | None = None, count: int = 16, longest: int = 256
+    run: Path,
+    tokenizer: Any,
+    vocabulary: int,
+    *,
+    data: Path | None = None,
+    count: int = 16,
+    longest: int = 256,
+    **template_kwargs: Any,
 ) -> tuple[list[list[int]], str]:
     """Prompts to prove an export with, as token ids, and where they are from.
 
@@ -106,6 +113,7 @@ def choose_prompts(
         data: .jsonl file with a column "prompt" (text or messages); it goes first.
         count: how many.
         longest: tokens of a prompt; what is longer is cut at its beginning.
+        template_kwargs: of the chat template.
     """
     found, where = [], ""
     if data is not None:
@@ -125,7 +133,7 @@ def choose_prompts(
         where = "rollouts of the run"
     if found:
         step = max(1, len(found) // count)
-        ids = [encode(tokenizer, prompt)[-longest:] for prompt in found[::step][:count]]
+        ids = [encode(tokenizer, prompt, **template_kwargs)[-longest:] for prompt in found[::step][:count]]
         ids = [each for each in ids if each]
         if not ids:
             raise ConfigConflictError(f"choosing prompts: those of {where} are all empty. Pass others: --data F.jsonl.")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from qlora_rl.base.checkpoint import MANIFEST, models_are_whole, open_base
+from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import ConfigConflictError
 
@@ -105,8 +106,12 @@ def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = Fals
             if "model_type" not in fields:
                 raise ValueError("it names no model_type")
             return AutoConfig.for_model(**fields)
+        if not is_local(model):
+            hub_reachable()
         return AutoConfig.from_pretrained(os.fspath(model), trust_remote_code=trust_remote_code)
     except Exception as error:
+        if not is_local(model):
+            raise ConfigConflictError(f"reading the config of {model}: {why_missing(os.fspath(model))}.") from error
         lines = str(error).strip().splitlines()
         raise ConfigConflictError(
             f"reading the config of {model}: {lines[0] if lines else type(error).__name__}. Pass a checkpoint directory, a "

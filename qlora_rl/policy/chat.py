@@ -50,7 +50,7 @@ class Conversation:
         self._model = trained.load_base_alone() if is_base_only else trained.load()
         self.uses_template = bool(self.tokenizer.chat_template) if uses_template is None else uses_template
         self._sampling = (max_tokens, temperature, top_p)
-        self._autocast = trained.autocast
+        self._autocast, self._template_kwargs = trained.autocast, trained.template_kwargs
         self._generator = torch.Generator()
         if seed is None:
             self._generator.seed()
@@ -71,7 +71,7 @@ class Conversation:
         """
         prompt = [*self._said, {"role": "user", "content": text}] if self.uses_template else text
         pieces = []
-        for piece in self._stream(encode(self.tokenizer, prompt)):
+        for piece in self._stream(encode(self.tokenizer, prompt, **self._template_kwargs)):
             pieces.append(piece)
             yield piece
         if self.uses_template:

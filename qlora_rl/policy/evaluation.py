@@ -244,7 +244,7 @@ def both_sides(
     base = trained.base
     verdict = judge_adapter(trained.adapter, base=base) if trained.adapter is not None else None
     tokenizer = AutoTokenizer.from_pretrained(base.path)
-    ids = [encode(tokenizer, row["prompt"]) for row in rows]
+    ids = [encode(tokenizer, row["prompt"], **trained.template_kwargs) for row in rows]
     limit = AutoConfig.from_pretrained(base.path).get_text_config().max_position_embeddings
     length = min(max(map(len, ids)) + sampling.max_tokens, limit)
     bundle = read_adapter(trained.adapter, base) if verdict else None

@@ -8,8 +8,13 @@ from typing import Any
 from qlora_rl.errors import ConfigConflictError
 
 
-def encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+def encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
     """Token ids of a prompt, as TRL makes them.
+
+    Args:
+        tokenizer: of the base.
+        prompt: text, or messages.
+        template_kwargs: further arguments of the chat template, such as `enable_thinking`.
 
     Raises:
         ConfigConflictError: messages, and the tokenizer has no chat template.
@@ -18,5 +23,7 @@ def encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]]) -> list[in
         return list(tokenizer(prompt).input_ids)
     if not tokenizer.chat_template:
         raise ConfigConflictError("reading a prompt: it is messages, and the base has no chat template. Pass text.")
-    made = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True)
+    made = tokenizer.apply_chat_template(
+        list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
+    )
     return list(made["input_ids"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,14 @@ class TrainedRun:
         """Torch name of the dtype under which it was trained; `None`: no autocast."""
         arguments = arguments_of(self.config)
         return "bfloat16" if arguments.get("bf16") else "float16" if arguments.get("fp16") else None
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template was given when it was trained, such as `enable_thinking`."""
+        given = arguments_of(self.config).get("chat_template_kwargs")
+        if not given and (file := self.path / "run.toml").is_file():  # TRL's configs of SFT and DPO have no such field
+            given = tomllib.loads(file.read_text(encoding="utf-8")).get("data", {}).get("chat_template_kwargs")
+        return dict(given or {})
 
     def load(self) -> Any:
         """The policy as it was trained: the base in its 4 bits, the adapter beside it; in eval mode.

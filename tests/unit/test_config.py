@@ -73,6 +73,10 @@ WRONG = {
             ("{question}", "no column 'question'"),
             (1, TEXT),
         ],
+        "extract": [({"answer": "("}, "is no regular expression"), ({"answer": "(a)(b)"}, "has 2 groups"), ("####", "a table of texts")],
+        "format": [("chatml", "none of 'plain', 'chat'")],
+        "system_prompt": [(1, TEXT), ("Think.", "Set [data] format = 'chat'")],
+        "chat_template_kwargs": [("x", "a table of values"), ({"enable_thinking": False}, "Set [data] format = 'chat'")],
         "limit": [(0, "at least 1"), ("all", WHOLE)],
     },
     "rewards": {

@@ -1,0 +1,55 @@
+"""`hub_reachable`: is there a network? Without one, what is cached is used at once, and what is not is one error, not five minutes of retries."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 3.0
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy")
+
+
+def is_local(model: str | os.PathLike[str]) -> bool:
+    """A path of this machine, not a name on the hub."""
+    return Path(model).exists() or Path(model).is_absolute()
+
+
+@functools.cache
+def hub_reachable() -> bool:
+    """Whether the hub's host takes a connection; tried once a process, for three seconds at most.
+
+    Where it does not, huggingface_hub and datasets are switched to their caches for the rest of the process, as `HF_HUB_OFFLINE=1` does.
+    Behind a proxy nothing is tried: only the proxy can reach it.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if any(os.environ.get(name) for name in _PROXIES):
+        return True
+    url = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection(
+            (url.hostname, url.port or (443 if url.scheme == "https" else 80)), _PATIENCE_S
+        ).close()
+    except OSError as error:
+        logger.warning("%s cannot be reached (%s): only what is cached here can be used", constants.ENDPOINT, error)
+        constants.HF_HUB_OFFLINE = True
+        if (datasets := sys.modules.get("datasets")) is not None:  # it has taken its own copy of the setting
+            datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
+        return False
+    return True
+
+
+def why_missing(name: str) -> str:
+    """Why the hub has given nothing of that name; with the way out."""
+    if hub_reachable():
+        return f"the hub has no {name!r} that can be read from here. Check the name, log in if it is gated (`hf auth login`), or pass a path"
+    return f"{name!r} is not in the local cache, and the hub cannot be reached. Connect once, set HF_HOME to a cache that has it, or pass a path"

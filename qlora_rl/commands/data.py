@@ -1,0 +1,112 @@
+"""`qlora-rl data`: the rows of a run as the model will see them."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_SHOWN = 300  # characters of another column
+
+
+def add(commands: Any) -> None:
+    """The command's arguments."""
+    data = commands.add_parser(
+        "data", help="rows of a run's file as the model will see them, and their lengths in tokens"
+    )
+    data.add_argument("file", type=Path, metavar="run.toml")
+    data.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="TABLE.FIELD=VALUE", help="overrides the file"
+    )
+    data.add_argument("--rows", type=int, default=3, metavar="N", help="rows to print (default: %(default)s)")
+    data.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load the tokenizer and the data, nothing else."""
+    from qlora_rl.demo.job import quieten
+
+    quieten()
+    import datasets
+
+    datasets.disable_progress_bars()
+    from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
+    from qlora_rl.config.launch import load_tokenizer, trl_config
+    from qlora_rl.config.read import read_config
+
+    config = read_config(arguments.file, arguments.overrides)
+    args = trl_config(config)
+    tokenizer = load_tokenizer(config)
+    loaded = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
+    given = config.data.chat_template_kwargs
+    for name, dataset in zip(("train", "eval"), loaded, strict=True):
+        if dataset is None:
+            continue
+        print(f"{name}: {len(dataset)} rows; columns: {', '.join(dataset.column_names)}")
+        for number, row in enumerate(dataset.select(range(min(arguments.rows, len(dataset))))):
+            print(f"\nrow {number}")
+            for line in _shown(tokenizer, row, given):
+                print(line)
+        print()
+        print(_lengths(dataset, tokenizer, given, _limit(args)))
+    return 0
+
+
+def _sequences(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a row becomes tokens, by name: what the policy is asked, or what it is trained on."""
+    if "input_ids" in row:
+        return {"input_ids": row["input_ids"]}
+    answers = [name for name in ("completion", "chosen", "rejected") if row.get(name) is not None]
+    prompt = row.get("prompt")
+    if answers:
+        return {name: row[name] if prompt is None else prompt + row[name] for name in answers}
+    name = next(name for name in ("prompt", "messages", "text") if row.get(name) is not None)
+    return {name: row[name]}
+
+
+def _ids(tokenizer: Any, name: str, value: Any, given: Mapping[str, Any]) -> list[int]:
+    from qlora_rl.policy.prompts import encode
+
+    if name == "input_ids":
+        return list(value)
+    if name == "prompt" or isinstance(value, str):
+        return encode(tokenizer, value, **given)
+    made = tokenizer.apply_chat_template(list(value), tokenize=True, return_dict=True, **given)
+    return list(made["input_ids"])
+
+
+def _shown(tokenizer: Any, row: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    sequences = _sequences(row)
+    for name, value in sequences.items():
+        ids = _ids(tokenizer, name, value, given)
+        yield f"  {name}, {len(ids)} tokens:"
+        yield from (f"    {line}" for line in tokenizer.decode(ids).splitlines())
+    for name, value in row.items():
+        if name not in sequences and name != "prompt":
+            text = str(value)
+            yield f"  {name}: {text[:_SHOWN]}{' ...' if len(text) > _SHOWN else ''}"
+
+
+def _limit(args: Any) -> tuple[int, str] | None:
+    """Tokens that a sequence may have, and why."""
+    if hasattr(args, "vllm_max_model_length"):
+        whole, answer = args.vllm_max_model_length, args.max_completion_length
+        if whole is None or answer is None:
+            return None
+        return whole - answer, f"vllm_max_model_length={whole} - max_completion_length={answer}"
+    found = getattr(args, "max_length", None)
+    return None if found is None else (found, f"max_length={found}")
+
+
+def _lengths(dataset: Any, tokenizer: Any, given: Mapping[str, Any], limit: tuple[int, str] | None) -> str:
+    counts = sorted(
+        max(len(_ids(tokenizer, name, value, given)) for name, value in _sequences(row).items()) for row in dataset
+    )
+    said = f"tokens of a row: {counts[0]} to {counts[-1]}, median {statistics.median(counts):.0f}"
+    if limit is None:
+        return said
+    most, why = limit
+    over = sum(count > most for count in counts)
+    return f"{said}; {over} of {len(counts)} rows have more than {most} ({why})"

@@ -1,0 +1,208 @@
+"""Chat data of a run's file: the token ids are TRL's, and `qlora-rl data` shows them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support import make_model
+from transformers import AutoTokenizer
+from trl.chat_template_utils import qwen3_chat_template
+
+from qlora_rl import QLoRADPOTrainer, QLoRASFTTrainer, load_base, prepare_base
+from qlora_rl.cli import main
+from qlora_rl.commands.data import _ids, _sequences
+from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
+from qlora_rl.config.launch import load_tokenizer, trl_config
+from qlora_rl.config.read import read_config
+from qlora_rl.config.write import to_toml
+from qlora_rl.engine.fake import FakeEngine
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.policy.trained import open_trained
+
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "train-128.jsonl"
+SYSTEM = "End with #### and the number."
+CHAT = {
+    "train": str(GSM8K),
+    "format": "chat",
+    "prompt_template": "{question}",
+    "system_prompt": SYSTEM,
+    "extract": {"answer": r"####\s*(.+)"},
+    "limit": 10,
+}
+SHORT = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint with Qwen3's template, which knows `enable_thinking`, and room for 4096 characters."""
+    path = make_model(tmp_path_factory.mktemp("models") / "chatting")
+    config = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    (path / "config.json").write_text(json.dumps(config))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = qwen3_chat_template
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def read(source, tmp_path):
+    def read(method, data, train=None, **tables):
+        document = {
+            "method": method,
+            "base": {"model": str(source)},
+            "data": data,
+            "run": {"dir": str(tmp_path / "run")},
+            "train": {**SHORT, **({"num_generations": 2} if method == "grpo" else {}), **(train or {})},
+            **({"rewards": [{"use": "numeric_match"}]} if method == "grpo" else {}),
+            **tables,
+        }
+        (tmp_path / "run.toml").write_text(to_toml(document))
+        return read_config(tmp_path / "run.toml")
+
+    return read
+
+
+def loaded(config):
+    args = trl_config(config)
+    return args, load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))[0]
+
+
+def shown(config, dataset):
+    """Token ids as `qlora-rl data` counts them."""
+    tokenizer, given = load_tokenizer(config), config.data.chat_template_kwargs
+    return [{name: _ids(tokenizer, name, value, given) for name, value in _sequences(row).items()} for row in dataset]
+
+
+@pytest.mark.parametrize("thinks", [True, False, None])
+def test_the_prompts_of_ten_rows_are_tokenised_as_trl_does(thinks, read, source, make_trainer):
+    given = {} if thinks is None else {"enable_thinking": thinks}
+    config = read("grpo", CHAT | {"chat_template_kwargs": given}, {"num_generations": 2, "max_completion_length": 3})
+    args, dataset = loaded(config)
+    assert dataset[0]["prompt"] == [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": dataset[0]["question"]},
+    ]
+    assert dataset["answer"][:2] == ["72", "10"]
+    base = prepare_base(source)
+    with FakeEngine(load_base(base), max_model_length=4096) as engine:
+        trainer = make_trainer(model=base, rollout=engine, train_dataset=dataset, args=args)
+        theirs = trainer._tokenize_prompts(list(dataset["prompt"]))[0]
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    by_hand = [
+        tokenizer.apply_chat_template(row, add_generation_prompt=True, return_dict=True, **given)["input_ids"]
+        for row in dataset["prompt"]
+    ]
+    ours = [row["prompt"] for row in shown(config, dataset)]
+    assert len(ours) == 10
+    assert ours == theirs == by_hand
+    assert (tokenizer.decode(ours[0]).endswith("</think>\n\n")) == (thinks is False)
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("kind", ["prompt and completion", "messages"])
+def test_what_sft_imitates_is_tokenised_as_trl_does(kind, thinks, read, source, lora, tmp_path):
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:10]]
+    if kind == "messages":
+        turns = [
+            [{"role": "user", "content": r["question"]}, {"role": "assistant", "content": r["answer"]}] for r in rows
+        ]
+        rows = [{"messages": each} for each in turns]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    data = {
+        "train": str(file),
+        "format": "chat",
+        "system_prompt": SYSTEM,
+        "chat_template_kwargs": {"enable_thinking": thinks},
+        "columns": {} if kind == "messages" else {"prompt": "question", "completion": "answer"},
+    }
+    config = read("sft", data, {"max_length": 4096})
+    args, dataset = loaded(config)
+    with QLoRASFTTrainer(model=prepare_base(source), args=args, train_dataset=dataset, peft_config=lora) as trainer:
+        theirs = [list(ids) for ids in trainer.train_dataset["input_ids"]]
+    ours = [next(iter(row.values())) for row in shown(config, dataset)]
+    assert ours == theirs
+    assert SYSTEM in load_tokenizer(config).decode(ours[0])
+
+
+def test_both_sides_of_a_preference_are_tokenised_as_trl_does(read, source, lora, tmp_path):
+    rows = [{"prompt": f"{i}+1?", "chosen": str(i + 1), "rejected": "no"} for i in range(4)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    data = {
+        "train": str(file),
+        "format": "chat",
+        "system_prompt": SYSTEM,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    config = read("dpo", data, {"max_length": 4096})
+    args, dataset = loaded(config)
+    with QLoRADPOTrainer(model=prepare_base(source), args=args, train_dataset=dataset, peft_config=lora) as trainer:
+        made = trainer.train_dataset
+        theirs = [
+            {name: list(row["prompt_ids"]) + list(row[f"{name}_ids"]) for name in ("chosen", "rejected")}
+            for row in made
+        ]
+    assert shown(config, dataset) == theirs
+
+
+def test_the_command_shows_rows_and_counts_those_that_are_too_long(read, source, tmp_path, capsys):
+    read("grpo", CHAT | {"limit": 4}, {"max_completion_length": 100, "vllm_max_model_length": 420})
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    assert main(["data", str(tmp_path / "run.toml"), "--rows", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "train: 4 rows; columns: " in out
+    assert SYSTEM in out
+    assert "row 0" in out
+    assert "row 1" not in out
+    counts = [len(_ids(AutoTokenizer.from_pretrained(source), "prompt", [{"role": "system", "content": SYSTEM}, {"role": "user", "content": json.loads(line)["question"]}], {})) for line in GSM8K.read_text().splitlines()[:4]]  # fmt: skip
+    over = sum(count > 320 for count in counts)
+    assert 0 < over < 4
+    assert f"{over} of 4 rows have more than 320 (vllm_max_model_length=420 - max_completion_length=100)" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_chat_data_trains_and_evaluation_uses_its_template(read, source, tmp_path):
+    data = CHAT | {
+        "columns": {"completion": "answer"},
+        "extract": {},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    read("sft", data | {"limit": 4}, {"max_length": 4096})
+    assert main(["train", str(tmp_path / "run.toml")]) == 0
+    assert open_trained(tmp_path / "run").template_kwargs == {"enable_thinking": False}
+
+
+def test_a_base_without_a_template_is_rejected_before_it_is_made(read, source, tmp_path):
+    plain = tmp_path / "plain"
+    shutil.copytree(source, plain)
+    (plain / "chat_template.jinja").unlink()
+    config = read("grpo", CHAT, base={"model": str(plain)})
+    with pytest.raises(ConfigConflictError, match="has no chat template"):
+        load_tokenizer(config)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"extract": {"answer": r"\$(\d+)€"}}, "is not found in 10 of 10 rows, first in row 0"),
+        ({"extract": {"solution": "a"}}, "there is no column solution, but question, answer"),
+        ({"prompt_template": None, "columns": {"text": "question"}}, "needs a column prompt, completion, messages"),
+    ],
+)
+def test_data_that_does_not_fit_is_rejected_with_the_row(data, said):
+    from qlora_rl.config.schema import Data
+
+    with pytest.raises(ConfigConflictError, match="loading the data") as error:
+        load_data(Data(**CHAT | data))
+    assert said in str(error.value)
+
+
+def test_messages_keep_their_own_system_message():
+    from qlora_rl.config.data import as_conversation
+
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "?"}]
+    assert as_conversation({"prompt": own, "answer": "1"}, SYSTEM) == {"prompt": own}
+    pair = as_conversation({"chosen": own[1:], "rejected": own[1:]}, SYSTEM)
+    assert all(side[0] == {"role": "system", "content": SYSTEM} for side in pair.values())

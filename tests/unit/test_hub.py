@@ -1,0 +1,67 @@
+"""Without network: one message at once, and what is cached still loads."""
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qlora_rl.base import hub
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """`hub_reachable`, asked again for an endpoint; the settings of huggingface_hub and datasets are restored."""
+    import datasets
+    from huggingface_hub import constants
+
+    def ask(endpoint, **proxies):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            monkeypatch.setattr(datasets.config, name, False)
+        for name in hub._PROXIES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in proxies.items():
+            monkeypatch.setenv(name, value)
+        hub.hub_reachable.cache_clear()
+        return hub.hub_reachable(), (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
+
+    yield ask
+    hub.hub_reachable.cache_clear()
+
+
+def test_a_host_that_takes_a_connection_is_reachable(asked):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert asked(f"http://127.0.0.1:{server.getsockname()[1]}") == (True, (False, False))
+
+
+def test_one_that_does_not_switches_both_libraries_to_their_caches(asked, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert asked(f"http://127.0.0.1:{port}") == (False, (True, True))
+    assert "only what is cached here can be used" in caplog.text
+    assert "is not in the local cache, and the hub cannot be reached" in hub.why_missing("a/b")
+
+
+def test_behind_a_proxy_nothing_is_tried(asked):
+    assert asked("http://nowhere.invalid", HTTPS_PROXY="http://127.0.0.1:1") == (True, (False, False))
+    assert "the hub has no 'a/b'" in hub.why_missing("a/b")
+
+
+@pytest.mark.parametrize("command", [["plan", "a/b"], ["prepare", "a/b", "base"], ["recommend", "a/b"]])
+def test_a_command_says_it_once_and_soon(command, tmp_path):
+    import os
+
+    environment = {name: value for name, value in os.environ.items() if name not in (*hub._PROXIES, "HF_HUB_OFFLINE")}
+    environment |= {"HF_ENDPOINT": "http://nowhere.invalid", "HF_HOME": str(tmp_path)}
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "qlora_rl", *command], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("is not in the local cache, and the hub cannot be reached") == 1
+    assert "retry" not in done.stderr.lower()
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - started < 60  # it was five minutes of retries; most of this is imports
