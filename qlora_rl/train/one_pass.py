@@ -2,8 +2,8 @@
 
 TRL 1.16 scores every batch twice where vLLM draws: without gradients when it is drawn, for the importance sampling between
 sampler and trainer, and with gradients in the loss. Where a batch is trained on by the policy of the moment it was drawn for, the
-two passes give the same numbers: TRL itself then leaves the first out when it draws without vLLM. Here it is left out with vLLM,
-too: the ratio of trainer and sampler is taken from the second pass, before the loss reads it.
+two passes give the same numbers: TRL itself then leaves the first out when its correction is off. So the correction is off while
+TRL makes a batch, and made here, from the second pass, before the loss reads it.
 
 B completions, T tokens (padded).
 """
@@ -32,8 +32,8 @@ _ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool
 class OnePass:
     """Comes before `MeasuredSteps`, whose measurement waits for the last part of the batch, before the optimizer's step."""
 
-    # TRL is about to score a batch that training will score.
-    _may_skip = False
+    # TRL makes a batch without its correction, which waits for the training pass.
+    _is_deferred = False
     # Rows of the batch that have no logprobs yet, and what is known of the others.
     _unscored = 0
     _parts: Sequence[tuple[dict[str, Any], torch.Tensor]] = ()
@@ -48,7 +48,7 @@ class OnePass:
             and self.use_vllm
             and self.vllm_importance_sampling_correction
             and self.args.gradient_accumulation_steps % generate_every == 0
-            # It may score by itself, when it draws.
+            # It is given the trainer, and would find its correction off.
             and self.rollout_func is None
             and self._is_trls_own()
             # TRL's two passes have a mask each: its ratio is not 1, and one pass would train on another objective.
@@ -74,35 +74,26 @@ class OnePass:
         if self._unscored and self.model.training:
             logger.warning("%d completions of the last batch were not trained on, and so not compared", self._unscored)
         self._unscored, self._parts = 0, ()
-        self._may_skip = self._scores_once()
+        if not self._scores_once():
+            return super()._generate_and_score_completions(inputs)
+        self._is_deferred, self.vllm_importance_sampling_correction = True, False
         try:
             return super()._generate_and_score_completions(inputs)
         finally:
-            self._may_skip = False
+            self._is_deferred, self.vllm_importance_sampling_correction = False, True
 
-    def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._may_skip and model is self.model:  # the first that TRL asks for; a reference model comes after it
-            self._may_skip, self._unscored = False, len(input_ids)
-            length = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[1]
-            return torch.zeros(len(input_ids), length, device=input_ids.device), None, None
-        found = super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+    def _compare(self, mode: str, output: dict[str, Any]) -> None:
+        if self._is_deferred:
+            self._unscored = len(output["completion_ids"])
+        else:
+            super()._compare(mode, output)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._part is not None:
             part, self._part = self._part, None
             self._weigh(part, found[0].detach())
         return found
-
-    def _compare(self, mode: str, output: dict[str, Any]) -> None:
-        if not self._unscored:
-            super()._compare(mode, output)
-            return
-        # Made of what is not known yet.
-        del output["old_per_token_logps"], output["importance_sampling_ratio"]
-        for name in (
-            f"{_DIFFERENCE}/mean",
-            f"{_DIFFERENCE}/max",
-            *(f"{_RATIO}/{which}" for which in ("min", "mean", "max")),
-        ):
-            self._metrics[mode][name].pop()
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         self._part = inputs if self._unscored and "importance_sampling_ratio" not in inputs else None

@@ -121,7 +121,10 @@ class Front:
 
 
 class Drawing(GRPOTrainer):
-    """A view of a trainer for one batch: TRL's rollout code, with nothing that it shares with the training but what is only read.
+    """A shallow copy of a trainer for one batch: TRL's rollout code, with nothing that it shares with the training but what is only read.
+
+    A `rollout_func`, tools and reward models may read any attribute of the trainer, so no list of some would do. Reading the trainer
+    itself would be a race: it changes its attributes while threads draw.
 
     Args:
         picture: the attributes of the trainer.
@@ -130,32 +133,19 @@ class Drawing(GRPOTrainer):
     """
 
     def __init__(self, picture: Mapping[str, Any], own: Mapping[str, Any], *, is_training: bool):
-        self.__dict__.update(picture)
-        self.__dict__.update(own)
+        vars(self).update({**picture, **own})
         self._mode = "train" if is_training else "eval"
         self.model = _Policy(picture["model"], is_training)
         self._metrics: dict[str, defaultdict[str, list[Any]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._pending_extra_logs: defaultdict[str, list[Any]] = defaultdict(list)
         self._pending_metrics: defaultdict[str, list[Any]] = defaultdict(list)
         self._last_loaded_step = self.state.global_step  # the trainer pushes
-        self._drawn: Drawn | None = None
 
     def draw(self, drawn: Drawn, leave: Callable[[], None]) -> None:
         """Fill in `drawn`, from its rows: environments, generation with its tools, rewards; `leave` when the engine is free."""
-        self._drawn, self._leave = drawn, leave
         seen = self.state.num_input_tokens_seen
-        with contextlib.suppress(_Complete):
-            self._generate_and_score_completions(drawn.rows)
-        drawn.tokens_seen = self.state.num_input_tokens_seen - seen
-        metrics = self._metrics[self._mode]
-        metrics.pop("num_tokens", None)  # a sum over the run, which only the trainer knows
-        drawn.metrics, drawn.extra_logs, drawn.extra_metrics = metrics, self._pending_extra_logs, self._pending_metrics
-
-    def _generate(self, prompts: list[Any]) -> Any:
-        """The end of the first half: whatever TRL would do after it, the trainer's thread does."""
-        *generated, extra_fields, images, tool_images = super()._generate(prompts)
-        self._leave()
-        drawn = self._drawn
+        prompts, (*generated, extra_fields, images, tool_images) = self._first_half(drawn.rows)
+        leave()
         for i, row in enumerate(drawn.rows):
             for name, values in extra_fields.items():
                 if not isinstance(values, list) or i < len(values):
@@ -164,11 +154,33 @@ class Drawing(GRPOTrainer):
         drawn.rewards = self._calculate_rewards(drawn.rows, prompts, completions, completion_ids)
         drawn.generated = (*generated, {}, images, tool_images)
         drawn.rows = [{**row, "prompt": prompt} for row, prompt in zip(drawn.rows, prompts, strict=True)]
-        raise _Complete
+        drawn.tokens_seen = self.state.num_input_tokens_seen - seen
+        metrics = self._metrics[self._mode]
+        metrics.pop("num_tokens", None)  # a sum over the run, which only the trainer knows
+        drawn.metrics, drawn.extra_logs, drawn.extra_metrics = metrics, self._pending_extra_logs, self._pending_metrics
+
+    def _first_half(self, rows: list[dict[str, Any]]) -> tuple[list[Any], Any]:
+        """Prompts, as the environments have made them, and what TRL's `_generate` returns for them.
+
+        TRL has no method for this half alone, so its method for both is left where `_generate` returns. A copy would be fifty lines about
+        environments, their pools, tools and images, with nine private attributes of TRL.
+        """
+        try:
+            self._generate_and_score_completions(rows)
+        except _Generated as half:
+            return half.prompts, half.output
+        raise AssertionError("TRL's _generate_and_score_completions has not called _generate")
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        raise _Generated(prompts, super()._generate(prompts))
 
 
-class _Complete(Exception):
+class _Generated(Exception):
     """The first half of a rollout is done."""
+
+    def __init__(self, prompts: list[Any], output: tuple[Any, ...]):
+        super().__init__()
+        self.prompts, self.output = prompts, output
 
 
 class _Policy:
