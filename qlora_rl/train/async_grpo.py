@@ -84,9 +84,9 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
                 "reading the config: vllm_enable_sleep_mode=True with overlapping rollouts: the engine never rests between them. Leave it "
                 "out, or use QLoRAGRPOTrainer."
             )
-        if self.max_staleness and not self.args.vllm_importance_sampling_correction:
+        if self.max_staleness and not self.vllm_importance_sampling_correction:
             logger.warning(
-                "vllm_importance_sampling_correction=False: rollouts of up to %d policies ago are trained on as if they were new",
+                "without importance sampling correction: rollouts of up to %d policies ago are trained on as if they were new",
                 self.max_staleness,
             )
 

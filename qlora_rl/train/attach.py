@@ -25,7 +25,7 @@ from qlora_rl.train.watch.measure import MeasuredSteps
 logger = logging.getLogger(__name__)
 
 # What `EngineBridge.install` sets.
-_ATTRIBUTES = ("use_vllm", "vllm_mode", "vllm_generation", "_last_loaded_step")
+_ATTRIBUTES = ("use_vllm", "vllm_mode", "vllm_generation", "_last_loaded_step", "vllm_importance_sampling_correction")
 
 
 class Attachment:
@@ -49,8 +49,8 @@ class Attachment:
         return self._trainer.fidelity
 
     @property
-    def alarm(self) -> MismatchAlarm:
-        """What is normal for this pair, and what was examined."""
+    def alarm(self) -> MismatchAlarm | None:
+        """What is normal for this pair, and what was examined; none where the engine gives no logprobs."""
         return self._trainer.alarm
 
     def push(self) -> SyncReport:
@@ -139,6 +139,8 @@ def attach(
     check_word(on_mismatch)
     rollout = settings.as_one(rollout)
     settings.check(trainer.args, rollout)
+    rollout_func = getattr(trainer, "rollout_func", None)
+    settings.check_logprobs(trainer.args, rollout, rollout_func)
     check_processes(trainer.args, "attaching to a trainer", refused="attach is for one")
     settings.check_datasets(trainer.train_dataset, trainer.eval_dataset)
     settings.check_sampling(trainer.args, rollout)
@@ -167,8 +169,8 @@ def attach(
     trainer._link, trainer.bridge, trainer.engine = link, link.bridge, link.engine
     callbacks = list(trainer.callback_handler.callbacks)
     link.bridge.install(trainer)
-    rollout_func = getattr(trainer, "rollout_func", None)
-    trainer.measure_into(None, alarm_for(link, model, trainer.args, on_mismatch, rollout_func=rollout_func))
+    alarm = alarm_for(link, model, trainer.args, on_mismatch, rollout_func=rollout_func)
+    trainer.measure_into(None, alarm, compares=link.bridge.knows_logprobs(rollout_func))
     added = [c for c in trainer.callback_handler.callbacks if c not in callbacks]
     logger.info("%s samples from %s", kind.__name__, link.engine.capabilities().name)
     return Attachment(trainer, link, kind, before, added)

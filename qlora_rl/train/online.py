@@ -121,6 +121,7 @@ class OnlineTrainer(TrainedRun):
         args = settings.own_copy(args)
         rollout = settings.as_one(options.rollout)
         settings.check(args, rollout)
+        settings.check_logprobs(args, rollout, of_trl.get("rollout_func"))
         is_whole = trains_whole(model, peft_config, options.sync)
         refused = self._one_process or zero.unproven(args, is_whole=is_whole)
         check_processes(args, "choosing the engine", refused=refused)
@@ -222,9 +223,8 @@ class OnlineTrainer(TrainedRun):
                 self._take(link)
                 self.bridge.install(self)
                 rollout_func = of_trl.get("rollout_func")
-                self.measure_into(
-                    self.run, alarm_for(link, self.model, args, options.on_mismatch, rollout_func=rollout_func)
-                )
+                alarm = alarm_for(link, self.model, args, options.on_mismatch, rollout_func=rollout_func)
+                self.measure_into(self.run, alarm, compares=self.bridge.knows_logprobs(rollout_func))
                 if self.run is not None:
                     self.run.begin()
                     held = {
@@ -310,7 +310,7 @@ class OnlineTrainer(TrainedRun):
         return {
             "bridge": self.bridge.state(),
             "canary": canary.state() if canary is not None else None,
-            "alarm": self.alarm.state(),
+            "alarm": self.alarm.state() if self.alarm is not None else None,
         }
 
     def _restore_states(self, saved: dict[str, Any]) -> None:
@@ -318,7 +318,7 @@ class OnlineTrainer(TrainedRun):
         canary = self.bridge.strategy.canary
         if canary is not None and saved["canary"] is not None:
             canary.restore(saved["canary"])
-        if "alarm" in saved:
+        if self.alarm is not None and saved.get("alarm") is not None:
             self.alarm.restore(saved["alarm"])
 
     def _write_rest(self) -> None:

@@ -168,6 +168,9 @@ class SampledPairs:
             # Before the policy's: ZeRO-3 counts what the backward pass has to let go of, and a forward pass in between counts anew.
             with torch.no_grad():
                 self._of_reference = super()._forward(self.ref_model, *batch)
+        if not self._compares:
+            self._note_rollout({}, *batch_of_all_ranks(completion_mask))
+            return super()._forward(*arguments)
         seen: list[torch.Tensor] = []
         hook = model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits.detach()))
         try:
@@ -198,16 +201,25 @@ class SampledPairs:
     def _observe(self, ours_BT: torch.Tensor, rollout: dict[str, Any], mask_BT: torch.Tensor) -> None:
         ours_BT, theirs_BT, of_all_BT = batch_of_all_ranks(ours_BT, rollout["sampling_per_token_logps"], mask_BT)
         fidelity = self.fidelity.observe(ours_BT, theirs_BT, of_all_BT)
-        measured = of_all_ranks(dict(self._rollout_facts()))
-        measured |= {k: v for k, v in fidelity.as_dict().items() if k != "tokens"}
+        measured = {k: v for k, v in fidelity.as_dict().items() if k != "tokens"}
         if self.alarm is not None and self.alarm.threshold is not None:
             measured["mismatch_threshold"] = self.alarm.threshold
+        self._note_rollout(measured, of_all_BT)
+        if self.alarm is not None:
+            self._watch(fidelity, rollout, mask_BT)
+
+    def _note_rollout(self, measured: dict[str, Any], of_all_BT: torch.Tensor) -> None:
+        """Into TRL's log and the record of the step.
+
+        Args:
+            measured: of the distance to the engine.
+            of_all_BT: the mask of the completions of all ranks.
+        """
+        measured = of_all_ranks(dict(self._rollout_facts())) | measured
         for name, value in measured.items():
             if name != "by_position":  # TRL's log takes numbers
                 self._metrics["train"][f"qlora_rl/{name}"].append(value)
         self._record.add(completion_length=float(of_all_BT.sum(1).float().mean()), **measured)
-        if self.alarm is not None:
-            self._watch(fidelity, rollout, mask_BT)
 
     # What TRL has gathered since its last log.
 

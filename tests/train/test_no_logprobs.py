@@ -173,6 +173,19 @@ def test_a_run_goes_on_from_a_checkpoint(silent, make_trainer, config):
     assert trainer.alarm is None
 
 
+def test_an_engine_that_cannot_score_either_trains_without_the_canary(
+    silent, make_trainer, config, monkeypatch, caplog
+):
+    def score(*args, **kwargs):
+        raise NotImplementedError
+
+    monkeypatch.setattr(silent, "score", score)
+    trainer = make_trainer(args=config(max_steps=2), rollout=silent, canary_every=0)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "nothing compares engine and policy" in caplog.text
+
+
 def test_an_engine_that_has_not_said_so_is_told_how(silent, make_trainer, config):
     silent.says = False
     with pytest.raises(EngineUnsupportedError, match="gives_logprobs=False"):

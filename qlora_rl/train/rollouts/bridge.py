@@ -1,6 +1,6 @@
 """`EngineBridge`: what TRL's GRPO and RLOO trainers need of a generation backend, over one engine and one strategy.
 
-It holds no trainer. `install` sets the four attributes by which TRL 1.16 uses a backend; they are set nowhere else.
+It holds no trainer. `install` sets the attributes by which TRL 1.16 uses a backend; they are set nowhere else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from qlora_rl.contracts import Rollout, RolloutEngine, SamplingSpec, SyncReport, SyncStrategy
 from qlora_rl.distributed import ranks
-from qlora_rl.errors import EngineBrokenError, NotYetSupportedError
+from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, NotYetSupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class EngineBridge:
         self.seed = seed
         self.sleeps = sleeps
         self.holds_two = engine.capabilities().holds_two
+        self.gives_logprobs = engine.capabilities().gives_logprobs
         self._alone, self._counting = threading.Lock(), threading.Lock()
         self._step, self._is_evaluation = 0, False
         self._calls = {False: 0, True: 0}
@@ -72,7 +73,13 @@ class EngineBridge:
         trainer.vllm_mode = "colocate"
         trainer.vllm_generation = self
         trainer._last_loaded_step = -1
+        if not self.knows_logprobs(getattr(trainer, "rollout_func", None)):
+            trainer.vllm_importance_sampling_correction = False
         self._calls = {False: 0, True: 0}  # a step that an earlier training has begun may come again
+
+    def knows_logprobs(self, rollout_func: Any) -> bool:
+        """Sampled tokens come with the logprobs with which they were sampled: the engine's, or those that a `rollout_func` returns."""
+        return self.gives_logprobs or rollout_func is not None
 
     def begin(self, step: int, *, is_evaluation: bool = False) -> None:
         """What is drawn from now on belongs to this optimizer step."""
@@ -183,6 +190,15 @@ class EngineBridge:
         with self._counting:
             self._tokens += rollout.tokens
             self._seconds += rollout.seconds
+        if not self.gives_logprobs:
+            # TRL reads a value for each token, and `MeasuredSteps` takes them out again.
+            nothing: list[list[float | None]] = [[None] * len(ids) for ids in rollout.completion_ids]
+            return dataclasses.replace(rollout, logprobs=nothing)
+        if not rollout.logprobs and rollout.completion_ids:
+            raise EngineUnsupportedError(
+                f"generating: logprobs={rollout.logprobs!r} of {len(rollout.completion_ids)} completions by {self.engine.capabilities().name}. "
+                "Return a list for each completion, or set gives_logprobs=False in the engine's capabilities()."
+            )
         return rollout
 
     @staticmethod

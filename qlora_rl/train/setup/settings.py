@@ -164,6 +164,26 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
         raise collected("reading the config", reasons, ConfigConflictError)
 
 
+def check_logprobs(args: GRPOConfig, rollout: str | list[str] | RolloutEngine, rollout_func: Any) -> None:
+    """Reject settings of importance sampling beside an engine without logprobs; TRL's defaults and ours are not taken for a wish.
+
+    Raises:
+        ConfigConflictError: names what was chosen.
+    """
+    if isinstance(rollout, str | list) or rollout_func is not None or rollout.capabilities().gives_logprobs:
+        return
+    if not getattr(args, "vllm_importance_sampling_correction", False):
+        return
+    names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")
+    chosen = [n for n in names if _is_set(args, n) and (n not in CORRECTION or getattr(args, n) != CORRECTION[n])]
+    if chosen:
+        raise ConfigConflictError(
+            f"reading the config: {', '.join(f'{name}={getattr(args, name)!r}' for name in chosen)}: importance sampling needs the "
+            f"logprobs of sampled tokens, and {rollout.capabilities().name} gives no logprobs. Leave it out, or set "
+            "vllm_importance_sampling_correction=False."
+        )
+
+
 def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
     """vLLM takes the sampling arguments; asked where it is installed, and, beside an engine elsewhere, where `generation_kwargs` are set.
 

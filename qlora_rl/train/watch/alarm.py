@@ -156,7 +156,8 @@ class MismatchAlarm:
         found = Diagnosis(
             "nan",
             "its logits are NaN, or the engine reports no logprobs. The adapter's products may overflow (lower the learning rate, clip "
-            "gradients), or those of the engine's base do (compute_dtype float16)",
+            "gradients), or those of the engine's base do (compute_dtype float16). An engine that never reports any says so by "
+            "gives_logprobs=False in its capabilities()",
         )
         self.diagnoses[self._looks] = found
         said = f"{place}: {said}: {found.sentence}"
@@ -297,8 +298,8 @@ def _rows(output: Mapping[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
     yield from zip(output["prompt_ids"].tolist(), output["completion_ids"].tolist(), strict=True)
 
 
-def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_func: Any = None) -> MismatchAlarm:
-    """The alarm of a trainer.
+def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_func: Any = None) -> MismatchAlarm | None:
+    """The alarm of a trainer; none where nobody gives the logprobs of sampled tokens, which is logged.
 
     Args:
         link: policy and engine.
@@ -307,6 +308,16 @@ def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_fu
         on_mismatch: as the trainer takes it.
         rollout_func: TRL's: what it returns was not drawn by the bridge.
     """
+    if not link.bridge.knows_logprobs(rollout_func):
+        logger.warning(
+            "%s gives no logprobs of the tokens that it samples: the mismatch alarm is off, rollouts are trained on without importance "
+            "sampling correction (vllm_importance_sampling_correction), and %s",
+            link.engine.capabilities().name,
+            "the canary alone compares engine and policy"
+            if link.strategy.canary
+            else "nothing compares engine and policy",
+        )
+        return None
     autocast = autocast_dtype(args)
     expected = list(filters_of(link.bridge.sampling))
     expected += ["rollout_func"] if rollout_func is not None else []

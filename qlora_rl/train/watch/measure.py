@@ -28,11 +28,17 @@ class MeasuredSteps:
 
     fidelity: FidelityMonitor
     alarm: MismatchAlarm | None = None
+    _compares = True  # the sampler's logprobs are known
     _record: StepRecord
 
-    def measure_into(self, run: RunDirectory | None, alarm: MismatchAlarm | None = None) -> None:
-        """Record every step from now on, in `run` and in TRL's log (names `qlora_rl/…`); `alarm` looks at each of them."""
-        self.fidelity, self.alarm = FidelityMonitor(), alarm
+    def measure_into(
+        self, run: RunDirectory | None, alarm: MismatchAlarm | None = None, *, compares: bool = True
+    ) -> None:
+        """Record every step from now on, in `run` and in TRL's log (names `qlora_rl/…`); `alarm` looks at each of them.
+
+        Without `compares` the sampler's logprobs are not known.
+        """
+        self.fidelity, self.alarm, self._compares = FidelityMonitor(), alarm, compares
         self._record = StepRecord(run)
         self._first_rollouts: dict[str, Any] = {}
         self.add_callback(_StepClock(self._record))
@@ -48,6 +54,8 @@ class MeasuredSteps:
         mode = "train" if self.model.training else "eval"
         self._before_rollout(mode)
         output = super()._generate_and_score_completions(inputs)
+        if not self._compares:
+            output.pop("sampling_per_token_logps", None)
         measured = of_all_ranks(dict(self._rollout_facts()))
         if "sampling_per_token_logps" in output and self.alarm is not None and self.alarm.threshold is not None:
             measured["mismatch_threshold"] = self.alarm.threshold
