@@ -163,7 +163,7 @@ class Drawing(GRPOTrainer):
         """Prompts, as the environments have made them, and what TRL's `_generate` returns for them.
 
         TRL has no method for this half alone, so its method for both is left where `_generate` returns. A copy would be fifty lines about
-        environments, their pools, tools and images, with nine private attributes of TRL.
+        environments, their pools, tools and images, with six private attributes of TRL.
         """
         try:
             self._generate_and_score_completions(rows)
