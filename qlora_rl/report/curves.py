@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
@@ -17,7 +18,9 @@ from .sentences import MISMATCH_BAR, choose_window
 def draw_curves(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
     """The charts that these runs have something for: rewards and sampler where answers were drawn, else loss and accuracy."""
     if any(run.draws for run in runs):
-        return [draw(runs, names) for draw in (_draw_reward, _draw_mismatch, _draw_ratio)]
+        own = [_draw_rewards_apart(runs[0]), _draw_dashboard(runs, names)]
+        reward, *others = (draw(runs, names) for draw in (_draw_reward, _draw_mismatch, _draw_ratio))
+        return [reward, *(part for part in own if part is not None), *others]
     return [shown for draw in (_draw_loss, _draw_hits) if (shown := draw(runs, names)) is not None]
 
 
@@ -52,6 +55,59 @@ def _draw_reward(runs: Sequence[Run], names: Sequence[str]) -> Markup:
     caption = "The average score of the answers written in each step; learning makes it rise."
     caption += _smoothing(runs, "mean")
     return section(title, caption, _draw_curve(runs, names, "reward", fmean, title, "mean reward per answer", "mean"))
+
+
+_REWARD = re.compile(r"rewards/(.+)/mean")
+# What people watch in GRPO, by TRL's names: title, axis, what it tells. Drawn where a run has logged it.
+_DASHBOARD = {
+    "completion_length": ("Length of completions", "tokens, mean", "Growing without reward is a policy that pads."),
+    "completions/clipped_ratio": ("Truncated completions", "share", "Cut at max_completion_length, so they have no end."),
+    "frac_reward_zero_std": ("Prompts that teach nothing", "share", "All completions of a group have one reward: no gradient."),
+    "reward_std": ("Spread of rewards", "standard deviation", "Within a group; the signal of GRPO."),
+    "entropy": ("Entropy", "nats per token", "Near zero, the policy no longer explores."),
+    "kl": ("KL to the reference", "nats per token", "How far the policy is from where it started (beta > 0)."),
+    "clip_ratio/region_mean": ("Clipped tokens", "share", "Their ratio left the clipping range of the loss."),
+    "loss": ("Loss", "loss", "In GRPO it says little; spikes do."),
+    "grad_norm": ("Gradient norm", "norm", "Before clipping."),
+    "learning_rate": ("Learning rate", "rate", "Of the optimizer."),
+    "gpu_memory_gib": ("GPU memory", "GiB, peak", "Of torch in this process; a server's is its own."),
+}  # fmt: skip
+
+
+def _draw_rewards_apart(run: Run) -> Markup | None:
+    """Each reward function by itself, of the first run, where there are several."""
+    found = [match for key in _keys(run) if (match := _REWARD.fullmatch(key))]
+    if len(found) < 2:
+        return None
+    title = "Each reward function"
+    window = choose_window(len(run.metrics))
+    lines = [Line(each[1], run.steps, smooth(run.column(each[0]), window, fmean), i) for i, each in enumerate(found)]
+    chart = draw_chart(title, "mean reward per answer", lines, legend=[(i, each[1]) for i, each in enumerate(found)])
+    caption = "Before weights, the mean of each step." + (f" Mean of {window} steps." if window > 1 else "")
+    return section(title, caption, chart)
+
+
+def _draw_dashboard(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
+    logged = _keys(runs[0])
+    shown = [name for name in _DASHBOARD if name in logged and runs[0].values(name)]
+    if not shown:
+        return None
+    charts = []
+    for name in shown:
+        title, axis, told = _DASHBOARD[name]
+        charts += [
+            tag("h3", title),
+            tag("p", f"{told} ({name})", class_="caption"),
+            _draw_curve(runs, names, name, fmean, title, axis, "mean"),
+        ]
+    inner = tag(
+        "details", tag("summary", f"{len(shown)} charts: {', '.join(_DASHBOARD[n][0].lower() for n in shown)}"), *charts
+    )
+    return section("What GRPO dashboards show", None, inner)
+
+
+def _keys(run: Run) -> list[str]:
+    return list(dict.fromkeys(key for record in run.metrics for key in record))
 
 
 def _draw_loss(runs: Sequence[Run], names: Sequence[str]) -> Markup:

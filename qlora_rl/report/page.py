@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
+import io
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -256,4 +258,13 @@ def _draw_every_metric(run: Run) -> Markup | None:
     names = [name for name in dict.fromkeys(key for record in run.metrics for key in record) if name != "step"]
     columns = [(name, values) for name in names if (values := run.values(name))]
     rows = [(n, *map(plain, (v[0], median(v), v[-1], min(v), max(v))), f"{len(v):,}") for n, v in columns]
-    return table(["", "First", "Median", "Last", "Lowest", "Highest", "Steps"], rows) if rows else None
+    if not rows:
+        return None
+    text = io.StringIO()
+    csv.writer(text).writerows(
+        [["step", *(n for n, _ in columns)], *([int(r["step"]), *(r.get(n) for n, _ in columns)] for r in run.metrics)]
+    )
+    held = base64.b64encode(text.getvalue().encode()).decode()
+    link = tag("a", "metrics.csv", href=f"data:text/csv;base64,{held}", download="metrics.csv")
+    told = tag("p", "All of it, step by step: ", link, class_="caption")
+    return tag("div", told, table(["", "First", "Median", "Last", "Lowest", "Highest", "Steps"], rows))

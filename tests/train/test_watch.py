@@ -308,3 +308,17 @@ def test_ranks_that_share_an_engine_ask_it_the_same_whatever_they_find(make_trai
             trainer.engine.drop_adapter()
         examiner._held()
     assert len(asked) == 2
+
+
+def test_a_steps_record_has_what_grpo_dashboards_show(make_trainer, config, tmp_path):
+    args = config(output_dir=str(tmp_path / "shown"), logging_steps=1, beta=0.1)
+    make_trainer(args=args, reward_funcs=[by_place, lambda completions, **_: [1.0] * len(completions)]).train()
+    (line,) = [json.loads(text) for text in (tmp_path / "shown" / "metrics.jsonl").read_text().splitlines()]
+    assert line["rewards/by_place/mean"] == 0.5
+    assert line["rewards/<lambda>/mean"] == 1.0
+    assert line["frac_reward_zero_std"] == 0.0
+    assert 0 <= line["completions/clipped_ratio"] <= 1
+    assert line["entropy"] > 0
+    assert line["kl"] == pytest.approx(0, abs=1e-3)
+    assert line["clip_ratio/region_mean"] >= 0
+    assert {"loss", "grad_norm", "learning_rate"} <= line.keys()

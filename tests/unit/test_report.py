@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import http.client
+import io
 import json
 import os
 import re
@@ -117,7 +119,9 @@ def test_page_asks_nothing_of_any_network(tmp_path):
     page = read_page(make_run(tmp_path / "a", samples=[sample]), (make_run(tmp_path / "b"),))
     assert "default-src 'none'" in page.replace("&#x27;", "'")
     markup = re.sub(r">[^<]*<", "><", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL))
-    assert re.findall(r'\s(?:src|href|srcset|action|poster)="([^"]*)"', markup) == ["data:,"]
+    links = re.findall(r'\s(?:src|href|srcset|action|poster)="([^"]*)"', markup)
+    assert links
+    assert all(link.startswith(("data:,", "data:text/csv;base64,")) for link in links)
     style = re.search(r"<style>(.*?)</style>", page, re.DOTALL).group(1)
     assert not re.search(r"url\(|@import|https?:|//", style)
     script = re.search(r"<script>(.*?)</script>", page, re.DOTALL).group(1)
@@ -493,3 +497,35 @@ def test_the_command_serves_until_ctrl_c(tmp_path):
         assert "http://127.0.0.1:" in said
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0
+
+
+GRPO = {
+    "rewards/numeric/mean": 0.25, "rewards/numeric/std": 0.4, "rewards/short/mean": 0.75, "frac_reward_zero_std": 0.5,
+    "completions/clipped_ratio": 0.125, "entropy": 1.5, "kl": 0.01, "clip_ratio/region_mean": 0.02, "completion_length": 30.0,
+}  # fmt: skip
+
+
+def test_what_grpo_dashboards_show_is_there_and_can_be_downloaded(tmp_path):
+    metrics = "".join(json.dumps({"step": i, "reward": 0.5, **GRPO}) + "\n" for i in (1, 2, 3))
+    page = read_page(make_run(tmp_path / "a", metrics=metrics))
+    assert "Each reward function" in page
+    assert all(name in page for name in ("numeric", "short"))
+    for title in (
+        "Length of completions",
+        "Truncated completions",
+        "Prompts that teach nothing",
+        "Entropy",
+        "KL to the reference",
+        "Clipped tokens",
+    ):
+        assert f"<h3>{title}</h3>" in page
+    assert "<h3>GPU memory</h3>" not in page  # not logged
+    (held,) = re.findall(r'href="data:text/csv;base64,([^"]*)"', page)
+    rows = list(csv.DictReader(io.StringIO(base64.b64decode(held).decode())))
+    assert [row["step"] for row in rows] == ["1", "2", "3"]
+    assert all(float(row[name]) == value for row in rows for name, value in GRPO.items())
+
+
+def test_one_reward_function_is_the_reward(tmp_path):
+    metrics = "".join(json.dumps({"step": i, "reward": 0.5, "rewards/numeric/mean": 0.5}) + "\n" for i in (1, 2))
+    assert "Each reward function" not in read_page(make_run(tmp_path / "a", metrics=metrics))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from qlora_rl.train.watch.alarm import MismatchAlarm, drawn_from, filters_of
 logger = logging.getLogger(__name__)
 
 _KEPT = 8  # rollouts of a group that are written down
+
+# TRL's metrics that a step's record keeps under TRL's names: of what was generated, and of the loss, known when TRL logs.
+_OF_A_ROLLOUT = ("rewards/", "frac_reward_zero_std", "completions/")
+_OF_A_LOSS = ("loss", "grad_norm", "learning_rate", "entropy", "kl", "clip_ratio/")
 
 
 class MeasuredSteps:
@@ -66,6 +71,7 @@ class MeasuredSteps:
                 reward=latest.get("reward"),
                 reward_std=latest.get("reward_std"),
                 completion_length=latest.get("completions/mean_length"),
+                **{n: v for n, v in latest.items() if n.startswith(_OF_A_ROLLOUT) and n != "completions/mean_length"},
             )
             self._note_rollouts(len(output["completion_ids"]) * ranks().size)  # TRL has gathered their texts
         if "sampling_per_token_logps" in output:
@@ -150,7 +156,12 @@ class MeasuredSteps:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's `log`; loss, gradient norm and learning rate also go into the step's record."""
-        self._record.add(**{k: logs[k] for k in ("loss", "grad_norm", "learning_rate") if k in logs})
+        of_trl = {
+            name: fmean(values) for name, values in self._metrics["train"].items() if values
+        }  # TRL's log empties it
+        self._record.add(**{name: value for name, value in (of_trl | logs).items() if name.startswith(_OF_A_LOSS)})
+        if torch.cuda.is_available():
+            self._record.add(gpu_memory_gib=torch.cuda.max_memory_allocated() / 2**30)
         if "loss" in logs:
             self._record.flush()
         super().log(logs, start_time)
