@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,60 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("same", derandomize=True)
 settings.register_profile("drawn", derandomize=False)
 settings.load_profile(os.environ.get("QLORA_RL_TEST_EXAMPLES", "same"))
+
+
+# What takes a minute and more, longest first, so that no worker waits at the end for another's long file; behind them by directory.
+LONGEST = (
+    "engine/test_demo.py",
+    "engine/test_server_faults.py",
+    "train/test_resume_online.py",
+    "distributed/test_zero.py",
+    "engine/test_server.py",
+    "engine/test_dense_server.py",
+    "train/test_kill.py",
+    "engine/test_notebooks_run.py",
+    "train/test_resume.py",
+)
+DIRECTORIES = ("engine", "distributed", "torchrl", "train", "gpu", "unit")
+_HERE = Path(__file__).resolve().parent
+_frozen_with = 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The order of the files is ours: pytest-xdist would begin with those that hold the most tests."""
+    config.option.loadscopereorder = False
+
+
+def _place(item: pytest.Item) -> tuple[int, int]:
+    name = item.path.relative_to(_HERE).as_posix()
+    directory = name.partition("/")[0]
+    return (
+        LONGEST.index(name) if name in LONGEST else len(LONGEST),
+        DIRECTORIES.index(directory) if directory in DIRECTORIES else 0,
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in the order of `LONGEST`; within a file nothing changes."""
+    items.sort(key=_place)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries_are_not_searched_for_garbage() -> None:
+    """The end of every training and of every engine collects garbage: half a second through what libraries hold for good.
+
+    What a test makes comes later, and is collected as ever.
+    """
+    global _frozen_with
+    if len(sys.modules) > _frozen_with + 100:
+        gc.collect()
+        gc.freeze()
+        _frozen_with = len(sys.modules)
+
+
+def pytest_unconfigure() -> None:
+    """The interpreter's own end finds everything again."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

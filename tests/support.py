@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shutil
+from multiprocessing import forkserver
 from pathlib import Path
 
 ARCHITECTURES = {
@@ -151,3 +154,31 @@ def cpu_seconds(pid: int) -> float:
 
     top = psutil.Process(pid)
     return sum(sum(each.cpu_times()[:2]) for each in (top, *top.children(recursive=True)))
+
+
+def forking():
+    """A context for processes of `run` (resumed.py) and of actors.py: forked, in milliseconds, from a server that has imported everything.
+
+    A process has one such server, whoever starts it first: it imports for all of them.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # TRL imports DeepSpeed, where it is installed, in the middle of a training. frozen.py comes last.
+    known = [
+        "trl",
+        "peft",
+        "deepspeed",
+        "qlora_rl.train.grpo",
+        "qlora_rl.engine.fake",
+        "resumed",
+        "actors",
+        "frozen",
+    ]
+    context.set_forkserver_preload(known)
+    here, kept = Path(__file__).resolve().parent, os.environ.get("PYTHONPATH")
+    # The server reads it when it starts; sys.path it does not know.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(here / "torchrl"), str(here), *filter(None, [kept])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH") if kept is None else os.environ.update(PYTHONPATH=kept)
+    return context

@@ -1,5 +1,9 @@
 """One engine for many tests: vLLM starts once per module that asks for it."""
 
+import contextlib
+import fcntl
+import os
+
 import pytest
 
 PROMPTS = [[40 + i, 41, 42, 43 + i] for i in range(8)]
@@ -18,3 +22,26 @@ def engine(base):
 def prompts():
     """Eight prompts of four tokens."""
     return [list(p) for p in PROMPTS]
+
+
+@pytest.fixture(scope="session")
+def demo_home(tmp_path_factory):
+    """A cache for the demo's own model, of all workers of this run: whoever needs it first pretrains it, inside `pretraining`."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # a worker's own directory lies in that of the run
+    (root / "demo-home").mkdir(exist_ok=True)
+    return root / "demo-home"
+
+
+@pytest.fixture(scope="session")
+def pretraining(demo_home):
+    """A lock that is held while the demo's model may be pretrained into `demo_home`; the others wait for it."""
+
+    @contextlib.contextmanager
+    def alone():
+        with (demo_home / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    return alone

@@ -19,15 +19,17 @@ def command(*arguments):
 
 
 @pytest.fixture(scope="module")
-def demo_cache(tmp_path_factory):
-    """The demo's own model, pretrained once for this module (about a minute)."""
-    return {**os.environ, "QLORA_RL_CACHE": str(tmp_path_factory.mktemp("demo-cache"))}
+def demo_cache(demo_home):
+    """The demo's own model, pretrained once for all that use it (about a minute)."""
+    return {**os.environ, "QLORA_RL_CACHE": str(demo_home)}
 
 
 @pytest.fixture(scope="module")
-def finished(demo_cache, tmp_path_factory):
+def finished(demo_cache, pretraining, tmp_path_factory):
     out = tmp_path_factory.mktemp("demo") / "run"
-    done = subprocess.run(command("demo", "--steps", 60, "--out", out), env=demo_cache, capture_output=True, text=True)
+    whole = command("demo", "--steps", 60, "--out", out)
+    with pretraining():
+        done = subprocess.run(whole, env=demo_cache, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return out, done.stdout
 

@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -55,12 +58,14 @@ def answers(notebook):
     ]
 
 
-def test_a_first_grpo_run_learns_on_another_model_and_with_fewer_steps(tmp_path):
-    """As somebody would run it who changes the first cell; less pretraining of the demo's model saves half a minute."""
+def test_a_first_grpo_run_learns_on_another_model_and_with_fewer_steps(demo_home, pretraining, tmp_path):
+    """As somebody would run it who changes the first cell: here to a copy of the demo's model."""
+    model = tmp_path / "model"
+    with pretraining():
+        environment = {**os.environ, "QLORA_RL_CACHE": str(demo_home)}
+        subprocess.run([sys.executable, "-m", "qlora_rl.demo.tiny_model", str(model)], env=environment, check=True)
     notebook = load("102")
-    changes = (
-        "from qlora_rl.demo.tiny_model import make_tiny_model\nMODEL, STEPS = str(make_tiny_model(steps=100)), 25\n"
-    )
+    changes = f"MODEL, STEPS = {str(model)!r}, 25\n"
     notebook.cells.insert(3, nbformat.v4.new_code_cell(changes))  # behind the cell that keeps the libraries quiet
     notebook.cells.append(ask(ASKED["102"]))
     SCRIPT.execute(notebook, tmp_path)

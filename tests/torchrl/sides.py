@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 PROBE = [[40, 41, 42, 43, 44, 45], [60, 9, 33, 12, 7, 41]]
-HERE = Path(__file__).parent
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray would leave a key in the home directory
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -99,13 +97,6 @@ def torch_world(rank: int, place: Path):
         rpc.shutdown(graceful=False)
 
 
-def _contexts():
-    """A server that has imported everything once, and forks a side in milliseconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["actors"])
-    return context
-
-
 def dense_engine(base):
     """`FakeEngine` that takes full weights instead of adapters."""
     import dataclasses
@@ -146,17 +137,12 @@ class Side:
 
     def __init__(self, act: str, **settings):
         import actors
+        from support import forking
 
-        kept = os.environ.get("PYTHONPATH")
-        # The server of forks reads it when it starts; sys.path it does not know.
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [kept])])
-        try:
-            context = _contexts()
-            self._events, theirs = context.Pipe(duplex=False)
-            self.process = context.Process(target=actors.run, args=(act, settings, theirs), daemon=True)
-            self.process.start()
-        finally:
-            os.environ.pop("PYTHONPATH") if kept is None else os.environ.update(PYTHONPATH=kept)
+        context = forking()
+        self._events, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=actors.run, args=(act, settings, theirs), daemon=True)
+        self.process.start()
         theirs.close()
         self.events: list[dict] = []
 

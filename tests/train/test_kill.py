@@ -1,6 +1,5 @@
 """Real processes, real kill -9, at random moments and before every file operation in the run directory: the run goes on every time, no checkpoint is torn, and it ends the same."""
 
-import multiprocessing
 import os
 import random
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from resumed import assert_same_run, lines, run
+from support import forking
 
 from qlora_rl.train.run import checkpoints
 
@@ -21,8 +21,7 @@ FIELDS = {"max_steps": 10, "save_steps": 1, "save_total_limit": 3, "pause_s": 0.
 @pytest.fixture(scope="module")
 def start():
     """Starts `run` in a process of its own, out of one that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trl", "peft", "resumed", "qlora_rl.train.grpo", "qlora_rl.engine.fake"])
+    context = forking()
 
     def start(*arguments, target=run, **fields):
         process = context.Process(target=target, args=arguments, kwargs=fields)
