@@ -29,13 +29,15 @@ settings.load_profile(os.environ.get("QLORA_RL_TEST_EXAMPLES", "same"))
 LONGEST = (
     "engine/test_demo.py",
     "engine/test_server_faults.py",
-    "train/test_resume_online.py",
-    "distributed/test_zero.py",
+    "distributed/test_full_weights.py",
     "engine/test_server.py",
+    "distributed/test_ddp.py",
+    "distributed/test_zero.py",
+    "train/test_resume_online.py",
+    "train/test_resume.py",
+    "engine/test_notebooks_run.py",
     "engine/test_dense_server.py",
     "train/test_kill.py",
-    "engine/test_notebooks_run.py",
-    "train/test_resume.py",
 )
 DIRECTORIES = ("engine", "distributed", "torchrl", "train", "gpu", "unit")
 _HERE = Path(__file__).resolve().parent
@@ -48,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _place(item: pytest.Item) -> tuple[int, int]:
-    name = item.path.relative_to(_HERE).as_posix()
+    name = Path(os.path.relpath(item.path, _HERE)).as_posix()
     directory = name.partition("/")[0]
     return (
         LONGEST.index(name) if name in LONGEST else len(LONGEST),

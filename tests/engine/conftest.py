@@ -3,6 +3,8 @@
 import contextlib
 import fcntl
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -45,3 +47,12 @@ def pretraining(demo_home):
             yield
 
     return alone
+
+
+@pytest.fixture(scope="session")
+def with_demo_model(demo_home, pretraining):
+    """What a process is told that needs the demo's model and shall not pretrain it."""
+    environment = {"QLORA_RL_CACHE": str(demo_home)}
+    with pretraining():
+        subprocess.run([sys.executable, "-m", "qlora_rl.demo.tiny_model"], env=os.environ | environment, check=True)
+    return environment

@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
@@ -58,17 +55,16 @@ def answers(notebook):
     ]
 
 
-def test_a_first_grpo_run_learns_on_another_model_and_with_fewer_steps(demo_home, pretraining, tmp_path):
+def test_a_first_grpo_run_learns_on_another_model_and_with_fewer_steps(with_demo_model, tmp_path):
     """As somebody would run it who changes the first cell: here to a copy of the demo's model."""
-    model = tmp_path / "model"
-    with pretraining():
-        environment = {**os.environ, "QLORA_RL_CACHE": str(demo_home)}
-        subprocess.run([sys.executable, "-m", "qlora_rl.demo.tiny_model", str(model)], env=environment, check=True)
+    model = str(tmp_path / "model")
     notebook = load("102")
-    changes = f"MODEL, STEPS = {str(model)!r}, 25\n"
+    changes = (
+        f"from qlora_rl.demo.tiny_model import make_tiny_model\nMODEL, STEPS = str(make_tiny_model({model!r})), 25\n"
+    )
     notebook.cells.insert(3, nbformat.v4.new_code_cell(changes))  # behind the cell that keeps the libraries quiet
     notebook.cells.append(ask(ASKED["102"]))
-    SCRIPT.execute(notebook, tmp_path)
+    SCRIPT.execute(notebook, tmp_path, with_demo_model)
     (got,) = answers(notebook)
     assert got["steps"] == 25
     assert got["after"] > got["before"] + 0.15
@@ -165,10 +161,10 @@ def check_the_plans(got):
     assert 0 <= counted - held < 1024  # the trainer's buffers
 
 
-def test_a_big_model_is_planned_from_its_config_and_two_lines_are_counted_right(tmp_path):
+def test_a_big_model_is_planned_from_its_config_and_two_lines_are_counted_right(with_demo_model, tmp_path):
     notebook = load("204")
     notebook.cells.append(ask(ASKED["204"]))
-    SCRIPT.execute(notebook, tmp_path)
+    SCRIPT.execute(notebook, tmp_path, with_demo_model)
     check_the_plans(*answers(notebook))
 
 
