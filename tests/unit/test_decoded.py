@@ -91,6 +91,25 @@ def test_decoded_and_baked_are_bitsandbytes_own_weights_bit_for_bit(quant, way):
     assert torch.equal(linear(LAYER, eye), wanted)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("columns", [IN, 768])
+def test_a_token_gives_the_same_bits_in_any_company(columns, threads, way):
+    """In float32; torch's bf16 kernels keep their own rules."""
+    if way == "in bf16":
+        return
+    linear = linear_of(fused(columns=columns), 2**15, way)
+    x = torch.randn(70, columns).to(torch.bfloat16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = linear(LAYER, x)
+        for count in (1, 2, 7, 8, 9, 16, 17, 33):
+            assert torch.equal(linear(LAYER, x[30 : 30 + count]), together[30 : 30 + count]), count
+            assert linear(LAYER, x[:count]).is_contiguous()
+    finally:
+        torch.set_num_threads(before)
+
+
 def with_second_zero_negative(codes, state):
     """FP4's code 8 as bitsandbytes decodes it without AVX-512: -0, where its table and its AVX-512 kernel have 0."""
     weight = decode_plainly(codes, state)

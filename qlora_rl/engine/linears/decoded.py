@@ -17,12 +17,12 @@ import torch
 from qlora_rl.base.decode import Decode, TableDecoder, decode_plainly, decoder, uses_avx512
 from qlora_rl.engine.linears.joined import Joined
 from qlora_rl.engine.linears.linear import Pack, Product
-from qlora_rl.products import lifted_rows
+from qlora_rl.products import COLUMNS_ALIKE, lifted_rows
 
 # Weights that are decoded at a time: 4 MiB in bf16, so that the product reads them out of the cache.
 SLICE = 2**21
 # The same where they are lifted to float32 as well.
-LIFTED_SLICE = 2**19
+LIFTED_SLICE = 2**20
 
 
 @dataclass
@@ -152,10 +152,11 @@ class DecodedLinear:
         return out_TO
 
     def _lifted_product(self, x_TI: torch.Tensor, lifted: torch.Tensor) -> torch.Tensor:
-        x = lifted_rows(x_TI)
-        out = x.new_empty(len(x), self.shape[0])
+        """The weight is the left factor: with few tokens MKL takes up to a third less time than with the tokens there."""
+        x_IT = lifted_rows(x_TI, COLUMNS_ALIKE).t()
+        out_OT = x_IT.new_empty(self.shape[0], x_IT.shape[1])
         for part in self._slices:
             weight = self._decoded(part)
             weight = lifted[: weight.numel()].view_as(weight).copy_(weight)
-            torch.mm(x, weight.t(), out=out[:, part.first : part.first + part.rows])
-        return out[: len(x_TI)].to(torch.bfloat16)
+            torch.mm(weight, x_IT, out=out_OT[part.first : part.first + part.rows])
+        return out_OT[:, : len(x_TI)].t().to(torch.bfloat16, memory_format=torch.contiguous_format)
