@@ -59,6 +59,14 @@ def way(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 def linear_of(weight, slice_size=2**12, way="in bf16"):
     lifted = None if way == "in bf16" else torch.empty(slice_size)
     return DecodedLinear(weight, torch.empty(slice_size, dtype=torch.bfloat16), lifted)
@@ -79,7 +87,7 @@ def test_parts_are_multiplied_as_one(quant, blocksize, slice_size, dtype, way):
 
 
 @pytest.mark.parametrize("quant", ["nf4", "fp4"])
-def test_decoded_and_baked_are_bitsandbytes_own_weights_bit_for_bit(quant, way):
+def test_decoded_and_baked_are_bitsandbytes_own_weights_bit_for_bit(quant, way, threads):
     """Multiplied with the identity, a product is the weight itself."""
     weight = fused(quant=quant)
     linear, eye = linear_of(weight, way=way), torch.eye(IN, dtype=torch.bfloat16)
@@ -91,7 +99,6 @@ def test_decoded_and_baked_are_bitsandbytes_own_weights_bit_for_bit(quant, way):
     assert torch.equal(linear(LAYER, eye), wanted)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("columns", [IN, 768])
 def test_a_token_gives_the_same_bits_in_any_company(columns, threads, way):
     """In float32; torch's bf16 kernels keep their own rules."""
@@ -99,15 +106,11 @@ def test_a_token_gives_the_same_bits_in_any_company(columns, threads, way):
         return
     linear = linear_of(fused(columns=columns), 2**15, way)
     x = torch.randn(70, columns).to(torch.bfloat16)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        together = linear(LAYER, x)
-        for count in (1, 2, 7, 8, 9, 16, 17, 33):
-            assert torch.equal(linear(LAYER, x[30 : 30 + count]), together[30 : 30 + count]), count
-            assert linear(LAYER, x[:count]).is_contiguous()
-    finally:
-        torch.set_num_threads(before)
+    together = linear(LAYER, x)
+    for count in (1, 2, 7, 8, 9, 16, 17, 33):
+        found = linear(LAYER, x[30 : 30 + count])
+        assert torch.equal(found, together[30 : 30 + count]), count
+        assert found.is_contiguous()
 
 
 def with_second_zero_negative(codes, state):
