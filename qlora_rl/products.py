@@ -31,7 +31,7 @@ FEWEST_ROWS = 512
 FEWEST_COLUMNS = 256
 # Rows for each thread that MKL adds up alike, whatever their number; one to three rows alone it adds up in another order.
 ROWS_ALIKE = 4
-# Rows that MKL adds up alike as columns of the right factor, with any number of threads; fewer than nine it adds up in another order.
+# Rows that MKL adds up alike as columns of the right factor, with one to eight threads alike; eight columns it adds up in another order.
 COLUMNS_ALIKE = 16
 # With more threads than this, rows are not padded further: a single row would cost as much as hundreds.
 THREADS_ALIKE = 8
