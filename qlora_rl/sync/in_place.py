@@ -16,6 +16,7 @@ import torch
 from qlora_rl.adapter.store import AdapterStore, read_tensors
 from qlora_rl.contracts import AdapterBundle, AdapterSlots, AdapterSource, Delivery, InPlaceEngine
 from qlora_rl.errors import SyncError
+from qlora_rl.versions import Versions
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class InPlaceTransport:
         self._shape: Hashable = None
         self._config: dict[str, Any] = {}
         self._names: list[str] = []
-        self._live: list[_Placed] = []  # the version that serves, and the one before it
+        self._live: Versions[_Placed] = Versions()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="qlora-rl-adapter")
 
     def deliver(self, adapter: AdapterSource, version: int, engine: InPlaceEngine) -> Delivery:
@@ -63,7 +64,8 @@ class InPlaceTransport:
         engine.wake()  # one that must be built anew is built now, and has no slots of ours then
         if self._slots is None or not self._slots.is_valid() or self._shape != adapter.shape:
             return self._open(adapter, version, engine, started)
-        slot = 1 - self._live[-1].slot if self._live and self._live[-1].slots is self._slots else 0
+        newest = self._live.newest
+        slot = 1 - newest.slot if newest and newest.slots is self._slots else 0
         for placed in self._live:
             if placed.slot == slot:
                 self._settle(placed)  # what lies there must have reached its directory
@@ -76,34 +78,34 @@ class InPlaceTransport:
     @property
     def keeps_before(self) -> bool:
         """The version that serves stays in its slot while another one is pushed, and is served again without a load."""
-        return bool(self._live) and self._live[-1].slots is self._slots and self._slots.is_valid()
+        return bool(self._live) and self._is_in_slot(self._live.newest)
 
     def commit(self) -> None:
         """Begin to write the newest version behind."""
         if self._live:
-            self._write(self._live[-1])
+            self._write(self._live.newest)
 
     def revoke(self, engine: InPlaceEngine) -> None:
         """Have the engine serve the version before the newest (the bare base before the first)."""
-        *before, newest = self._live
-        self._live = before
-        if not before:
+        newest, before = self._live.newest, self._live.before
+        self._live = self._live.without_newest()
+        if before is None:
             engine.drop_adapter()
             self._slots = None
-        elif before[-1].slots is self._slots and self._slots.is_valid():
-            self._turn(engine, before[-1])
+        elif self._is_in_slot(before):
+            self._turn(engine, before)
         else:  # the slots were lent anew since, and hold the newest
-            engine.load_adapter(self._recover(before[-1]), before[-1].version)
+            engine.load_adapter(self._recover(before), before.version)
         self._settle(newest)
         if newest.directory is not None:
             self.store.withdraw(newest.directory)
 
     def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
         """The version before the newest, and its tensors (views of its slot); `None` where there is none, or it was not kept."""
-        if len(self._live) < 2:
+        placed = self._live.before
+        if placed is None:
             return None
-        placed = self._live[-2]
-        if placed.slots is self._slots and self._slots.is_valid():
+        if self._is_in_slot(placed):
             places = placed.slots.places[placed.slot]
             return placed.version, {name: places[name] for name in self._names}
         return (placed.version, read_tensors(placed.directory)) if placed.directory is not None else None
@@ -113,7 +115,7 @@ class InPlaceTransport:
         try:
             self._writer.shutdown(wait=True)
         finally:
-            self._slots, self._live = None, []
+            self._slots, self._live = None, Versions()
             self.store.close()
 
     def _open(self, adapter: AdapterSource, version: int, engine: InPlaceEngine, started: float) -> Delivery:
@@ -135,8 +137,11 @@ class InPlaceTransport:
         self.store.retire()
         return Delivery(self.name, bundle.nbytes, written - started, time.perf_counter() - written)
 
+    def _is_in_slot(self, placed: _Placed) -> bool:
+        return placed.slots is self._slots and self._slots.is_valid()
+
     def _serve(self, engine: InPlaceEngine, placed: _Placed) -> None:
-        before, self._live = self._live, [*self._live[-1:], placed]
+        before, self._live = self._live, self._live.with_newest(placed)
         try:
             self._turn(engine, placed)
         except BaseException:

@@ -12,6 +12,7 @@ from qlora_rl.adapter.store import AdapterStore, read_tensors
 from qlora_rl.contracts import AdapterSource, Delivery, RolloutEngine
 from qlora_rl.sync.in_place import InPlaceTransport
 from qlora_rl.sync.wire import HttpTransport
+from qlora_rl.versions import Versions
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ class DirectoryTransport:
 
     def __init__(self, root: str | os.PathLike[str] | None = None, keep: int = 2):
         self.store = AdapterStore(root, keep)
-        self._live: list[tuple[Path, int]] = []  # the version that serves, and the one before it
+        self._live: Versions[tuple[Path, int]] = Versions()
 
     def deliver(self, adapter: AdapterSource, version: int, engine: RolloutEngine) -> Delivery:
         """Write the version, have the engine load it, then let go of the oldest.
@@ -41,7 +42,7 @@ class DirectoryTransport:
         bundle = adapter.bundle()
         directory = self.store.publish(bundle, version)
         written = time.perf_counter()
-        before, self._live = self._live, [*self._live[-1:], (directory, version)]
+        before, self._live = self._live, self._live.with_newest((directory, version))
         try:
             engine.load_adapter(directory, version)
         except BaseException:
@@ -58,10 +59,11 @@ class DirectoryTransport:
 
     def revoke(self, engine: RolloutEngine) -> None:
         """Have the engine serve the version before the newest (the bare base before the first), and remove the newest."""
-        *self._live, (newest, _) = self._live  # also where this fails: nobody may come back to the newest
+        newest, _ = self._live.newest
+        self._live = self._live.without_newest()  # also where this fails: nobody may come back to the newest
         try:
             if self._live:
-                engine.load_adapter(*self._live[0])
+                engine.load_adapter(*self._live.newest)
             else:
                 engine.drop_adapter()
         finally:
@@ -69,9 +71,9 @@ class DirectoryTransport:
 
     def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
         """The version before the newest, and its tensors; `None` where there is none."""
-        if len(self._live) < 2:
+        if self._live.before is None:
             return None
-        directory, version = self._live[-2]
+        directory, version = self._live.before
         return version, read_tensors(directory)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from qlora_rl.adapter.store import pack_adapter, unpack_adapter
 from qlora_rl.contracts import AdapterSource, ByteEngine, Delivery
+from qlora_rl.versions import Versions
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,7 @@ class HttpTransport:
 
     def __init__(self, name: str = "http") -> None:
         self.name = name
-        self._live: list[tuple[bytes, int]] = []  # the version that serves, and the one before it
+        self._live: Versions[tuple[bytes, int]] = Versions()
 
     def deliver(self, adapter: AdapterSource, version: int, engine: ByteEngine) -> Delivery:
         """Pack and send.
@@ -33,7 +34,7 @@ class HttpTransport:
         started = time.perf_counter()
         blob = pack_adapter(adapter.bundle())
         packed = time.perf_counter()
-        before, self._live = self._live, [*self._live[-1:], (blob, version)]
+        before, self._live = self._live, self._live.with_newest((blob, version))
         try:
             engine.load_packed(blob, version)
         except BaseException:
@@ -47,19 +48,19 @@ class HttpTransport:
 
     def revoke(self, engine: ByteEngine) -> None:
         """Have the engine serve the version before the newest, or the bare base before the first."""
-        self._live = self._live[:-1]  # also where this fails: nobody may come back to the newest
+        self._live = self._live.without_newest()  # also where this fails: nobody may come back to the newest
         if self._live:
-            engine.load_packed(*self._live[0])
+            engine.load_packed(*self._live.newest)
         else:
             engine.drop_adapter()
 
     def before(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
         """The version before the newest, and its tensors; `None` where there is none."""
-        if len(self._live) < 2:
+        if self._live.before is None:
             return None
-        blob, version = self._live[-2]
+        blob, version = self._live.before
         return version, unpack_adapter(blob).tensors
 
     def close(self) -> None:
         """Let go of the bytes."""
-        self._live.clear()
+        self._live = Versions()

@@ -15,6 +15,7 @@ from qlora_rl.contracts import AdapterSlots
 from qlora_rl.engine import compat
 from qlora_rl.engine.worker.parallel import held_digests
 from qlora_rl.errors import EngineBrokenError, SyncError, VersionGoneError
+from qlora_rl.versions import Versions
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -24,14 +25,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Served:
-    """The adapter that serves.
+    """The adapter that serves, or the one before it.
 
     Attributes:
+        version: that the trainer gave it.
         request: vLLM's LoRARequest.
         salt: part of the prefix-cache key of every request; no two pushes have the same, whatever vLLM calls them.
         recover: gives a PEFT directory of it.
     """
 
+    version: int
     request: Any
     salt: str
     recover: Callable[[], Path]
@@ -48,12 +51,16 @@ class Adapters:
         self.max_rank = max_rank
         self.version = 0
         self._before_sleep: Mapping[str, str] = {}
-        self.served: Served | None = None
-        self._before: tuple[int, Served] | None = None  # what served before, as long as vLLM holds it
+        self._live: Versions[Served] = Versions()  # the one before, as long as vLLM holds it
         self.is_lost, self._why_lost = False, ""
         self._ids = self._pushes = 0
         self._slots: AdapterSlots | None = None
         self._slot_requests: tuple[Any, ...] = ()
+
+    @property
+    def served(self) -> Served | None:
+        """The adapter that serves; `None` is the bare base."""
+        return self._live.newest
 
     def load(self, llm: LLM, directory: Path, version: int) -> None:
         """Serve a PEFT directory; see `LocalEngine.load_adapter`."""
@@ -84,7 +91,7 @@ class Adapters:
             return self._slots is slots and held is not None and compat.holds_adapters(held, ids)
 
         self._slots = slots = AdapterSlots(places, is_valid, lambda slot: let_go(ids[slot]))
-        self._before = None  # they have taken its place
+        self._live = self._live.without_before()  # they have taken its place
         # What is written into a slot lies in no directory: should vLLM lose it, it must fail, not read an old version.
         self._slot_requests = tuple(_without_path(request) for request in requests)
         return slots
@@ -101,7 +108,7 @@ class Adapters:
         """Serve the bare base."""
         if self.served is not None:
             _forget(llm, self.served.request.lora_int_id)
-        self.served, self.version, self.is_lost, self._slots, self._before = None, 0, False, None, None
+        self._live, self.version, self.is_lost, self._slots = Versions(), 0, False, None
 
     def keep(self) -> None:
         """Have what serves in a directory: what lies in a slot goes with vLLM's tensors, and may be read until then."""
@@ -112,13 +119,14 @@ class Adapters:
         except Exception as error:
             logger.warning("adapter version %d could not be kept for recovery: %s", self.version, error)
             return
-        self.served = replace(self.served, recover=lambda: directory)
+        served = replace(self.served, recover=lambda: directory)
+        self._live = self._live.without_newest().with_newest(served)
 
     def load_again(self, llm: LLM) -> None:
         """Load what serves anew; without its directory the engine must not go on as the bare base."""
         if self.served is None:
             return
-        recover, self.served, self._slots, self._before = self.served.recover, None, None, None
+        recover, self._live, self._slots = self.served.recover, Versions(), None
         self.withdraw("it was lost when the engine was built anew")
         try:
             directory = recover()
@@ -200,25 +208,27 @@ class Adapters:
         """
         if version == serving:
             return self.served
-        if self._before is None or self._before[0] != version:
-            held = "" if self._before is None else f" and version={self._before[0]}"
+        before = self._live.before
+        if before is None or before.version != version:
+            held = "" if before is None else f" and version={before.version}"
             raise VersionGoneError(
                 f"generating: version={version} is asked for, and the engine holds version={serving}{held}. Draw it again, with what "
                 "serves now."
             )
-        return self._before[1]
+        return before
 
     def forget_before(self, adapter: int) -> None:
         """The version before can no longer be drawn with, where this is its adapter."""
-        if self._before is not None and self._before[1].request.lora_int_id == adapter:
-            self._before = None
+        before = self._live.before
+        if before is not None and before.request.lora_int_id == adapter:
+            self._live = self._live.without_before()
 
     def _serve(self, request: Any, version: int, recover: Callable[[], Path]) -> None:
         self._pushes += 1
-        if self.served is not None:
-            is_other = self.served.request.lora_int_id != request.lora_int_id
-            self._before = (self.version, self.served) if is_other else None
-        self.served, self.version, self.is_lost = Served(request, f"policy-{self._pushes}", recover), version, False
+        is_same = self.served is not None and self.served.request.lora_int_id == request.lora_int_id
+        live = self._live.with_newest(Served(version, request, f"policy-{self._pushes}", recover))
+        self._live = live.without_before() if is_same else live
+        self.version, self.is_lost = version, False
 
 
 def _without_path(request: Any) -> Any:
