@@ -16,6 +16,7 @@ from qlora_rl import errors
 from qlora_rl.contracts import BaseFingerprint
 from qlora_rl.engine.client import answers
 from qlora_rl.engine.client.engine import PREFIX, START, VERSION, ServerEngine
+from qlora_rl.engine.client.state import Phase, ServerState
 
 KEY = "a-key-of-some-length"
 ABOUT = {
@@ -469,3 +470,124 @@ def test_who_was_killed_comes_back_under_its_name(server):
         ServerEngine("http://server", api_key=KEY, session=session, transport=httpx.MockTransport(seen)).claim()
     assert names[:4] == ["run-7"] * 4
     assert len(set(names[4:])) == 2
+
+
+@pytest.fixture
+def own(engine, server):
+    """The engine, on the base that the server describes: after a restart it is verified."""
+    engine._base = server.about["base"] = BaseFingerprint({}).digest
+    assert engine._state.phase is Phase.KNOWN
+    return engine
+
+
+def phases(engine, server):
+    """The phase of each request but those for rollouts, as it arrives."""
+    seen, real = [], server.content
+
+    def content(request):
+        path = request.url.path.removeprefix(PREFIX)
+        if path != "/generate":
+            seen.append((request.method, path, engine._state.phase))
+        return real(request)
+
+    server.content = content
+    return seen
+
+
+def test_from_the_first_answer_on_the_server_is_known(engine):
+    assert ServerState("http://server").phase is Phase.NEW
+    assert (engine._state.phase, engine.start) == (Phase.KNOWN, "one")
+
+
+@pytest.mark.parametrize("cause", ["restart", "doubt"])
+def test_a_recovery_lasts_until_the_base_is_verified_and_the_policy_pushed_again(own, server, cause):
+    own.load_packed(b"old", 1)
+    if cause == "restart":
+        server.start, server.version = "two", 0
+    else:
+        own.wait_s, server.answers = 0.0, [None]
+        with pytest.raises(errors.EngineBrokenError):
+            own.load_packed(b"new", 2)
+        assert own._state.phase is Phase.IN_DOUBT
+    seen = phases(own, server)
+    assert own.generate([[1, 2]], max_tokens=1).version == 1
+    assert seen == [(*what, Phase.RECOVERING) for what in (("GET", "/state"), ("GET", "/base"), ("PUT", "/adapter"))]
+    assert (own._state.phase, own.start, own.incarnation) == (Phase.KNOWN, server.start, 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [("other base", errors.BaseMismatchError), ("refused", errors.SyncError), ("away", errors.EngineBrokenError)],
+)
+def test_a_recovery_that_fails_leaves_doubt_and_the_next_request_begins_another(own, server, fault, error):
+    own.load_packed(b"old", 1)
+    own.wait_s, server.start, server.version = 0.0, "two", 0
+    base, real = server.about["base"], server.content
+    answers = {"refused": httpx.Response(422, json=refusal("SyncError")), "away": None}
+
+    def content(request):
+        found = real(request)
+        if request.url.path.endswith("/base") and fault in answers:
+            server.answers = [answers[fault]]  # to the push that comes next
+        return found
+
+    server.content = content
+    server.about["base"] = "c" * 64 if fault == "other base" else base
+    with pytest.raises(error):
+        own.generate([[1, 2]], max_tokens=1)
+    assert (own._state.phase, own.incarnation) == (Phase.IN_DOUBT, 1 if fault == "other base" else 2)
+    server.content, server.about["base"] = real, base
+    assert own.generate([[1, 2]], max_tokens=1).version == 1
+    assert own._state.phase is Phase.KNOWN
+
+
+def test_a_server_that_is_started_again_during_a_recovery_ends_it_with_an_error(own, server):
+    own.load_packed(b"old", 1)
+    server.start, real = "two", server.content
+
+    def content(request):
+        if request.url.path.endswith("/base"):
+            server.start, server.content = "three", real
+        return real(request)
+
+    server.content = content
+    with pytest.raises(errors.EngineBrokenError, match="twice in a row"):
+        own.generate([[1, 2]], max_tokens=1)
+    assert own._state.phase is Phase.IN_DOUBT
+    assert own.generate([[1, 2]], max_tokens=1).version == 1
+    assert (own._state.phase, own.start) == (Phase.KNOWN, "three")
+
+
+def test_an_engine_that_is_closed_during_a_recovery_stays_closed(own, server):
+    server.start, real = "two", server.content
+
+    def content(request):
+        if request.url.path.endswith("/state"):
+            own.close()
+        return real(request)
+
+    server.content = content
+    with pytest.raises(errors.EngineClosedError):
+        own.generate([[1, 2]], max_tokens=1)
+    assert own._state.phase is Phase.CLOSED
+    own.close()
+    assert server.asked[-1] == ("DELETE", "/lease")
+
+
+def test_a_refused_push_stays_out_of_the_phases(own, server):
+    server.answers = [httpx.Response(422, json=refusal("SyncError"))]
+    with pytest.raises(errors.SyncError):
+        own.load_packed(b"new", 2)
+    assert own._state.phase is Phase.KNOWN
+
+
+@pytest.mark.parametrize("before", ["nothing", "withdrawn"])
+def test_who_asks_for_nothing_pushes_nothing_to_a_restarted_server(own, server, before):
+    if before == "withdrawn":
+        own.load_packed(b"old", 1)
+        own.withdraw_adapter("version 1 was not proven")
+    server.start, server.version = "two", 0
+    server.asked.clear()
+    own.wake()
+    assert server.asked == [("GET", "/state"), ("GET", "/state"), ("GET", "/base"), ("GET", "/state")]
+    assert (own._state.phase, own._state.withdrawn != "") == (Phase.KNOWN, before == "withdrawn")

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -40,11 +40,11 @@ from qlora_rl.engine.client.asking import (
     split_urls,
 )
 from qlora_rl.engine.client.connections import Lines
+from qlora_rl.engine.client.state import Phase, ServerState
 from qlora_rl.engine.client.upload import upload
 from qlora_rl.engine.sampling import as_ids, check_lengths
 from qlora_rl.errors import (
     EngineBrokenError,
-    EngineClosedError,
     QloraRLError,
     RolloutCancelledError,
     SyncError,
@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "/qlora/v1"
 SESSION, VERSION = "x-qlora-session", "x-qlora-version"
-UNPROVEN = "unproven"  # no server's start
 # Faults of a connection, after which nobody knows whether the server has done what was asked: all requests can be repeated.
 _FAULTS = (httpx.TransportError,)
 
@@ -125,15 +124,10 @@ class ServerEngine:
             trust_env=False,  # neither proxies nor passwords of the environment: the key must not wander
             event_hooks={"request": [self._lines.watch]},
         )
-        self._is_closed, self._start = False, ""
+        self._state, self._recovering = ServerState(self.url), threading.RLock()
         self._incarnation, self._version = 1, 0
-        self._pushed: tuple[bytes, int] | None = None
-        self._serves: tuple[int, str] | None = None  # version and digest that this engine has asked for
         self._dense = 0  # the version of the full weights that were pushed last
-        self._withdrawn = ""
         self._base = ""
-        self._is_recovering, self._recovering = False, threading.RLock()
-        self._before: tuple[int, str] | None = None  # what this engine has asked for before
         self._about = self._ask("GET", "/state")
         self._base, self.found = self._about["base"], (self._version, self._about.get("digest", ""))  # what served
         self.shared_dir = self._tried(Path(shared_dir).resolve()) if shared_dir is not None else None
@@ -160,12 +154,12 @@ class ServerEngine:
     @property
     def start(self) -> str:
         """Name of the start of the server: no two have the same."""
-        return self._start
+        return self._state.start
 
     @property
     def pushed(self) -> tuple[bytes, int] | None:
         """What a restarted server gets: the bytes of an adapter, and its version."""
-        return self._pushed
+        return self._state.pushed
 
     def is_there(self, timeout_s: float) -> bool:
         """Its vLLM computes something within `timeout_s` seconds; asked once, nothing is proven."""
@@ -224,7 +218,7 @@ class ServerEngine:
         """
         if sampling is not None and fields:
             raise TypeError("generate: give either sampling= or its fields by name, not both.")
-        self._refuse_withdrawn()
+        self._state.refuse_withdrawn()
         ids = as_ids(prompts)
         check_lengths(ids, self._about["max_model_length"])
         started = time.perf_counter()
@@ -238,7 +232,7 @@ class ServerEngine:
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
         """Natural logs of the probabilities of every token but the first; with `bare` under the base alone."""
         if not bare:
-            self._refuse_withdrawn()
+            self._state.refuse_withdrawn()
         ids = as_ids(sequences)
         check_lengths(ids, self._about["max_model_length"])
         body = {"sequences": ids, "bare": bare}
@@ -252,7 +246,7 @@ class ServerEngine:
         """Show in the server's metrics what the newest scored proof has found."""
         with contextlib.suppress(*_FAULTS, ValueError):  # NaN is no JSON
             body = {"difference": difference}
-            self._client.post(f"{PREFIX}/canary", json=body, headers={START: self._start}, timeout=5.0)
+            self._client.post(f"{PREFIX}/canary", json=body, headers={START: self._state.start}, timeout=5.0)
 
     def cancel(self) -> None:
         """Have the calls of other threads end with `RolloutCancelledError`; the server lets go of what they wanted."""
@@ -286,8 +280,7 @@ class ServerEngine:
         found = self._change("PUT", f"/adapter?version={version}&digest={digest}", blob)
         if found["digest"] != digest or self._version != version:
             raise not_taken("adapter", version, self._version)
-        self._pushed = blob, version
-        self._note(version, digest)
+        self._state.serve(version, digest, (blob, version))
 
     def load_adapter(self, directory: Path, version: int) -> None:
         """Serve a PEFT directory: by its name where it lies in the shared directory, else by its bytes."""
@@ -299,13 +292,12 @@ class ServerEngine:
             return
         path = str(directory.resolve().relative_to(self.shared_dir))
         self._change("POST", "/adapter", lambda: {"path": path, "version": version, "digest": digest})
-        self._pushed = blob, version
-        self._note(version, digest)
+        self._state.serve(version, digest, (blob, version))
 
     @property
     def holds_dense(self) -> bool:
         """The full weights that were pushed last still lie in the server and may serve."""
-        return bool(self._dense) and not self._withdrawn
+        return bool(self._dense) and not self._state.withdrawn
 
     def load_dense(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
         """Serve these weights instead of the base's, as `version`, from the next request on.
@@ -326,13 +318,13 @@ class ServerEngine:
         )
         if self._version != version:
             raise not_taken("weights", version, self._version)
-        self._pushed, self._dense = None, version
-        self._note(version, digest)
+        self._dense = version
+        self._state.serve(version, digest)
         return nbytes
 
     def withdraw_dense(self, reason: str) -> None:
         """Have the server serve nothing until the next `load_dense`."""
-        self._withdrawn = reason
+        self._state.withdraw(reason)
         try:
             self._ask("DELETE", f"/weights?{urlencode({'reason': reason})}")
         except QloraRLError as error:  # what has led here matters more
@@ -340,13 +332,14 @@ class ServerEngine:
 
     def drop_adapter(self) -> None:
         """Serve the bare base again, as version 0; read anew from its directory where full weights lie over it."""
-        self._pushed, self._dense = None, 0  # should the server have been started anew, it has none already
+        self._state.forget()  # should the server have been started anew, it has none already
+        self._dense = 0
         self._change("DELETE", "/adapter")
-        self._note(0, "")
+        self._state.serve(0, "")
 
     def withdraw_adapter(self, reason: str) -> None:
         """Ask for nothing more until the next push: what the server serves was not proven."""
-        self._pushed, self._withdrawn = None, reason
+        self._state.withdraw(reason)
 
     def sleep(self) -> None:
         """Nothing: a server's memory is its own."""
@@ -357,9 +350,9 @@ class ServerEngine:
 
     def close(self) -> None:
         """Give the server free for another trainer and close the connections; the server goes on. Harmless when repeated."""
-        if self._is_closed:
+        if self._state.phase is Phase.CLOSED:
             return
-        self._is_closed = True
+        self._state.close()
         try:
             self._client.request("DELETE", f"{PREFIX}/lease", timeout=5.0)
         except httpx.HTTPError as error:
@@ -376,50 +369,27 @@ class ServerEngine:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _refuse_withdrawn(self) -> None:
-        if self._withdrawn:
-            raise EngineBrokenError(
-                f"generating: {self._withdrawn}. Push again, or call drop_adapter() to go on with the bare base."
-            )
-
-    def _note(self, version: int, digest: str) -> None:
-        """What was asked for serves."""
-        self._before, self._serves, self._withdrawn = self._serves, (version, digest), ""
-
     def _expected(self, version: int | None = None) -> dict[str, Any]:
         """What must serve, or has before; who has pushed nothing follows the server."""
-        self._refuse_withdrawn()  # it may have been lost between two attempts
-        return expected(version, self._serves or (self._version, None), self._before)
+        self._state.refuse_withdrawn()  # it may have been lost between two attempts
+        asked = self._state.asked
+        return expected(version, asked.newest or (self._version, None), asked.before)
 
     def _change(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Ask for another version."""
-        with self._in_doubt():
+        with self._state.changing():
             return self._ask(method, path, body)
-
-    @contextlib.contextmanager
-    def _in_doubt(self) -> Iterator[None]:
-        """Without an answer nobody knows which version serves: then the next request begins as after a restart."""
-        before, self._serves = self._serves, self._serves or (0, "")  # what an undone first push leaves
-        try:
-            yield
-        except BaseException as error:
-            if not isinstance(error, QloraRLError) or isinstance(error, EngineBrokenError):
-                self._start = UNPROVEN
-            else:
-                self._serves = before
-            raise
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Ask until there is an answer; a refusal is raised at once. `body`: bytes, or a function that gives JSON."""
-        if self._is_closed:
-            raise EngineClosedError("using the engine: it was closed. Make a new ServerEngine.")
+        self._state.refuse_closed()
         patience, cuts = Patience(self.url, self.wait_s), self._lines.cuts
         while True:
             try:
                 return self._ask_once(method, path, body)
             except RestartedError as found:
                 with self._recovering:
-                    if self._start == found.asked:  # or another thread has done it
+                    if self._state.start == found.asked:  # or another thread has done it
                         self._recover(found)
             except AwayError as fault:
                 if cuts != self._lines.cuts:
@@ -428,7 +398,7 @@ class ServerEngine:
 
     def _ask_once(self, method: str, path: str, body: Any) -> dict[str, Any]:
         with self._recovering:  # other threads wait until a server that was started anew is proven and pushed to
-            known = self._start
+            known = self._state.start
         asked = body if isinstance(body, bytes) or body is None else body()
         content = json.dumps(asked).encode() if isinstance(asked, dict) else asked
         marks = {START: known} if known else {}
@@ -441,9 +411,9 @@ class ServerEngine:
             raise AwayError(str(error) or type(error).__name__) from error
         found = content_of(answer, self.url, known)
         refuse_other_version(asked, found)
-        self._start = self._start or answer.headers[START]
+        self._state.answer(answer.headers[START])
         # The answer to a rollout may be read later than that to a push which came after it.
-        if self._serves is None or path not in ("/generate", "/score"):
+        if not self._state.asked or path not in ("/generate", "/score"):
             self._version = int(answer.headers[VERSION])
         return found
 
@@ -453,16 +423,12 @@ class ServerEngine:
 
     def _recover(self, found: RestartedError) -> None:
         """The server was started anew: the same base? Then the newest adapter again."""
-        is_in_doubt = self._start == UNPROVEN
+        is_in_doubt = self._state.is_in_doubt
         why = "is in doubt" if is_in_doubt else "was started anew"
         logger.warning("the server at %s %s: its base is proven and the policy pushed again", self.url, why)
-        if self._is_recovering:
-            raise EngineBrokenError(
-                f"asking the server at {self.url}: it was started anew twice in a row. Look into its log."
-            )
-        self._is_recovering = True
+        self._state.begin_recovery(found.start)
         try:
-            self._start, self._version = found.start, 0
+            self._version = 0
             about = self._ask("GET", "/state")
             if is_in_doubt and about.get("takes_dense"):  # weights may lie over the base
                 self._ask("DELETE", "/adapter")
@@ -472,15 +438,15 @@ class ServerEngine:
             self._incarnation += 1
             if self._near is not None:  # a directory that nobody has named is another one at each start
                 self._near = self.shared_dir or self._tried(near_directory(about), quietly=True)
-            if self._pushed is not None:
-                self.load_packed(*self._pushed)
+            if self._state.pushed is not None:
+                self.load_packed(*self._state.pushed)
             elif self._dense or (is_in_doubt and about.get("takes_dense")):
                 lost = f"weights version={self._dense}" if self._dense else "the newest weights"
-                self._withdrawn = f"{lost} were lost: the server {why}"
-            elif self._serves == (0, "") and (is_in_doubt or self._version != 0):
+                self._state.withdraw(f"{lost} were lost: the server {why}")
+            elif self._state.asked.newest == (0, "") and (is_in_doubt or self._version != 0):
                 self.drop_adapter()  # a push without an answer did arrive, or will; this one comes behind it
         except BaseException:
-            self._start = UNPROVEN  # the next request finds the restart again
+            self._state.doubt()  # the next request finds the restart again
             raise
         finally:
-            self._is_recovering = False
+            self._state.end_recovery()
