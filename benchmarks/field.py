@@ -385,7 +385,7 @@ def _sampler(way: str) -> Callable[[int, int, Path, Path], dict[str, Any]]:
 
 
 CONTENDERS = {
-    "qlora_rl": Contender("**qlora_rl**, the adapter travels", _trained("lora_adapter", "nf4")),
+    "qlora_rl": Contender("**qlora_rl**, only the adapter is synced", _trained("lora_adapter", "nf4")),
     "trl-4bit": Contender("TRL 1.16 on the 4-bit base: merge, push, unmerge", _trained("trl-merge", "nf4")),
     "trl-16bit": Contender(
         "TRL 1.16 on the same weights in 16 bits: merge, push, unmerge", _trained("trl-merge", "bf16")

@@ -216,7 +216,7 @@ def overlap() -> str:
 VERDICTS = {
     "adapter": "adapter",
     "full_weights": "full weights",
-    "refuse": "refused",
+    "refuse": "unsupported",
 }
 
 
@@ -232,7 +232,7 @@ def adapters() -> str:
             f"{row['of_plain_on_4bit']:.2f}" if "of_plain_on_4bit" in row else "",
             ""
             if "pefts_own" not in row
-            else "vLLM refuses it"
+            else "rejected by vLLM"
             if row["pefts_own"] is None
             else _power(row["pefts_own"]),
             _power(row["weights"]) if "weights" in row else "",

@@ -1,4 +1,4 @@
-"""QLoRA fine-tuning where the sampler holds the trainer's 4-bit base and only the LoRA adapter travels.
+"""QLoRA fine-tuning where the sampler holds the trainer's 4-bit base and only the LoRA adapter is synced.
 
 Importing this package loads nothing but the standard library; each public name brings in what it needs when it is
 first used.

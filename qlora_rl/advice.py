@@ -55,7 +55,7 @@ class Recommendation:
         config: of TRL's config for the task.
         trainer: of our trainer.
         reasons: why, by the name of the argument.
-        ledger: the memory of such a run.
+        `ledger`: memory estimate of such a run.
     """
 
     task: str
@@ -178,7 +178,7 @@ def recommend(
 
 
 def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any]) -> MemoryLedger:
-    """The ledger of the largest batch that fits at full length; or of one sequence, at the length that fits."""
+    """The memory estimate of the largest batch that fits at full length; or of one sequence, at the length that fits."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or max_length
     pairs = 2 if task == "dpo" else 1  # chosen and rejected, in one forward
     ledger = None

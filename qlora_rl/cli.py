@@ -37,7 +37,7 @@ COMMANDS = (demo, train, data, prepare, plan, recommend, verify, serve, bench, j
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 1 with a message on a known error, 2 on bad usage, 130 on Ctrl-C.
 
-    Some commands have codes of their own beside these (`qlora_rl/commands/codes.py`).
+    Some commands have further exit codes (`qlora_rl/commands/codes.py`).
     """
     given = list(sys.argv[1:] if argv is None else argv)
     # argparse takes a positional that may be empty before it has seen the options in front of the --.
@@ -92,7 +92,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="qlora-rl",
-        description="Fine-tuning and reinforcement learning on a 4-bit base: the sampler holds the same base, only the adapter travels.",
+        description="Fine-tuning and reinforcement learning on a 4-bit base: the sampler holds the same base, only the adapter is synced.",
     )
     parser.add_argument("--version", action="version", version=f"qlora-rl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -1,8 +1,8 @@
 """`Ranks`: the processes of one training, and what they must agree on. torch and the standard library only.
 
-Tensors travel by torch.distributed, as accelerate has set it up. What the ranks say to each other (an outcome, or the exception
-that stands for it) travels through a key-value store of its own, on rank 0: a rank that waits there hears at once that another one
-has failed, and with what, and whoever was torn out of a collective of torch can look up why. No wait is without a limit.
+Tensors are sent by torch.distributed, as accelerate has set it up. Messages between the ranks (an outcome, or an exception) are sent
+through a separate key-value store on rank 0: a rank that waits there learns at once that another one has failed, and why, and a rank
+whose torch collective was aborted can look up the cause. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Ranks:
         self.rank, self.size, self.limit_s = rank, size, limit_s
         self.is_first = rank == 0
         self._store = store
-        # Of blocks with one outcome, of words within one, and of failures that were told: a training after one that failed begins anew.
+        # Numbers of blocks with one outcome, of words within one, and of reported failures: a training after a failed one counts again.
         self._blocks, self._count, self._told = 0, 0, 0
         self._failed: dict[int, BaseException] = {}
         self._heard: dict[int, int] = {}
@@ -346,7 +346,7 @@ def _joined() -> Ranks:
 
 
 def is_sharded(model: Any) -> bool:
-    """Its parameters lie in parts on the ranks (FSDP2, ZeRO-3)."""
+    """Its parameters are sharded over the ranks (FSDP2, ZeRO-3)."""
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
@@ -415,7 +415,7 @@ def gathered(parts: Iterable[tuple[Any, str]], doing: str) -> Iterator[None]:
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of it that lies on this rank."""
+    """This rank's shard of it."""
     if hasattr(tensor, "ds_tensor"):  # behind the last number there may be anything
         part = tensor.ds_tensor
         before = torch.distributed.get_rank(tensor.ds_process_group) * part.numel()
@@ -425,7 +425,7 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def put(values: torch.Tensor, target: torch.Tensor) -> None:
-    """Write `values`, which every rank holds in full, over the part of `target` that lies here."""
+    """Copy `values`, which every rank holds in full, into this rank's shard of `target`."""
     values = values.to(target.device, target.dtype)
     if hasattr(target, "ds_tensor"):
         target.ds_tensor.copy_(part_of(values, target))
@@ -438,7 +438,7 @@ def put(values: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def portable(error: BaseException, rank: int) -> BaseException:
-    """`error` as it can travel, with a note that says where it was raised."""
+    """`error` in a form that can be sent, with a note that says where it was raised."""
     try:
         copied = pickle.loads(pickle.dumps(error))
     except Exception:  # a library's exception may hold anything, and fail in its own __reduce__ with anything

@@ -25,7 +25,7 @@
     ├── PeerLostError            (ConnectionError)      the other process of a weight sync is gone or silent; names the stage
     ├── RankLostError            (ConnectionError)      a process of a training by several is gone or silent; names the rank
     ├── CanaryError              (RuntimeError)         the engine does not multiply with what was pushed
-    ├── PolicyMismatchError      (RuntimeError)         rollouts were drawn by something else than the trainer's policy; says by what
+    ├── PolicyMismatchError      (RuntimeError)         rollouts were sampled from something else than the trainer's policy; names it
     ├── ExportError              (RuntimeError)         an export that, loaded again, is not the policy
     ├── RewardFunctionError      (ValueError)           a reward function raised or returned nonsense
     └── RunDirectoryError        (OSError)              a run directory that is taken, or a disk that is full
@@ -136,7 +136,7 @@ class PeerLostError(QloraRLError, ConnectionError):
     """The other process of a weight sync is gone, or has been silent for longer than its time limit.
 
     Attributes:
-        stage: what was being done: "join", "begin", "transfer", "apply", "prove", "commit" or "end".
+        stage: what was being done: "join", "begin", "transfer", "apply", `"prove"`, "commit" or "end".
     """
 
     stage: str = ""
@@ -157,7 +157,7 @@ class CanaryError(QloraRLError, RuntimeError):
 
 
 class PolicyMismatchError(QloraRLError, RuntimeError):
-    """Rollouts were drawn by something else than the trainer's policy.
+    """Rollouts were sampled from something else than the trainer's policy.
 
     Attributes:
         cause: "scale", "stale", "layer", "bare", "adapter", "base", "sampling", "dtype", "nan" or "unknown".

@@ -1,4 +1,4 @@
-"""How far the trainer's probabilities are from those the engine really drew with.
+"""How far the trainer's probabilities are from those the engine sampled with.
 
 Both sides score the very same tokens. `delta = trainer_logprob - engine_logprob` is 0 everywhere when they hold the
 same policy; what remains is rounding.
@@ -21,7 +21,7 @@ _LARGEST = 0.5
 
 @dataclass(frozen=True)
 class Fidelity:
-    """The distance over one batch of drawn tokens.
+    """The distance over one batch of sampled tokens.
 
     Attributes:
         mismatch_kl: mean over tokens of `exp(d) - 1 - d` with d = trainer - engine: the k3 estimator of
@@ -33,10 +33,10 @@ class Fidelity:
         ratio_p99: 99th percentile.
         ess: effective sample size of the sequences weighted by exp(sum of d), as a share of their number: 1 when all
             weights are equal.
-        masked_share: share of drawn tokens that were left out because a side has no logprob, or NaN.
+        masked_share: share of sampled tokens that were left out because a side has no logprob, or NaN.
         scaled_diff: mean of min(|d| / max(1, |engine's logprob|), 0.5). 16-bit logits are rounded in proportion to their size, so
             a rare token may differ by more; and no single token can carry the mean away. The alarm watches this one.
-        by_position: mean of |d| over each eighth of the T positions, first to last; NaN where nothing was drawn.
+        by_position: mean of |d| over each eighth of the T positions, first to last; NaN where nothing was sampled.
         tokens: tokens that were compared.
     """
 
@@ -58,12 +58,12 @@ class Fidelity:
 
 
 def measure(trainer_logprobs_BT: torch.Tensor, engine_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor) -> Fidelity:
-    """Compare both sides' logprobs of the same drawn tokens.
+    """Compare both sides' logprobs of the same sampled tokens.
 
     Args:
         trainer_logprobs_BT: natural logs, any float dtype.
         engine_logprobs_BT: the same for the engine; NaN where it reported none.
-        mask_BT: nonzero where a token was drawn by the policy (no padding, no tool output).
+        mask_BT: nonzero where a token was sampled by the policy (no padding, no tool output).
 
     Raises:
         ValueError: shapes differ.
@@ -111,12 +111,12 @@ def importance_ratio(
     clip_min: float | None,
     clip_max: float | None,
 ) -> torch.Tensor:
-    """What the loss of a drawn token is weighed by: trainer's probability over the engine's, kept within bounds, as TRL 1.16 does.
+    """The weight of a sampled token in the loss: trainer's probability over the engine's, kept within bounds, as in TRL 1.16.
 
     Args:
         trainer_logprobs_BT: natural logs.
         engine_logprobs_BT: the same for the engine; NaN where it reported none: weighed by 1.
-        mask_BT: nonzero where a token was drawn by the policy.
+        mask_BT: nonzero where a token was sampled by the policy.
         mode: "token_truncate", "token_mask": of each token; "sequence_truncate", "sequence_mask": of each sequence, the product of its
             tokens'. "truncate" clamps what is out of bounds, "mask" leaves it out.
         clip_min: lower bound, if any.

@@ -33,7 +33,7 @@ def new_directory(root: Path, prefix: str, *, sweeps: bool = True) -> Path:
     Args:
         root: an existing directory.
         prefix: of its name.
-        sweeps: False where `root` may lie on a network, whose locks may hold on one machine only.
+        sweeps: False where `root` may be on a network, whose locks may hold on one machine only.
     """
     if sweeps:
         sweep(root, f"{prefix}*", young_s=_YOUNG_WHEN_CLAIMED_S)
@@ -44,7 +44,7 @@ def new_directory(root: Path, prefix: str, *, sweeps: bool = True) -> Path:
 
 def claim(directory: Path) -> None:
     """Lock a directory until the process ends, or `let_go`; whoever made it may be forgotten, others still know its path."""
-    let_go(directory)  # one that was removed and made anew
+    let_go(directory)  # one that was removed and created again
     _claimed[str(directory)] = hold(directory)
 
 

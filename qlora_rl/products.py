@@ -2,7 +2,7 @@
 
 With the first `Float32Products` torch's CPU kernels of `mm`, `addmm`, `addmv`, `bmm`, `baddbmm` and of the backward pass of its attention
 are replaced, for the life of the process: a kernel that is taken away while another thread computes with it is a crash. While no claim is
-open the replacements call torch's own. Nothing is replaced at import, nor where the processor is fast. Autograd and autocast lie above and
+open the replacements call torch's own. Nothing is replaced at import, nor where the processor is fast. Autograd and autocast work at a higher level and
 notice nothing.
 
 Letters: B batch, M and N rows and columns of a result, K what is summed over.
@@ -24,10 +24,10 @@ from qlora_rl.processor import processor
 
 # Entries of a right factor that are lifted at a time: 2 MiB in float32, which the product reads out of the cache.
 SLICE = 2**19
-# Entries of a left factor that are lifted at a time (4 MiB), and the fewest rows, so that lifting the right factor anew costs little.
+# Entries of a left factor that are lifted at a time (4 MiB), and the fewest rows, so that lifting the right factor again costs little.
 LEFT_SLICE = 2**20
 FEWEST_ROWS = 512
-# Of a right factor that lies by rows fewer columns than this are not lifted at a time: reading them takes longer than multiplying.
+# Of a row-major right factor fewer columns than this are not lifted at a time: reading them takes longer than multiplying.
 FEWEST_COLUMNS = 256
 # Rows for each thread that MKL adds up alike, whatever their number; one to three rows alone it adds up in another order.
 ROWS_ALIKE = 4

@@ -329,7 +329,7 @@ REFUSED = {
         prepare=_grow,
     ),
     "unknown-variant": AdapterKind(
-        "an unknown variant of LoRA", lora, "refuse", "nobody here knows", prepare=_strange_variant
+        "an unknown variant of LoRA", lora, "refuse", "is an unknown variant", prepare=_strange_variant
     ),
     "BEFT-homeless": AdapterKind(
         "BEFT on layers without a bias",

@@ -5,7 +5,7 @@ They are found on a float32 stand-in of that one layer, which is thrown away: it
 own forward pass, whatever the method, is asked for the identity. Plain LoRA, whose answer is known, is added up instead.
 Nothing is merged; every number of the model is only read. Rounded once, to the dtype that was asked for.
 
-Where the model lies in parts on several ranks, each weight is made while what it is made of is gathered: one layer, no more.
+Where the model is sharded over several ranks, its layers are gathered one at a time while their weights are computed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def iter_weights(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tu
             tensor: copy it before the model trains on.
 
     Yields:
-        Name and weight. At most one module's weights exist beside the model's at any time, if they are not kept.
+        Name and weight. At most one module's weights exist in addition to the model's, if they are not kept.
 
     Raises:
         AdapterRefusedError: no weights give this function; names every reason, or the layer.

@@ -1,7 +1,7 @@
 """`LiveAdapter`: the adapter of a model in training, as a push sees it.
 
 The layers are walked once; a push looks at each of them again (merged? switched off? rescaled? its matrices replaced?), which
-takes a fraction of a millisecond, and copies in a few batched calls. Whatever looks different than before is judged anew, in
+takes a fraction of a millisecond, and copies in a few batched calls. Whatever looks different than before is judged again, in
 full.
 """
 

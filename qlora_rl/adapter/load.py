@@ -30,7 +30,7 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
         raise collected(doing, verdict.reasons, AdapterRefusedError)
     config = PeftConfig.from_pretrained(directory)
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # PiSSA and the like would start anew, and change the base once more
+        config.init_lora_weights = True  # PiSSA and the like would be initialised again, and change the base once more
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

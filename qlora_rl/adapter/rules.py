@@ -27,7 +27,7 @@ def judge_method(name: str) -> Iterator[Finding]:
     if name in methods.CHANGES_SOMETHING_ELSE:
         yield (
             "refuse",
-            f"{name} {methods.CHANGES_SOMETHING_ELSE[name]}: no change of weights, no sampler can load it. Use "
+            f"{name} {methods.CHANGES_SOMETHING_ELSE[name]}: it changes no weights, so no sampler can load it. Use "
             "LoraConfig(target_modules='all-linear').",
         )
     elif name in methods.CHANGES_WEIGHTS:
@@ -37,11 +37,11 @@ def judge_method(name: str) -> Iterator[Finding]:
             "LoraConfig, or sync='weights' on a dense engine.",
         )
     else:
-        yield "refuse", f"{name} is a method that nobody here knows. Use LoraConfig(target_modules='all-linear')."
+        yield "refuse", f"{name} is an unknown method. Use LoraConfig(target_modules='all-linear')."
 
 
 def _is_known(subject: Subject) -> Iterator[Finding]:
-    # Of all adapters: X-LoRA's own lies beside those that it mixes.
+    # Of all adapters: X-LoRA's own is one of several.
     for config in subject.model.peft_config.values():
         yield from judge_method(method_of(config))
 
@@ -84,7 +84,7 @@ def _is_on(subject: Subject) -> Iterator[Finding]:
         return
     for name, layer in subject.tuned.items():
         if layer.merged:
-            way = "Load the base and the adapter anew: unmerge_adapter() does not lead back to the same bits"
+            way = "Load the base and the adapter again: unmerge_adapter() does not restore the same bits"
             yield "refuse", f"The adapter is merged into the base at {name}; the base is changed. {way}."
             return
         if layer.disable_adapters:
@@ -127,7 +127,7 @@ def _is_untouched(subject: Subject) -> Iterator[Finding]:
         elif any(not t.is_floating_point() or t.element_size() < 2 for t in (*a.parameters(), *b.parameters())):
             what = f"has matrices of {a.weight.dtype} and {b.weight.dtype}"
         if what:
-            yield "refuse", f"{name} {what}, which may be more than B @ A. Take it off, or train without it."
+            yield "refuse", f"{name} {what}, which may be more than B @ A. Remove it."
             return
 
 
@@ -162,7 +162,7 @@ def _is_plain(subject: Subject) -> Iterator[Finding]:
         if is_peft and title in methods.INPUT_VARIANTS:
             yield (
                 "refuse",
-                f"{methods.INPUT_VARIANTS[title]} (first at {name}): no sampler can load that as a change of weights. Leave it "
+                f"{methods.INPUT_VARIANTS[title]} (first at {name}): it is no fixed change of weights, so no sampler can load it. Leave it "
                 "out of LoraConfig.",
             )
         elif variant is None or (is_peft and title in methods.WEIGHT_VARIANTS):
@@ -175,7 +175,7 @@ def _is_plain(subject: Subject) -> Iterator[Finding]:
         else:
             yield (
                 "refuse",
-                f"{title} at {name} is a variant of LoRA that nobody here knows; it may be more than B @ A. Leave it out of "
+                f"{title} at {name} is an unknown variant of LoRA; it may be more than B @ A. Leave it out of "
                 "LoraConfig.",
             )
 
@@ -188,7 +188,7 @@ def _is_linear(subject: Subject) -> Iterator[Finding]:
         if subject.adapter in layer.lora_embedding_A or isinstance(base, torch.nn.Embedding):
             yield (
                 "full_weights",
-                f"{name} is an embedding; adapters on embeddings do not travel. Leave it out of target_modules.",
+                f"{name} is an embedding; adapters on embeddings are not synced. Leave it out of target_modules.",
             )
         elif kind.__name__ == "ParamWrapper":
             continue  # target_parameters, which has a rule of its own
@@ -203,7 +203,7 @@ def _is_linear(subject: Subject) -> Iterator[Finding]:
         elif not kind.__module__.startswith("peft.tuners.lora."):
             yield (
                 "refuse",
-                f"{name} is a {kind.__module__}.{kind.__name__}, a LoRA layer that nobody here knows; it may be more than "
+                f"{name} is a {kind.__module__}.{kind.__name__}, an unknown LoRA layer; it may be more than "
                 "B @ A. Use PEFT's own.",
             )
 
@@ -224,11 +224,11 @@ def _has_no_bias(subject: Subject) -> Iterator[Finding]:
         what = "BEFT" if subject.method == "BEFT" else "lora_bias=True"
         yield (
             "refuse",
-            f"{what} trains a bias at {homeless[0]}, whose layer has none to hold it ({len(homeless)} such layers). "
+            f"{what} trains a bias at {homeless[0]}, whose layer has no bias ({len(homeless)} such layers). "
             f"{'Leave them out of target_modules' if subject.method == 'BEFT' else 'Set lora_bias=False'}.",
         )
     elif biased:
-        yield "full_weights", "lora_bias=True adds a bias to B, which vLLM drops without a word. Set lora_bias=False."
+        yield "full_weights", "lora_bias=True adds a bias to B, which vLLM drops silently. Set lora_bias=False."
 
 
 def _trains_nothing_else(subject: Subject) -> Iterator[Finding]:
@@ -245,7 +245,7 @@ def _trains_nothing_else(subject: Subject) -> Iterator[Finding]:
 
 
 def _replaces_nothing(subject: Subject) -> Iterator[Finding]:
-    """The same as the rule before, of the live model: its config may have been edited."""
+    """The rule before, for the live model: its config may have been edited."""
     if subject.replaced and not any(
         getattr(subject.config, field, None) for field in ("modules_to_save", "trainable_token_indices")
     ):
@@ -257,7 +257,7 @@ def _replaces_nothing(subject: Subject) -> Iterator[Finding]:
 
 
 def _trains_no_base(subject: Subject) -> Iterator[Finding]:
-    """Weights of the base that someone has unfrozen by hand; `bias` and `modules_to_save` have rules of their own."""
+    """Weights of the base that were unfrozen by hand; `bias` and `modules_to_save` have rules of their own."""
     if getattr(subject.config, "bias", "none") != "none" or subject.method != "LORA":
         return
     free = [n for n, p in subject.base.named_parameters() if p.requires_grad and id(p) not in subject.added]
@@ -312,7 +312,7 @@ def _keeps_the_base(subject: Subject) -> Iterator[Finding]:
                 "Use init_lora_weights=True, or convert the adapter (PEFT: path_initial_model_for_weight_conversion).",
             )
         else:
-            yield "refuse", f"init_lora_weights={init!r} is a start that nobody here knows. Use init_lora_weights=True."
+            yield "refuse", f"init_lora_weights={init!r} is an unknown initialisation. Use init_lora_weights=True."
 
 
 def _is_finite(subject: Subject) -> Iterator[Finding]:

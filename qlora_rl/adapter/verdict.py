@@ -25,8 +25,8 @@ class Verdict:
     """What an adapter is fit for.
 
     Attributes:
-        kind: "adapter" (plain LoRA: it can travel alone), "full_weights" (only dequantised full weights can carry it)
-            or "refuse".
+        kind: "adapter" (plain LoRA: only the adapter is synced), "full_weights" (dequantised full weights are synced)
+            or `"refuse"` (unsupported).
         reasons: one sentence per rule that spoke, each with the way out, those that decide first; empty for plain LoRA.
         rank: largest R of its modules (0 where there is none).
         method: PEFT's name of it, such as "LORA"; "" without an adapter.

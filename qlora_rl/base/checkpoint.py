@@ -284,7 +284,7 @@ def load_base(
 def models_are_whole() -> Iterator[None]:
     """While it lasts transformers makes models whole, where DeepSpeed's ZeRO-3 would have it part them from the start.
 
-    What a base holds is proven first; it is parted when training begins.
+    A base is verified while it is whole; it is sharded when training begins.
     """
     from transformers.integrations import deepspeed as known
 
@@ -338,7 +338,7 @@ def _local_directory(model: str, revision: str | None) -> Path:
     hub_reachable()
     patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.py"]
     try:
-        # Weights in another format lie beside transformers' own in some repositories.
+        # Some repositories also hold the weights in another format.
         other = ["consolidated*", "original/*"]
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=other))
     except Exception as error:
@@ -390,7 +390,7 @@ def _publish(
     source: str,
     parent: str | None = None,
 ) -> PreparedBase:
-    """Run `write` into a fresh directory beside the target and rename it there when all is on disk."""
+    """Run `write` into a new directory next to the target and rename it when everything is on disk."""
     target = Path(out) if out is not None else cache_root() / "bases" / f"{name}-{label}-{inputs[:16]}"
     if target.exists() and not target.is_dir():
         raise ConfigConflictError(f"preparing a base: {target} is a file. Choose another directory.")

@@ -30,8 +30,8 @@ def uses_avx512() -> bool:
 def decoder(quant_type: str, blocksize: int) -> Decode | None:
     """A function (codes, absmax, out) that writes bf16 weights [rows, I] into `out`; `None` where bitsandbytes has none.
 
-    bitsandbytes' own function allocates its result anew, which for a large weight costs more than the decoding: the pages are
-    given back and fetched again. The kernel underneath is the same, so is its result, bit for bit. The name is private to
+    bitsandbytes' own function allocates its result at each call, which for a large weight takes longer than the decoding: the pages are
+    freed and fetched again. The kernel underneath is the same, so is its result, bit for bit. The name is private to
     bitsandbytes 0.50; remove when `dequantize_4bit(out=...)` writes into `out` on the CPU.
 
     Args:

@@ -33,8 +33,8 @@ class LeafDiff:
 
     Attributes:
         how: "codes", "scales", "table", "blocksize", "type", "shape", "values", "missing" (theirs has none), "unexpected";
-            or the name of a fact beside the weights, such as "tokenizer".
-        where: which rank of an engine that holds the weight in parts has others, in words.
+            or the name of another fact, such as "tokenizer".
+        where: which rank of a sharded engine differs, in words.
     """
 
     name: str
@@ -112,7 +112,7 @@ def recorded_fingerprint(directory: str | os.PathLike[str]) -> BaseFingerprint:
 
 
 def facts_of(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """Digests of what lies beside the weights of a base directory; of the config only what decides the function."""
+    """Digests of everything but the weights of a base directory; of the config only what decides the function."""
     config = json.loads((Path(directory) / "config.json").read_text())
     quantization = config.get("quantization_config") or {}
     # How the weights are held is the leaves' business; a baked base differs in it from its parent.

@@ -1,7 +1,7 @@
-"""A base that lies in parts on several ranks of one engine: every part is compared with the same part of the base directory.
+"""A base that is sharded over several ranks of one engine: every shard is compared with the same slice of the base directory.
 
-The digest of a weight cannot be put together from digests of its parts. So each rank digests what it holds, and here the same slice
-of the file is digested beside it. Where all of them agree and leave no gap, the ranks together hold the file's weight, and its
+The digest of a weight cannot be computed from digests of its shards. So each rank digests what it holds, and this module digests the
+same slice of the file. Where all of them agree and leave no gap, the ranks together hold the file's weight, and its
 digest is theirs.
 """
 
@@ -37,7 +37,7 @@ class Shard:
     start: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that also travel between processes."""
+        """Plain values, which can also be sent between processes."""
         return asdict(self)
 
     @classmethod

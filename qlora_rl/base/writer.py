@@ -137,7 +137,7 @@ def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     state = model.state_dict()
     wrappers = [name for name, module in model.named_modules() if hasattr(module, "adapter_layer_names")]
     for name, tensor in state.items():
-        # Of what PEFT has wrapped, only what lies inside is the base's.
+        # Of modules that PEFT has wrapped, only the inner one belongs to the base.
         here = [name[len(w) + 1 :] for w in wrappers if name.startswith(f"{w}.")]
         if not all(rest.startswith(("base_layer.", "original_module.", "token_adapter.")) for rest in here):
             continue
@@ -151,7 +151,7 @@ def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_code: bool) -> None:
-    """Store the tokenizer (with its chat template) beside the weights."""
+    """Store the tokenizer (with its chat template) next to the weights."""
     if tokenizer is None:
         from transformers import AutoTokenizer
 
@@ -159,7 +159,7 @@ def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         except Exception as error:
             raise ConfigConflictError(
-                f"preparing a base: {source} brings no tokenizer ({type(error).__name__}). The engine needs one beside the "
+                f"preparing a base: {source} has no tokenizer ({type(error).__name__}). The engine needs one next to the "
                 "weights; pass tokenizer= (processing_class= of the trainer)."
             ) from error
     getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(directory)

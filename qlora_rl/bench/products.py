@@ -1,4 +1,4 @@
-"""Products with 4-bit weights on a GPU, for the linears of known models: each way that there is, beside a 16-bit product.
+"""Products with 4-bit weights on a GPU, for the linears of known models: all implementations, and a 16-bit product.
 
 Letters: T tokens, O and I out- and in-features.
 """
@@ -55,7 +55,7 @@ MODELS = {
 
 
 def require_gpu() -> None:
-    """Refuse a machine that cannot measure this.
+    """Check that this machine can measure it.
 
     Raises:
         EngineUnsupportedError: there is no NVIDIA GPU, or torch is not built for one.

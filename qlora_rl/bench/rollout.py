@@ -29,15 +29,15 @@ def bench_rollout(
     with_bf16: bool = True,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Each mode of ours and stock vLLM draw the same rollouts in turns, with an adapter of rank 16 that serves.
+    """Each of our modes and stock vLLM generate the same rollouts in turns, with an adapter of rank 16.
 
     Args:
         size: of `SIZES`.
-        batches: B, prompts that are drawn for at once.
+        batches: B, prompts per call.
         modes: values of `base_compute`.
         tokens: T of every completion.
-        minutes: for drawing; making the model and starting the engines comes on top.
-        with_bf16: also vLLM on the 16-bit model without an adapter, which is what there is to reach.
+        minutes: for generating; making the model and starting the engines comes on top.
+        with_bf16: also vLLM on the 16-bit model without an adapter, which is the upper limit.
 
     Returns:
         For each batch: `ours`, `against` (tokens per second) and `ratio` by mode, under commit, versions and machine.
@@ -93,7 +93,7 @@ def table(batch: int, rows: dict[str, Any]) -> str:
 
 
 def _drawer(engine: Any, batch: int, tokens: int) -> Callable[[], float]:
-    """Draws once, and gives tokens per second."""
+    """Generates once, and returns tokens per second."""
     spec = SamplingSpec(max_tokens=tokens, temperature=1.0, seed=0, extra={"ignore_eos": True})
     calls = 0
 

@@ -1,4 +1,4 @@
-"""Random Qwen2 models of three sizes, made on the fly, and what is needed to draw from them."""
+"""Random Qwen2 models of three sizes, made on the fly, and what is needed to sample from them."""
 
 from __future__ import annotations
 

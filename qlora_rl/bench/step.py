@@ -1,8 +1,8 @@
 """Seconds and memory of a GRPO step, against TRL with its own colocated vLLM and its merge; each side in processes of its own.
 
 The same job on both sides: NF4 base, LoRA of rank 16 on all linears, the demo's sums as prompts, TRL's GRPOConfig, eager attention.
-Ours with all its proofs: the canary after each push, the distance of both sides at each step. TRL's way does nothing of that, and
-what it pushes is wrong (docs/comparison.md); here only its time and its memory are looked at.
+Ours runs with all its checks: the canary after each push, the distance of both sides at each step. TRL has none of them, and
+what it pushes is wrong (docs/comparison.md); here only its time and its memory are measured.
 
     python -m qlora_rl.bench.step SIDE SIZE BASE STEPS OPTIONS     one process: prints its numbers as JSON
 """
@@ -120,7 +120,7 @@ def memory_table(result: Mapping[str, Any]) -> str:
     for size, facts in result.items():
         for side in SIDES:
             row = facts["sides"][side]
-            plan = "" if row["planned_gib"] is None else f", planned beside them {row['planned_gib']:.2f}"
+            plan = "" if row["planned_gib"] is None else f", planned {row['planned_gib']:.2f}"
             lines.append(
                 f"{size}, {side:<5} peak {row['peak_gib']:.2f} GiB, while starting {row['start_peak_gib']:.2f}, "
                 f"libraries {row['imported_gib']:.2f}{plan}"

@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
     bench.add_argument(
         "--rounds", type=int, default=2, metavar="N", help="trainings of each side (default: %(default)s)"
     )
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, beside those of other sizes")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to this file")
     bench.set_defaults(run=run)
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_HELP = "/new begins anew, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
+_HELP = "/new starts over, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
 
 def add(commands: Any) -> None:
@@ -21,13 +21,13 @@ def add(commands: Any) -> None:
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of an answer (default: %(default)s)")
     chat.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (default: %(default)s)")
     chat.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(default: %(default)s)")
-    chat.add_argument("--seed", type=int, metavar="N", help="of the draws (default: another one each time)")
+    chat.add_argument("--seed", type=int, metavar="N", help="of the sampling (default: random)")
     chat.add_argument(
         "--raw",
         action="store_true",
         help="continue the text as it is, without the chat template and what was said before",
     )
-    chat.add_argument("--base", type=Path, metavar="DIR", help="where the base lies now, if it was moved")
+    chat.add_argument("--base", type=Path, metavar="DIR", help="the base directory, if it was moved")
     chat.add_argument("--json", action="store_true", help="from a pipe: one JSON object for each line")
     chat.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""Exit codes beside 0 (done), 1 (a known error, said) and 2 (bad usage)."""
+"""Exit codes other than 0 (success), 1 (a known error, with a message) and 2 (bad usage)."""
 
 INTERRUPTED = 130
 DOES_NOT_FIT = 3

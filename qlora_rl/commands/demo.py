@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         "--rollout",
         default="colocate",
         metavar="WHERE",
-        help="colocate, server (one is started beside it), ray (two actors), or a URL with the key in QLORA_RL_API_KEY (default: %(default)s)",
+        help="colocate, server (one is started on this host), ray (two actors), or a URL with the key in QLORA_RL_API_KEY (default: %(default)s)",
     )
     demo.add_argument(
         "--adapter",
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     )
     demo.add_argument("--temperature", type=float, default=1.0, help="of the rollouts (default: %(default)s)")
     demo.add_argument(
-        "--against", type=Path, nargs="*", default=[], metavar="RUN", help="finished runs to draw into the same report"
+        "--against", type=Path, nargs="*", default=[], metavar="RUN", help="finished runs to add to the report's charts"
     )
     demo.add_argument("--quiet", action="store_true", help="no progress bars")
     demo.set_defaults(run=run)
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         kept = (
             "the run so far and the last adapter are"
             if (out / "adapter").is_dir()
-            else "no step was done; what there is lies"
+            else "no step was finished; the files so far are"
         )
         print(f"\nqlora-rl: interrupted; {kept} in {out}", file=sys.stderr)
         return INTERRUPTED

@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
         help="of merged weights (default: the base's compute dtype)",
     )
     export.add_argument("--original", metavar="MODEL", help="of merged-original (default: what the base was made from)")
-    export.add_argument("--base", type=Path, metavar="DIR", help="where the base lies now, if it was moved")
+    export.add_argument("--base", type=Path, metavar="DIR", help="the base directory, if it was moved")
     export.add_argument(
         "--data", type=Path, metavar="F", help=".jsonl file with prompts to compare on (default: the run's samples)"
     )

@@ -1,4 +1,4 @@
-"""`qlora-rl judge`: can this adapter travel alone?"""
+"""`qlora-rl judge`: can this adapter be synced without the base?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qlora_rl.commands.codes import VERDICTS
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    judge = commands.add_parser("judge", help="can this adapter travel alone? and why not?")
+    judge = commands.add_parser("judge", help="say how an adapter can be synced to an engine, and why")
     judge.add_argument("adapter", type=Path, help="directory that PEFT's save_pretrained has written")
     judge.add_argument("--base", type=Path, help="the model or prepared base that it is meant for")
     judge.add_argument("--json", action="store_true", help="print JSON")
@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 0 adapter, 3 full weights, 4 refuse."""
+    """Exit code 0: adapter; 3: full weights; 4: unsupported."""
     import dataclasses
     import json
 
@@ -30,9 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"adapter": str(arguments.adapter), **dataclasses.asdict(verdict)}, indent=1))
         return VERDICTS[verdict.kind]
     says = {
-        "adapter": f"adapter: plain LoRA of rank {verdict.rank}, it travels alone",
-        "full_weights": "full weights: no engine can serve it beside its base; sync='weights' carries it",
-        "refuse": "refuse: no engine can serve it",
+        "adapter": f"adapter: plain LoRA of rank {verdict.rank}, only the adapter is synced",
+        "full_weights": "full weights: no engine can serve it as an adapter; use sync='weights'",
+        "refuse": "unsupported: no engine can serve it",
     }
     print(f"{arguments.adapter}: {says[verdict.kind]}")
     for reason in verdict.reasons:

@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
     plan.add_argument(
         "--base-compute",
         choices=["nf4", "baked"],
-        help="plan for the CPU, with an engine that multiplies with the codes, or with decoded copies beside them",
+        help="plan for the CPU, with an engine that multiplies with the codes, or with additional decoded copies",
     )
     plan.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     plan.add_argument("--json", action="store_true", help="print JSON")

@@ -15,7 +15,7 @@ _OF_A_RUN = ("config.json", "metrics.jsonl", "summary.json")
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    report = commands.add_parser("report", help="a run as one HTML page, others beside it")
+    report = commands.add_parser("report", help="a run as one HTML page, compared with other runs")
     report.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="run directories; the page goes into the first"
     )

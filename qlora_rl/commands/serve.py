@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     serve.add_argument(
         "--base-compute",
         choices=["nf4", "baked", "auto", "vllm"],
-        help="what linears multiply with on the CPU: the codes (default), decoded copies beside them, or what is fastest; on a GPU only 'auto' changes anything",
+        help="what linears multiply with on the CPU: the codes (default), additional decoded copies, or what is fastest; on a GPU only 'auto' changes anything",
     )
     serve.add_argument(
         "--tensor-parallel-size",

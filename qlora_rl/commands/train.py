@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         out = launch(config)
     except KeyboardInterrupt:
-        print(f"\nqlora-rl: interrupted; what there is lies in {config.run.dir}", file=sys.stderr)
+        print(f"\nqlora-rl: interrupted; the run so far is in {config.run.dir}", file=sys.stderr)
         return INTERRUPTED
     if int(os.environ.get("RANK", "0")) == 0:  # the others of `accelerate launch` say nothing
         print(f"\n  run directory: {out}\n  to look at it: qlora-rl report {out}")

@@ -18,7 +18,7 @@ _LORA_ONLY = ("kind", "start_from", "dtype")
 
 
 class _Said:
-    """What a document says, field by field, beside the defaults; wrong types are nobody's business here."""
+    """The values of a document, field by field, and the defaults; types are checked elsewhere."""
 
     def __init__(self, document: Mapping[str, Any]):
         self._document = document
@@ -80,10 +80,14 @@ def _adapter(said: _Said) -> Iterator[Finding]:
     lora = [name for name in said.changed("adapter") if name not in _LORA_ONLY]
     if start is not None:
         for name in lora:
-            yield Finding(f"[adapter] {name}", "beside start_from, whose adapter brings its own. Leave one of them out")
+            yield Finding(
+                f"[adapter] {name}", "together with start_from, whose adapter brings its own. Leave one of them out"
+            )
     if kind == "none":
         for name in [*lora, *(["start_from"] if start is not None else [])]:
-            yield Finding(f"[adapter] {name}", "beside kind = 'none', which trains no adapter. Leave one of them out")
+            yield Finding(
+                f"[adapter] {name}", "together with kind = 'none', which trains no adapter. Leave one of them out"
+            )
         if said.get("base", "quant") != "none":
             yield Finding(
                 "[adapter] kind", "'none' with a 4-bit base, which cannot be trained itself. Set [base] quant = 'none'"
@@ -93,13 +97,13 @@ def _adapter(said: _Said) -> Iterator[Finding]:
         if said.method and not METHODS[said.method].draws:
             yield Finding("[adapter] kind", f"'none' with method = '{said.method}', which trains adapters only")
         elif said.get("sync", "how") != "weights":
-            yield Finding("[adapter] kind", "'none': all weights travel. Set [sync] how = 'weights'")
+            yield Finding("[adapter] kind", "'none': all weights are synced. Set [sync] how = 'weights'")
     if said.get("sync", "how") == "lora_adapter":
         for name in ("use_dora", "modules_to_save"):
             if said.get("adapter", name):
                 yield Finding(
                     "[sync] how",
-                    f"'lora_adapter' with [adapter] {name}, which cannot travel alone. Use 'weights' or 'auto'",
+                    f"'lora_adapter' with [adapter] {name}, which cannot be synced alone. Use 'weights' or 'auto'",
                 )
 
 
@@ -118,7 +122,9 @@ def _rollout(said: _Said) -> Iterator[Finding]:
     if is_url:
         for name in _ENGINE:
             if name in changed:
-                yield Finding(f"[rollout] {name}", "beside URLs: set it where that server is started. Leave it out")
+                yield Finding(
+                    f"[rollout] {name}", "together with URLs: set it where that server is started. Leave it out"
+                )
     elif "api_key_file" in changed:
         yield Finding("[rollout] api_key_file", f"where = {show(where)} needs no key: it is a server's. Leave one out")
     if where == "server" and "vllm" in changed:

@@ -113,8 +113,8 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
             raise ConfigConflictError(f"loading the data: [data] {place}: {why_missing(names[0])}.") from error
         reason = error.__cause__ or error
         raise ConfigConflictError(
-            f"loading the data: [data] {place}: {', '.join(names)} cannot be read ({type(reason).__name__}: {reason}). Mend it, "
-            "or name another."
+            f"loading the data: [data] {place}: {', '.join(names)} cannot be read ({type(reason).__name__}: {reason}). Fix it, "
+            "or pass another one."
         ) from error
 
 
@@ -126,7 +126,7 @@ def _shaped(dataset: Any, data: Data, has_template_field: bool) -> Any:
     missing += [name for name in wanted if name not in dataset.column_names]
     if missing:
         raise ConfigConflictError(
-            f"loading the data: it has no column {', '.join(missing)}, but {', '.join(dataset.column_names)}. Mend [data] columns "
+            f"loading the data: it has no column {', '.join(missing)}, but {', '.join(dataset.column_names)}. Fix [data] columns "
             "or prompt_template."
         )
     if data.prompt_template is not None:

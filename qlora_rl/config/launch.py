@@ -125,7 +125,7 @@ def load_tokenizer(config: RunConfig) -> Any:
 
 
 def trainer_arguments(config: RunConfig) -> dict[str, Any]:
-    """Arguments of our trainers beside TRL's."""
+    """Arguments that our trainers add to TRL's."""
     found: dict[str, Any] = {"adapter_dtype": config.adapter.dtype, "existing_run": config.run.existing}
     if config.method in PLANNED:
         found["gpu_memory"] = config.run.gpu_memory

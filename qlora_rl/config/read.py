@@ -133,7 +133,7 @@ def _ask_trl(document: Mapping[str, Any]) -> list[Finding]:
             warnings.simplefilter("ignore")  # said when the run makes it
             args = make_args(config, table)
     except (ValueError, TypeError, ImportError) as error:
-        return [Finding(PLACE, f"TRL refuses: {' '.join(str(error).split())}")]
+        return [Finding(PLACE, f"TRL rejects it: {' '.join(str(error).split())}")]
     where = (
         document.get("rollout", {}).get("where", "colocate") if isinstance(document.get("rollout", {}), Mapping) else ""
     )

@@ -21,7 +21,7 @@ class Method:
     Attributes:
         trainer: public name of the trainer.
         says: what it does, in one line.
-        draws: it draws completions, so it has an engine.
+        `draws`: it samples completions, so it has an engine.
         scores: it scores them with reward functions.
         columns: the datasets that it takes, by the columns that they must have: one of these sets.
     """
@@ -45,15 +45,15 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "dpo": Method(
             "QLoRADPOTrainer", "learns which of two completions is better", False, False, (("chosen", "rejected"),)
         ),
-        "grpo": Method("QLoRAGRPOTrainer", "draws a group per prompt, rewards it", True, True, (("prompt",),)),
+        "grpo": Method("QLoRAGRPOTrainer", "samples a group per prompt, rewards it", True, True, (("prompt",),)),
         "rloo": Method(
             "QLoRARLOOTrainer", "as grpo, with the others of the group as baseline", True, True, (("prompt",),)
         ),
         "online_dpo": Method(
-            "QLoRAOnlineDPOTrainer", "draws two per prompt, prefers the better one", True, True, (("prompt",),)
+            "QLoRAOnlineDPOTrainer", "samples two per prompt, prefers the better one", True, True, (("prompt",),)
         ),
         "async_grpo": Method(
-            "QLoRAAsyncGRPOTrainer", "as grpo, while the next completions are drawn", True, True, (("prompt",),)
+            "QLoRAAsyncGRPOTrainer", "as grpo, while the next completions are sampled", True, True, (("prompt",),)
         ),
     }
 )
@@ -63,7 +63,7 @@ PLANNED = ("grpo", "rloo", "async_grpo")  # their memory is planned
 
 @dataclass(frozen=True)
 class Rules:
-    """What is asked of a value beside its type.
+    """Constraints on a value, in addition to its type.
 
     Attributes:
         says: what the field does, one line.
@@ -96,7 +96,7 @@ class Rules:
         return " and ".join(part for part in (low, high) if part)
 
     def admits(self, number: float) -> bool:
-        """It lies within the bounds."""
+        """It is within the bounds."""
         return not (
             (self.above is not None and not number > self.above)
             or (self.at_least is not None and not number >= self.at_least)
@@ -137,7 +137,9 @@ class Adapter:
     """What is trained; the fields of PEFT's `LoraConfig`, and three of ours."""
 
     kind: str = option(
-        "`none` trains all weights of a base with quant = 'none' (methods that draw)", "lora", choices=("lora", "none")
+        "`none` trains all weights of a base with quant = 'none' (methods that sample)",
+        "lora",
+        choices=("lora", "none"),
     )
     start_from: str | None = option(
         "directory of an adapter that is trained on; it brings its own LoraConfig", None, kind="path"
@@ -150,7 +152,7 @@ class Adapter:
     lora_dropout: float = option("dropout before the adapter, while training", 0.0, at_least=0.0, below=1.0)
     bias: str = option("biases that are trained too", "none", choices=("none", "all", "lora_only"))
     use_rslora: bool = option("scale: alpha / sqrt(r)", False)
-    use_dora: bool = option("DoRA; travels as full weights", False)
+    use_dora: bool = option("DoRA; synced as full weights", False)
     init_lora_weights: bool | Literal["gaussian", "orthogonal"] = option("how the adapter starts", True)
     rank_pattern: dict[str, int] = option("ranks of single modules, by pattern", {}, example={"q_proj": 32})
     alpha_pattern: dict[str, int] = option("alphas of single modules, by pattern", {}, example={"q_proj": 64})
@@ -159,7 +161,7 @@ class Adapter:
     )
     layers_pattern: str | list[str] | None = option("name of the list of layers", None, example="layers")
     modules_to_save: list[str] | None = option(
-        "modules trained in full; travels as full weights", None, example=["norm"]
+        "modules trained in full; synced as full weights", None, example=["norm"]
     )
 
 
@@ -220,20 +222,20 @@ class Reward:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Where completions are drawn."""
+    """Where completions are sampled."""
 
     where: str | list[str] = option(
-        "`colocate`: vLLM in this process; `server`: one is started beside it; `ray`: in actors of a Ray cluster; or URLs of `qlora-rl serve`",
+        "`colocate`: vLLM in this process; `server`: one is started on this host; `ray`: in actors of a Ray cluster; or URLs of `qlora-rl serve`",
         "colocate",
         methods=DRAWING,
     )
     api_key_file: str | None = option("holds the key of that server", None, kind="path", methods=DRAWING)
     share_base: bool | Literal["auto"] = option("hold the base once", "auto", methods=DRAWING)
     max_staleness: int = option(
-        "policies that the one that trains may be newer than the one that drew", 1, at_least=0, methods=("async_grpo",)
+        "number of versions that the sampling policy may be behind", 1, at_least=0, methods=("async_grpo",)
     )
     rollout_threads: int | None = option(
-        "batches that are drawn at once; by default max_staleness + 1",
+        "batches that are sampled at once; by default max_staleness + 1",
         None,
         at_least=1,
         methods=("async_grpo",),
@@ -268,7 +270,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Sync:
-    """How the policy reaches the engine, and how that is proven."""
+    """How the policy is synced to the engine, and how that is checked."""
 
     how: str = option(
         "`lora_adapter`, `weights` (full weights), or what the adapter needs",
@@ -277,13 +279,16 @@ class Sync:
         methods=DRAWING,
     )
     dir: str | None = option(
-        "where adapter versions lie on their way, if not on tmpfs", None, kind="path", methods=DRAWING
+        "where adapter versions are written for the engine, if not on tmpfs", None, kind="path", methods=DRAWING
     )
     canary_every: int = option(
-        "both sides score fixed sequences after each n-th push; 0: no push is proven", 4, at_least=0, methods=DRAWING
+        "both sides score fixed sequences after each n-th push; 0: pushes are not checked",
+        4,
+        at_least=0,
+        methods=DRAWING,
     )
     on_mismatch: str = option(
-        "rollouts that another policy has drawn: end the run with the cause, or say it",
+        "on rollouts of another policy: end the run with the cause, or warn",
         "stop",
         choices=("stop", "warn"),
         methods=DRAWING,

@@ -87,7 +87,7 @@ def run_demo(
     Args:
         settings: of the run.
         out: run directory; must not hold another run.
-        against: finished runs to draw into the same report.
+        against: finished runs to add to the report's charts.
         say: gets each line for people.
         show_progress: a live bar on stderr.
 

@@ -285,7 +285,7 @@ def _recipe_of(directory: Path) -> dict[str, object] | None:
 
 
 def _put(directory: Path, fill: Callable[[Path], object]) -> None:
-    """Fill a temporary directory beside `directory` and rename it; where another process was first, its one stays."""
+    """Fill a temporary directory next to `directory` and rename it; where another process was first, its directory stays."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:

@@ -1,4 +1,4 @@
-"""The model card of an export: README.md, and the run's curves as a small picture beside it."""
+"""The model card of an export: README.md, and a small picture of the run's curves."""
 
 from __future__ import annotations
 

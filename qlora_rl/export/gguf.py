@@ -1,7 +1,7 @@
 """`write_gguf`: a policy as one GGUF file, in the layout of llama.cpp, of architectures whose file can be loaded again and compared.
 
-Tensor names come from the `gguf` package. What is done beside that (which heads are permuted, what a tokenizer is called) is read
-off llama.cpp's `convert_hf_to_gguf.py`.
+Tensor names come from the `gguf` package. The rest (which heads are permuted, what a tokenizer is called) follows
+llama.cpp's `convert_hf_to_gguf.py`.
 """
 
 from __future__ import annotations

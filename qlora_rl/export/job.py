@@ -1,4 +1,4 @@
-"""`export_run`: adapter, merged model or GGUF file, written beside its place, loaded again, compared, and only then put there."""
+"""`export_run`: adapter, merged model or GGUF file, written to a temporary directory, loaded again, compared, and only then moved."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def export_run(
         form: of an adapter: "canonical" (scale folded in, one rank: any engine serves it right) or "original" (as PEFT has saved it).
         dtype: of merged weights; by default the base's compute dtype.
         original: model of "merged-original": directory or hub name; by default what the base says it was made from.
-        base: where the base lies now, if it was moved.
+        base: directory of the base, if it was moved.
         data: .jsonl file with prompts to compare on; by default the run's own, or random tokens.
         prompts: how many of them.
         max_kl: largest mean KL in nats per token; by default 1e-3, or 1e-9 in float32. "merged-original" has no limit of its own.
@@ -277,10 +277,10 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
 
     Args:
         trained: the run.
-        written: where the export lies now.
+        written: directory of the export.
         to: kind of export.
-        name: what to call it: for a card, which travels, its directory's name.
-        base: what to call the base.
+        name: of the export: for a card, which is published, its directory's name.
+        base: name of the base.
     """
     if to == "adapter":
         lines = {"transformers": f'PeftModel.from_pretrained(qlora_rl.load_base("{base}"), "{name}")'}

@@ -23,7 +23,7 @@ SAMPLES = "samples.json"
 
 @dataclass(frozen=True)
 class Distance:
-    """How far an export is from the policy, over N tokens that the policy itself has drawn.
+    """How far an export is from the policy, over N tokens that the policy itself sampled.
 
     Attributes:
         kl_mean: KL(policy || export) of a token, over the whole vocabulary, in nats.
@@ -49,14 +49,14 @@ class Distance:
 
 
 class Witness:
-    """The policy's distributions over the completions that it draws to some prompts; the policy may go afterwards.
+    """The policy's distributions over its own completions of some prompts; the policy may be freed afterwards.
 
     Args:
         policy: a model.
         prompts: token ids.
-        tokens: to draw for each prompt, at most.
+        tokens: to sample for each prompt, at most.
         autocast: torch name of the dtype under which the policy is asked; `None`: as it is.
-        seed: of the draws.
+        seed: of the sampling.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ def choose_prompts(
     longest: int = 256,
     **template_kwargs: Any,
 ) -> tuple[list[list[int]], str]:
-    """Prompts to prove an export with, as token ids, and where they are from.
+    """Prompts to verify an export with, as token ids, and where they are from.
 
     Args:
         run: its samples.json has held-out prompts, in some runs; its rollouts.json two prompts of the training.
@@ -128,7 +128,7 @@ def choose_prompts(
     elif (run / SAMPLES).is_file():
         found, where = _prompts_of(json.loads((run / SAMPLES).read_text())), "held-out samples of the run"
     elif (run / ROLLOUTS).is_file():
-        # Two prompts, drawn from often: every draw has a seed of its own.
+        # Two prompts, sampled many times: each sample has its own seed.
         found = (_prompts_of(list(json.loads((run / ROLLOUTS).read_text()).values())) * count)[:count]
         where = "rollouts of the run"
     if found:

@@ -1,1 +1,1 @@
-"""What a run will hold in memory, counted before anything is allocated: shapes of a model, lines, the ledger."""
+"""Memory estimate of a run, before anything is allocated: shapes of a model, lines, their sum."""

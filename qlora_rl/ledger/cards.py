@@ -19,7 +19,7 @@ CARDS: dict[float, float] = {
     141: 139.7,
     180: 178.3,
 }
-# Of a card: the pieces between the blocks of an allocator, which the ledger does not count, and small neighbours.
+# Of a card: fragmentation of the allocator, which the estimate does not count, and other small processes.
 RESERVE_GIB = 0.5
 
 

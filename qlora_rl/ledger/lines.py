@@ -1,4 +1,4 @@
-"""The lines of a memory ledger: what each thing takes, in bytes, and the formula in words.
+"""The lines of a memory estimate: what each thing takes, in bytes, and the formula in words.
 
 Exact: base, adapter, gradients, optimizer state, KV cache. Estimates: activations, working memory, what CUDA and vLLM keep
 for themselves. docs/memory.md says how each was checked.
@@ -80,7 +80,7 @@ class Line:
         nbytes: how much, in bytes.
         why: the formula in words, with its numbers.
         when: "always"; "step" (from forward to optimizer step); "layer" or "head" (one after the other within a step, so
-            that only the larger counts); "rollout" (while completions are drawn).
+            that only the larger counts); "rollout" (while completions are sampled).
         is_exact: counted from shapes; otherwise an estimate.
     """
 
@@ -167,7 +167,7 @@ def parted_base(lines: list[Line], shape: ModelShape, trainer: int, engine: int)
 
     Args:
         lines: of `base_lines`, of a trainer and an engine that hold one each.
-        trainer: processes that its base lies in parts on (FSDP2, ZeRO-3); it is gathered layer by layer.
+        trainer: processes that its base is sharded over (FSDP2, ZeRO-3); it is gathered layer by layer.
         engine: ranks of the engine.
     """
     found = []

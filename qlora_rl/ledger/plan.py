@@ -30,7 +30,7 @@ class MemoryRequest:
         max_length: prompt plus completion, in tokens.
         engine_length: the longest sequence that the engine admits, where that is more: its KV cache must hold one.
         batch_size: sequences of one forward and backward pass (`per_device_train_batch_size`).
-        sequences: completions that are drawn at once.
+        sequences: completions that are sampled at once.
         optimizer: transformers' name of it (`GRPOConfig.optim`).
         gradient_checkpointing: keep layer inputs only.
         adapter_dtype: torch name of the dtype of the trained weights.
@@ -47,8 +47,8 @@ class MemoryRequest:
             reserve (`ledger/cards.py`); `None` for no limit.
         device: "cuda" or "cpu".
         has_engine: the run makes an engine; otherwise its lines are left out.
-        trainer_parts: processes, with a GPU each, that the trainer's base lies in parts on. What is counted is one GPU.
-        engine_parts: GPUs that the engine's base lies in parts on (`tensor_parallel_size`).
+        trainer_parts: processes, with a GPU each, that the trainer's base is sharded over. The estimate is for one GPU.
+        engine_parts: GPUs that the engine's base is sharded over (`tensor_parallel_size`).
     """
 
     spec: QuantSpec = field(default_factory=QuantSpec)
@@ -129,7 +129,7 @@ class MemoryLedger:
 
     @property
     def held_bytes(self) -> int:
-        """What lies there from start to end, without the KV cache."""
+        """What is allocated from start to end, without the KV cache."""
         return self._sum("always")
 
     @property
@@ -163,7 +163,7 @@ class MemoryLedger:
         block = count.KV_BLOCK[request.device]
         length = length or request.max_length
         whole = count.cache_bytes(self.shape, length=length, sequences=sequences, element=element, block=block)
-        return ceil(whole / min(request.engine_parts, self.shape.kv_heads))  # heads that are fewer lie on several
+        return ceil(whole / min(request.engine_parts, self.shape.kv_heads))  # fewer heads than GPUs are replicated
 
     @property
     def _least_cache(self) -> int:
@@ -223,7 +223,7 @@ class MemoryLedger:
         return within and self.cache_bytes >= self._least_cache
 
     def changed(self, **request: Any) -> MemoryLedger:
-        """The ledger of the same model and adapter with other fields of the request, such as `shared=False`."""
+        """The estimate for the same model and adapter with other fields of the request, such as `shared=False`."""
         return _ledger(self.shape, replace(self.request, **request), self.adapter)
 
     def savings(self) -> list[Saving]:
@@ -237,7 +237,7 @@ class MemoryLedger:
         return sorted(found, key=lambda saving: -saving.nbytes)
 
     def raise_if_too_big(self) -> None:
-        """Refuse what cannot fit.
+        """Raise where it cannot fit.
 
         Raises:
             MemoryBudgetError: the numbers, and what to lower.
@@ -337,9 +337,9 @@ def plan_memory(
 
     ::
 
-        ledger = plan_memory(AutoConfig.from_pretrained("Qwen/Qwen3-8B"), max_length=4096, gpu_memory_gib=24)
-        print(ledger)
-        ledger.raise_if_too_big()
+        memory = plan_memory(AutoConfig.from_pretrained("Qwen/Qwen3-8B"), max_length=4096, gpu_memory_gib=24)
+        print(memory)
+        memory.raise_if_too_big()
 
     Args:
         config: transformers config of the model; no weight is loaded.
@@ -408,7 +408,7 @@ def _ledger(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tup
 
 
 def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
-    """Everything that may be lowered, as fields of the request or as another ledger."""
+    """Everything that may be lowered, as fields of the request or as another estimate."""
     request = ledger.request
     batch, length = request.batch_size, request.max_length
     changes: list[tuple[str, Any]] = []

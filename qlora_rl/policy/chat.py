@@ -1,4 +1,4 @@
-"""`Conversation`: the policy, answering; the base beside it for comparison, since the adapter can be left out for an answer."""
+"""`Conversation`: answers of the policy; also of the base for comparison, since the adapter can be disabled for an answer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Conversation:
         system: first message; needs a chat template.
         max_tokens: of an answer.
         temperature: 0 is greedy.
-        top_p: share of the probability that is drawn from.
-        seed: of the draws.
+        top_p: share of the probability that is sampled from.
+        seed: of the sampling.
         uses_template: `None`: where there is one.
 
     Raises:
@@ -60,7 +60,7 @@ class Conversation:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start a new conversation."""
         self._said: list[dict[str, str]] = list(self._system)
 
     def answer(self, text: str) -> Iterator[str]:
@@ -78,7 +78,7 @@ class Conversation:
             self._said = [*prompt, {"role": "assistant", "content": "".join(pieces)}]
 
     def _stream(self, ids: list[int]) -> Iterator[str]:
-        """Text of the tokens that are drawn; a character of several tokens comes when it is whole."""
+        """Text of the sampled tokens; a character of several tokens comes when it is complete."""
         drawn, shown = [], ""
         for token in self._draw(ids):
             drawn.append(token)
@@ -94,7 +94,7 @@ class Conversation:
         max_tokens, temperature, top_p = self._sampling
         positions = self._model.config.get_text_config().max_position_embeddings
         if not 0 < len(ids) < positions:
-            told = "Begin anew (/new), or say less" if ids else "Say something"
+            told = "Start over (/new), or say less" if ids else "Say something"
             raise ConfigConflictError(
                 f"answering: the prompt has {len(ids)} tokens, and the model reads 1 to {positions - 1} before an answer. {told}."
             )

@@ -1,4 +1,4 @@
-"""Tokens drawn from a transformers model one by one, with a cache; the same for a proof and for a talk.
+"""Samples tokens from a transformers model one by one, with a cache; for the check of an export and for a chat.
 
 Shape letter: V vocabulary.
 """
@@ -29,8 +29,8 @@ def draw(
     Args:
         model: in eval mode.
         prompt: token ids, at least one.
-        tokens: to draw, at most; nor more than the model has positions for.
-        generator: of the draws, on the CPU.
+        tokens: to sample, at most; no more than the model has positions for.
+        generator: of the sampling, on the CPU.
         temperature: 0 is greedy.
         top_p: see `choose`.
         autocast: see `precision`.
@@ -52,7 +52,7 @@ def draw(
 
 
 def check_sampling(doing: str, max_tokens: int, temperature: float, top_p: float) -> None:
-    """Refuse what nothing can be drawn with.
+    """Reject values that nothing can be sampled with.
 
     Raises:
         ConfigConflictError: with everything that is out of its range.
@@ -65,7 +65,7 @@ def check_sampling(doing: str, max_tokens: int, temperature: float, top_p: float
 
 
 def choose(logits_V: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """Draw a token: the likeliest at temperature 0, else among the likeliest that together have `top_p`."""
+    """Sample a token: the likeliest at temperature 0, else among the likeliest that together have `top_p`."""
     if temperature == 0:
         return int(logits_V.argmax())
     share_V, order_V = (logits_V / temperature).softmax(-1).sort(descending=True)

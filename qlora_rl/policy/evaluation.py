@@ -1,4 +1,4 @@
-"""`evaluate`: rewards of the base and of the policy on the same prompts, drawn by one engine.
+"""`evaluate`: rewards of the base and of the policy on the same prompts, sampled by one engine.
 
 Shape letters: P prompts, G completions of a prompt.
 """
@@ -58,7 +58,7 @@ class Evaluation:
         lengths: mean tokens of a completion: of the base, of the policy.
         prompts: P.
         samples: G.
-        sampling: how the completions were drawn.
+        sampling: how the completions were sampled.
         rows: some prompts with the completions and rewards of both sides.
     """
 
@@ -104,7 +104,7 @@ def evaluate(
     sampling: SamplingSpec | None = None,
     engine_options: Mapping[str, Any] | None = None,
 ) -> Evaluation:
-    """Draw with the base, then with the policy, in one vLLM, and score both.
+    """Sample from the base, then from the policy, in one vLLM, and score both.
 
     Args:
         trained: the run.

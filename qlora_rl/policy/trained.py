@@ -72,7 +72,7 @@ class TrainedRun:
         return dict(given or {})
 
     def load(self) -> Any:
-        """The policy as it was trained: the base in its 4 bits, the adapter beside it; in eval mode.
+        """The policy as it was trained: the 4-bit base with the adapter; in eval mode.
 
         Raises:
             AdapterRefusedError: the adapter is damaged, or of another base.
@@ -97,8 +97,8 @@ def _no_run(given: Path, path: Path) -> str:
         return f"there is no such directory (seen from {Path.cwd()}). Pass the output_dir of a run, which its last line has named."
     if given != path:
         return (
-            f"it is an adapter, and the directory that it lies in is no run (no {CONFIG}). Pass the run that it comes from, or an adapter "
-            "that still lies in its run."
+            f"it is an adapter, and its parent directory is no run (no {CONFIG}). Pass the run that it comes from, or an adapter "
+            "that is still in its run."
         )
     return f"there is no {CONFIG}. Pass the output_dir of a run that this package has trained."
 
@@ -108,7 +108,7 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
 
     Args:
         run: directory of a run, or `checkpoint-N` in it.
-        base: where the base lies now; by default where it lay when it was trained.
+        base: directory of the base; by default where it was during training.
 
     Raises:
         RunDirectoryError: no run, or one that has not trained anything yet.
@@ -146,7 +146,7 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
         if base is not None or (place / MANIFEST).is_file():
             raise
         raise BaseIncompleteError(
-            f"opening the run {path}: its base lay at {place}, where none is now. Say where it is (--base), or prepare it again: "
+            f"opening the run {path}: its base was at {place}, where none is now. Say where it is (--base), or prepare it again: "
             f"qlora-rl prepare MODEL {place}; its identity must be {identity[:16]}."
         ) from error
     if opened.identity != identity:

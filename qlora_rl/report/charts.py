@@ -60,7 +60,7 @@ class Axis:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """Where a value lies: 0 at the low end, 1 at the high end. On a log axis zero lies at the low end."""
+        """Position of a value: 0 at the low end, 1 at the high end. On a log axis zero is at the low end."""
         if self.is_log:
             if value <= self.low:
                 return 0.0

@@ -20,10 +20,10 @@ _FILES = ("config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "samples
 
 
 class LiveReport:
-    """A small server for one page. Nothing of it can be changed from outside, and nobody but this machine reaches it.
+    """A small server for one page. The page is read-only, and only this machine can reach it.
 
     Args:
-        runs: run directories; the page is of the first, the others are drawn beside it.
+        runs: run directories; the page is of the first, the others are drawn for comparison.
         port: 0 takes a free one.
 
     Raises:
@@ -71,7 +71,7 @@ class LiveReport:
         self.close()
 
     def page(self) -> tuple[str, bytes]:
-        """The page now, and what tells it from an earlier one; it is drawn anew only where a file has changed."""
+        """The current page and its tag; it is drawn again only where a file has changed."""
         tag = self._stamp()
         if tag != self._page[0]:
             runs = [read_run(run) for run in self._runs]

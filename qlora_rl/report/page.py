@@ -1,4 +1,4 @@
-"""The page: what a run achieved, how faithful its sampler was, where the time went, and beside which other runs."""
+"""The page: what a run achieved, how faithful its sampler was, where the time went; also of other runs, for comparison."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SECRET_ARGUMENT = re.compile(r"(?i)(--?[\w-]*(?:api[_-]?key|hf[_-]?token|auth[_
 def write_report(run_dir: Path | str, against: Sequence[Path | str] = ()) -> Path:
     """Write `run_dir/report.html`, one page that needs nothing else, and return its path.
 
-    `against` are other runs, drawn in the same charts and tabled beside this one. The page appears whole or not at all.
+    `against` are other runs, which are added to the charts and tables. The page appears whole or not at all.
 
     Raises:
         RunDirectoryError: `run_dir` or one of `against` is not a directory. Whatever is missing inside is no error.
@@ -46,7 +46,7 @@ def write_report(run_dir: Path | str, against: Sequence[Path | str] = ()) -> Pat
 
 
 def render(runs: Sequence[Run], news: str | None = None) -> str:
-    """The page of the first run, beside the others.
+    """The page of the first run, compared with the others.
 
     Args:
         runs: as `read_run` gives them.
@@ -98,7 +98,7 @@ WORDS = (
     ("step", "One round of learning: write answers, score them, adjust the model, hand the change over."),
     ("reward", "The score that a program gives to an answer. Learning means that it rises."),
     ("base", "The large model, stored in 4 bits per weight. It never changes."),
-    ("adapter", "The small set of extra weights (LoRA) that is trained. Only this travels."),
+    ("adapter", "The small set of extra weights (LoRA) that is trained. Only this is synced."),
     ("trainer, sampler", "Two programs on the same base: one learns, the other writes the answers to learn from."),
     ("rollout", "The answers that the sampler wrote in one step."),
     ("push", "Handing the freshly trained weights to the sampler, once per step."),
@@ -138,7 +138,7 @@ def _draw_tiles(run: Run, facts: Facts) -> Markup | None:
     def was(key: str, say: Callable[[object], str]) -> str:
         return "" if facts[key] is None else f"{say(facts[key])} at the start"
 
-    size = "" if facts["sync_bytes_median"] is None else f"{octets(facts['sync_bytes_median'])} travel"
+    size = "" if facts["sync_bytes_median"] is None else f"{octets(facts['sync_bytes_median'])} per push"
     worst = "" if facts["mismatch_kl_max"] is None else f"median; worst step {plain(facts['mismatch_kl_max'])}"
     pace = "" if facts["steps_per_s"] is None else f"{plain(facts['steps_per_s'])} steps per second"
     tiles = [
@@ -214,10 +214,10 @@ def _draw_details(run: Run) -> Markup | None:
     command = run.config.get("command")
     words = " ".join(map(str, command)) if isinstance(command, list) else command
     groups = [
-        ("Plan: how weights travel, and why", [
+        ("Plan: how weights are synced, and why", [
             pairs(_flatten({k: v for k, v in plan.items() if k != "reasons"})) if plan else None,
             tag("ul", *(tag("li", reason) for reason in reasons)) if reasons else None]),
-        ("Proof: trainer and sampler hold the same base", [pairs(_flatten(object_in(run.config, "base_proof")))]),
+        ("Base verification: trainer and sampler hold the same base", [pairs(_flatten(object_in(run.config, "base_proof")))]),
         ("Memory: what the run was planned to hold", [_draw_memory(run)]),
         ("Configuration", [
             tag("pre", _SECRET_ARGUMENT.sub(r"\1(hidden)", str(words))) if words else None,
@@ -236,7 +236,7 @@ def _draw_details(run: Run) -> Markup | None:
 
 
 def _draw_memory(run: Run) -> Markup | None:
-    """The ledger, line by line, the largest first."""
+    """The memory estimate, line by line, the largest first."""
     memory = object_in(run.config, "memory")
     lines = memory.get("lines")
     lines = [line for line in lines if isinstance(line, dict)] if isinstance(lines, list) else []

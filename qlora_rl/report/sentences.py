@@ -78,7 +78,7 @@ def fidelity_sentence(run: Run, facts: Facts) -> str | None:
 
 def _stale_sentence(run: Run, oldest: float, middle: float) -> str:
     again = run.values("rescored_diff")
-    apart = f" Scored anew after each push, the two were at most {plain(max(again))} apart (scaled)." if again else ""
+    apart = f" Scored again after each push, the two were at most {plain(max(again))} apart (scaled)." if again else ""
     return (
         f"Rollouts were up to {oldest:,.0f} {'policy' if oldest == 1 else 'policies'} older than the one that trained on them, and the "
         f"mismatch KL (median {plain(middle)}) holds that too.{apart}"

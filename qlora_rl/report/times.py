@@ -10,7 +10,7 @@ from .parts import section, table
 from .quantities import ABSENT, octets, plain, seconds, share
 from .run import Run
 
-PARTS = ("sampler writes answers", "trainer scores and learns", "push to the sampler", "proof of the push")
+PARTS = ("sampler writes answers", "trainer scores and learns", "push to the sampler", "check of the push")
 PUSH_ROWS = (
     "Pushes",
     "Way",
@@ -20,8 +20,8 @@ PUSH_ROWS = (
     "Deliver",
     "Load",
     "Whole push",
-    "Its proof",
-    "Mean difference of logprobs in its proof (nats)",
+    "Its check",
+    "Mean difference of logprobs in its check (nats)",
 )
 
 

@@ -22,7 +22,7 @@ from qlora_rl.rewards.programs import program_match
 BUILT_IN: dict[str, Callable[..., Any]] = {
     each.__name__: each for each in (exact_match, numeric_match, math_match, format_match, length_match, program_match)
 }
-# Top-level modules that lay beside a file, and that file's folder: another folder's of that name is another one.
+# Top-level modules next to a file, and that file's folder: a module of that name in another folder is another one.
 _BESIDE: dict[str, Path] = {}
 _DOING = "loading a reward function"
 
@@ -79,7 +79,7 @@ def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str
         parameters = []
     takes_any = not parameters or any(each.kind is each.VAR_KEYWORD for each in parameters)
     known = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    is_built_in = function in BUILT_IN.values()  # what theirs take beside is the dataset's columns
+    is_built_in = function in BUILT_IN.values()  # their other arguments are the dataset's columns
     unknown = sorted(arguments.keys() - set(known)) if is_built_in or not takes_any else []
     if unknown:
         raise ConfigConflictError(
@@ -119,7 +119,7 @@ def _imported(place: str, own: str, folder: Path) -> Callable[..., Any]:
 
 
 def _of_file(file: Path) -> ModuleType:
-    """The file as a module; what lies beside it can be imported while it is."""
+    """The file as a module; modules next to it can be imported meanwhile."""
     file = file.resolve()
     if not file.is_file():
         raise ConfigConflictError(f"{_DOING}: there is no file {file}. Name it as path.py:function.")

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Admission:
-    """What the handshake found.
+    """The result of the base verification.
 
     Attributes:
         ours: fingerprint of the trainer's base.
@@ -116,4 +116,4 @@ def explain(diff: Diff, engine: str) -> str:
             "one side to the other, or prepare both with this version; in the place of a model that bitsandbytes has quantised while it was "
             "loaded, pass load_base(the engine's directory)"
         )
-    return f"proving the base: {first}{also} on {engine}. {hint}, or pass allow_base_mismatch=True to go on with other weights."
+    return f"verifying the base: {first}{also} on {engine}. {hint}, or pass allow_base_mismatch=True to go on with other weights."

@@ -1,7 +1,7 @@
-"""`DenseSync`: the whole policy travels as dense weights; for adapters that cannot travel alone. The trainer is only read.
+"""`DenseSync`: the whole policy is synced as dense weights; for adapters that cannot be synced alone. The trainer is only read.
 
-In several processes each rank pushes into its own engine, or rank 0 alone into a server. Where the trainer lies in parts all ranks
-gather the same layer at the same time, whether they push it or not; a rank that fails is heard of at the next one.
+In several processes each rank pushes into its own engine, or rank 0 alone into a server. Where the trainer is sharded, all ranks
+gather the same layer at the same time, whether they push it or not; a rank that fails is noticed at the next one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DenseSync:
     Args:
         model: the live PeftModel.
         engine: serves the baked base, or another one that is not 4-bit.
-        canary: proves pushes; without it a push is believed when a value came for every weight of the engine.
+        canary: checks pushes; without it a push counts as done when every weight of the engine got a value.
 
     Attributes:
         after: versions go on behind this one, whatever the engine serves; a run that is resumed sets it.
@@ -72,11 +72,11 @@ class DenseSync:
         except SyncError:
             if ranks().size > 1 or self.engine.incarnation == incarnation:
                 raise
-            # A server was started anew in the middle: there is somebody to send it to, from the beginning.
+            # A server was restarted during the push: send it everything again.
             stream, version, nbytes = self._load(digests=is_scored)
         loaded = time.perf_counter()
         self._sent = stream.digests
-        # An engine that was built anew on the way is another one than was proven.
+        # An engine that was rebuilt during the push has not been verified yet.
         is_other = self.canary is not None and self.engine.incarnation != incarnation
         difference = self._check() if is_scored or is_other else None
         return SyncReport(
@@ -94,7 +94,7 @@ class DenseSync:
         )
 
     def verify(self) -> None:
-        """Prove again that the engine serves the policy; an engine that has lost it is given it anew, and that push is proven.
+        """Check again that the engine serves the policy; an engine that has lost it gets it again, and that push is checked.
 
         Raises:
             CanaryError: it does not; nothing is served.
@@ -134,7 +134,7 @@ class DenseSync:
                     self._sent = {name: digest_plain(weight) for name, weight in weights}
             return self.canary.check_weights(self._sent)
         except BaseException as error:
-            self.engine.withdraw_dense(f"the proof of version={self.engine.version} failed ({type(error).__name__})")
+            self.engine.withdraw_dense(f"the canary failed for version={self.engine.version} ({type(error).__name__})")
             raise
 
     @contextlib.contextmanager

@@ -1,11 +1,11 @@
-"""`Examiner`: rollouts are further from the trainer's policy than rounding explains. Which policy drew them?
+"""`Examiner`: rollouts are further from the trainer's policy than rounding explains. Which policy sampled them?
 
-First what can be proven: the engine must hold the live adapter, byte for byte, and both bases must be what they were at the
-start. Then what can be tried: the very tokens are scored anew under what the engine may have multiplied with instead (alpha wrong by
+First what can be verified: the engine must hold the live adapter, byte for byte, and both bases must be what they were at the
+start. Then what can be tried: the same tokens are scored again under what the engine may have multiplied with instead (alpha wrong by
 a factor, the version before, no adapter, one layer lost, another temperature). The one under which the distance falls to noise
-is the cause. It costs some forwards over a few sequences, and is paid only when the alarm asks.
+is the cause. This takes some forwards over a few sequences, and runs only when the alarm asks.
 
-Shape letters: T drawn tokens of one completion, V vocabulary, R rank, O out-features.
+Shape letters: T sampled tokens of one completion, V vocabulary, R rank, O out-features.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 # Modules that are tried one by one; of more, only those of the decoder layer that explains most.
 _FEW = 64
 # An explanation must leave at most this share of the distance, and be nearer than the policy at so many more of the tokens than
-# half that chance would be that many standard deviations off. Rounding falls anew under every other adapter: where a few tokens make
+# half that chance would be that many standard deviations off. Every other adapter rounds differently: where a few tokens make
 # the distance, one of forty explanations is nearer in the mean by chance.
 _EXPLAINED, _DEVIATIONS = 1 / 3, 4.0
 # Logits of one forward: 128 MiB in 16 bit.
@@ -48,12 +48,12 @@ FAULTS = ("scale", "stale", "layer", "bare", "adapter", "base", "sampling")
 
 @dataclass(frozen=True)
 class Drawn:
-    """Some completions that the engine has drawn.
+    """Some completions that the engine sampled.
 
     Attributes:
         prompts: token ids.
         completions: token ids.
-        logprobs: those that the engine reported, `None` where a token was not drawn by it or has none.
+        logprobs: those that the engine reported, `None` where it did not sample a token or has none.
         temperature: with which they were asked for.
         filters: what else shaped the distribution, such as "top_p=0.9".
     """
@@ -72,11 +72,11 @@ class Diagnosis:
     Attributes:
         cause: one of `FAULTS`; "dropout" or "noise" (nothing is wrong), "dtype" or "unknown" (nothing was shown),
             "nan" (nothing can be compared).
-        sentence: for people.
-        module: that is concerned, if one is.
-        distance: mean scaled difference (fidelity.scaled_differences) of the tokens, scored anew without dropout; NaN if that was not
+        sentence: the cause, in words.
+        module: the affected module, if there is one.
+        distance: mean scaled difference (fidelity.scaled_differences) of the tokens, scored again without dropout; NaN if that was not
             needed.
-        is_proven: bytes or fingerprints have shown it; otherwise it was tried, and should be found again to be believed.
+        is_proven: verified by bytes or fingerprints; otherwise it was tried, and should be found a second time.
     """
 
     cause: str
@@ -95,10 +95,10 @@ class Examiner:
     """Finds out what the engine multiplies with.
 
     Args:
-        model: the trainer's; while it is asked what another adapter would have drawn, its adapter is exchanged, and put back.
-        engine: that has drawn.
-        strategy: that pushed the policy.
-        admission: what both bases were at the start.
+        model: the trainer's; its adapter is exchanged while other adapters are tried, and put back.
+        engine: which sampled.
+        strategy: which pushed the policy.
+        `admission`: fingerprints of both bases at the start.
         autocast: dtype in which the trainer's forward runs while training (`None`: as the weights are).
     """
 
@@ -121,7 +121,7 @@ class Examiner:
         """Find the cause.
 
         Args:
-            drawn: some of the completions.
+            `drawn`: some of the completions.
             limit: scaled difference that rounding explains.
         """
         proven = self._anywhere(self._held) if self._sends_adapter else None
@@ -137,7 +137,7 @@ class Examiner:
         return next((each for each in ranks().gather(found, "examining the engine") if each), None)
 
     def rescore(self, drawn: Drawn) -> tuple[Drawn, float]:
-        """Have both sides score completions as they are now, whoever drew them: no temperature, no filter, no dropout.
+        """Have both sides score completions as they are now, whoever sampled them: no temperature, no filter, no dropout.
 
         Returns:
             The completions, as far as the engine takes them, with its logprobs of now; and their mean scaled difference (NaN of none).
@@ -152,10 +152,10 @@ class Examiner:
         again = Drawn([p for p, _ in kept], [c for _, c in kept], scored)
         return again, float(self._scaled(again, (1.0,))[1.0].mean())
 
-    # --- proven -----------------------------------------------------------------------------------------------------
+    # --- verified ---------------------------------------------------------------------------------------------------
 
     def _held(self) -> Diagnosis | None:
-        """Compare what lies in the engine with the live adapter, byte for byte."""
+        """Compare the engine's adapter with the live adapter, byte for byte."""
         bundle = self._bundle()
         wanted = _digests(bundle.tensors)
         held = self.engine.held_adapter(bundle.rank)
@@ -165,7 +165,7 @@ class Examiner:
             return None
         module = _module_of(wrong[0])
         if not held:
-            return Diagnosis("bare", "the engine holds no adapter: it draws with the bare base")
+            return Diagnosis("bare", "the engine holds no adapter: it samples from the bare base")
         if before is not None and held == _digests(before[1]):
             return Diagnosis(
                 "stale", f"the engine holds version {before[0]}, which is not the newest: it was not updated"
@@ -188,7 +188,7 @@ class Examiner:
         )
 
     def _bases(self) -> Diagnosis | None:
-        """Compare both bases with what they were at the start; full weights lie over them."""
+        """Compare both bases with what they were at the start; not possible where full weights have replaced them."""
         if not self._sends_adapter:
             return None
         sides = [("engine", self.admission.theirs, self.engine.describe_base())]
@@ -208,7 +208,7 @@ class Examiner:
     # --- tried ------------------------------------------------------------------------------------------------------
 
     def _tried(self, drawn: Drawn, limit: float) -> Diagnosis:
-        """Score the tokens under what may have drawn them."""
+        """Score the tokens under what may have sampled them."""
         by_temperature = self._scaled(drawn, (drawn.temperature, *_TEMPERATURES))
         here = by_temperature.pop(drawn.temperature)
         now = float(here.mean())
@@ -224,7 +224,7 @@ class Examiner:
         if now > limit / 2 and float(best.mean()) <= now * _EXPLAINED and _is_nearer(best, here, _first_seen(drawn)):
             return diagnosis
         if now <= limit:
-            return Diagnosis("noise", "scored anew, the tokens are as near as rounding explains", distance=now)
+            return Diagnosis("noise", "scored again, the tokens differ no more than rounding explains", distance=now)
         if self.autocast is not None:
             plain = self._without_autocast(drawn)
             if plain is not None and float(plain.mean()) <= now * _EXPLAINED:
@@ -255,12 +255,12 @@ class Examiner:
         found.append(
             (
                 under(nothing),
-                Diagnosis("bare", "the engine applies no adapter: it draws with the bare base", distance=now),
+                Diagnosis("bare", "the engine applies no adapter: it samples from the bare base", distance=now),
             )
         )
         before = self.strategy.before()
         if before is not None:
-            said = f"the tokens were drawn by version {before[0]}, which is not the newest: the engine goes on with an old one"
+            said = f"the tokens were sampled by version {before[0]}, which is not the newest: the engine still uses an old one"
             found.append((under(before[1]), Diagnosis("stale", said, distance=now)))
         groups: dict[str, list[str]] = {}
         for name in b_names:
@@ -277,10 +277,10 @@ class Examiner:
 
     def _guess(self, drawn: Drawn, limit: float) -> str:
         if drawn.filters:
-            return f"{', '.join(drawn.filters)}: the engine's probabilities know of it, the trainer's do not"
+            return f"{', '.join(drawn.filters)}: the engine's probabilities include it, the trainer's do not"
         if self.rescore(drawn)[1] <= limit:
             return (
-                "the engine scores these tokens as the trainer does, and reported other probabilities when it drew them: a filter of the "
+                "the engine scores these tokens as the trainer does, and reported other probabilities when it sampled them: a filter of the "
                 "sampling (top_p, top_k, a penalty), or a cache of an older version"
             )
         return "adapter and base are right, byte for byte, and no temperature explains it: the two sides compute differently (dtype, kernel)"
@@ -299,7 +299,7 @@ class Examiner:
     def _scaled(
         self, drawn: Drawn, temperatures: Sequence[float], *, autocast: bool = True
     ) -> dict[float, torch.Tensor]:
-        """Scaled difference of the trainer's logprob of every drawn token, at each temperature, from the one that was reported."""
+        """Scaled difference of the trainer's logprob of every sampled token, at each temperature, from the one that was reported."""
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         uses = autocast and self.autocast is not None
         device = next(base.parameters()).device.type
@@ -448,7 +448,5 @@ def _of_scale(factor: float) -> str:
 
 def _of_temperature(found: float, asked: float) -> str:
     if found == 1.0:
-        return (
-            f"the engine reports raw logprobs, without the temperature={asked:g} (vLLM's logprobs_mode), or draws at 1"
-        )
-    return f"the engine draws at temperature={found:g}, and was asked for {asked:g}"
+        return f"the engine reports raw logprobs, without the temperature={asked:g} (vLLM's logprobs_mode), or samples at 1"
+    return f"the engine samples at temperature={found:g}, and was asked for {asked:g}"

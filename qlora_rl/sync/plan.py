@@ -1,4 +1,4 @@
-"""`plan_sync`: what will be done with this adapter on this engine, and why. A function of values."""
+"""`plan_sync`: how this adapter is synced to this engine, and why. A function of values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from qlora_rl.errors import (
 
 Wish = Literal["auto", "lora_adapter", "weights"]
 WISHES: tuple[str, ...] = ("auto", "lora_adapter", "weights")
-# How an adapter travels as bytes.
+# How an adapter is sent as bytes.
 BYTE_WAYS = {
-    "http": "The engine is a server: the adapter travels in the body of a request.",
+    "http": "The engine is a server: the adapter is sent in the body of a request.",
     "object_store": "The engines are actors: the adapter is put into Ray's object store, once for all of them.",
 }
-# How full weights travel, as a sentence goes on.
+# How full weights are sent, as the end of a sentence.
 DENSE_WAYS = {
     "stream": "streamed into an engine on the baked base, in this process",
     "directory": "written into a directory that the server on the baked base sees too, which loads it when all is there",
@@ -36,7 +36,7 @@ class SyncPlan:
 
     Attributes:
         strategy: "lora_adapter" or "weights".
-        transport: how the bytes travel.
+        transport: how the bytes are sent.
         reasons: why, one sentence each.
     """
 
@@ -60,7 +60,7 @@ def plan_sync(
     *,
     allow_base_mismatch: bool = False,
 ) -> SyncPlan:
-    """Decide how the policy travels.
+    """Decide how the policy is synced.
 
     Args:
         verdict: of the adapter.
@@ -71,7 +71,7 @@ def plan_sync(
 
     Raises:
         BaseMismatchError: an adapter is nothing without its base, and the engine holds another one.
-        AdapterRefusedError: the adapter cannot travel as wished; names every reason and the way out.
+        AdapterRefusedError: the adapter cannot be synced as `wish` says; names every reason and the way out.
         ConfigConflictError: an unknown wish, an engine without LoRA, or one that cannot take full weights where they are needed.
     """
     if wish not in WISHES:
@@ -80,7 +80,7 @@ def plan_sync(
         raise collected("planning the sync", verdict.reasons, AdapterRefusedError)
     if verdict.kind == "full_weights" and wish == "lora_adapter":
         raise collected(
-            "planning the sync: sync='lora_adapter', but this adapter cannot travel alone; sync='weights' carries it",
+            "planning the sync: sync='lora_adapter', but this adapter cannot be synced alone. Use sync='weights'",
             verdict.reasons,
             AdapterRefusedError,
         )
@@ -95,7 +95,7 @@ def plan_sync(
             f"planning the sync: rank={verdict.rank} > max_lora_rank={capabilities.max_lora_rank} of {capabilities.name}. "
             f"Start the engine with max_lora_rank={verdict.rank}."
         )
-    reasons = [f"The adapter is plain LoRA of rank {verdict.rank}: it travels alone."]
+    reasons = [f"The adapter is plain LoRA of rank {verdict.rank}: only the adapter is synced."]
     transport = "directory"
     if capabilities is not None and capabilities.takes_in_place:
         transport = "in_place"
@@ -104,7 +104,7 @@ def plan_sync(
         transport = capabilities.byte_way
         reasons.append(BYTE_WAYS[transport])
     elif capabilities is not None:
-        reasons.append("It travels through a directory that both sides see.")
+        reasons.append("It is written into a directory that both sides see.")
     if diff is not None:
         reasons.append(_of_the_base(diff, allow_base_mismatch))
     return SyncPlan("lora_adapter", transport, tuple(reasons))

@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterSync:
-    """Only the adapter travels; the base is in the engine already.
+    """Only the adapter is synced; the engine already holds the base.
 
     Args:
         model: the live PeftModel.
         engine: where to.
         transport: by which way.
         shared: looks at the base, where trainer and engine compute with the same tensors; made here by default.
-        canary: proves each push; without it a push is believed when the engine has not refused it.
+        canary: checks each push; without it a push counts as done when the engine has not rejected it.
 
     Attributes:
         after: versions go on behind this one, whatever the engine serves; a run that is resumed sets it.
@@ -59,7 +59,7 @@ class AdapterSync:
             AdapterRefusedError: the live adapter is no longer plain LoRA, or holds NaN; the old version serves.
             SyncError: it did not arrive; the old version serves, and the push can be repeated.
             CanaryError: it arrived, but the engine does not multiply with it; the old version serves again (the bare base, if it was the first).
-            BaseMismatchError: the base is shared, and somebody has written to it; the old version serves.
+            BaseMismatchError: the base is shared, and was written to; the old version serves.
         """
         if self.shared is not None:
             self.shared.look()
@@ -77,7 +77,7 @@ class AdapterSync:
         except BaseException:
             if self.canary is not None:
                 self.canary.doubt()
-            # Whatever stopped it, an unproven version must not serve.
+            # Whatever stopped it, a version that was not verified must not serve.
             if self.engine.version == version:
                 self._take_back(version)
             raise
@@ -124,7 +124,7 @@ class AdapterSync:
                 "version %d could not be taken back; the engine serves nothing until the next push", version
             )
             self.engine.withdraw_adapter(
-                f"the proof of version={version} failed, and the one before it could not be loaded"
+                f"the canary failed for version={version}, and the version before it could not be loaded"
             )
 
     def _prove(self) -> tuple[AdapterBundle | None, float | None]:
@@ -134,7 +134,7 @@ class AdapterSync:
         return bundle, self.canary.check(bundle)
 
     def verify(self) -> None:
-        """Prove again that the engine serves the last version.
+        """Check again that the engine serves the last version.
 
         Raises:
             CanaryError: it does not.
@@ -148,7 +148,7 @@ class AdapterSync:
         return self.transport.before()
 
     def close(self) -> None:
-        """Remove what lies between trainer and engine."""
+        """Remove the files between trainer and engine."""
         if self.shared is not None:
             self.shared.release()
         self.transport.close()

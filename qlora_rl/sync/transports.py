@@ -1,4 +1,4 @@
-"""The ways for an adapter's bytes to travel; one class each."""
+"""How an adapter's bytes are sent; one class per transport."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DirectoryTransport:
         return Delivery(self.name, bundle.nbytes, written - started, loaded - written)
 
     def commit(self) -> None:
-        """Nothing: it lies on disk already."""
+        """Nothing to do: it is already on disk."""
 
     def revoke(self, engine: RolloutEngine) -> None:
         """Have the engine serve the version before the newest (the bare base before the first), and remove the newest."""

@@ -29,7 +29,7 @@ class HttpTransport:
         """Pack and send.
 
         Raises:
-            SyncError: the server refused it; the old version serves.
+            SyncError: the server rejected it; the old version serves.
         """
         started = time.perf_counter()
         blob = pack_adapter(adapter.bundle())

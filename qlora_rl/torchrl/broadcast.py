@@ -17,17 +17,17 @@ BUCKET_BYTES = 64 * 2**20
 
 
 class BroadcastTransfer:
-    """Rank 0 sends, rank 1 receives. The group is made anew at each join, beside whatever groups the processes have.
+    """Rank 0 sends, rank 1 receives. Each join creates a new group, in addition to those that the processes have.
 
-    Tensors travel in buckets: two numbers, a header (names, dtypes, shapes), the bytes. A bucket of no bytes ends a version.
+    Tensors are sent in buckets: two numbers, a header (names, dtypes, shapes), the bytes. An empty bucket ends a version.
 
     Args:
         address: of the sender's host, as the receiver sees it.
         port: for the rendezvous; by default a free one.
         backend: "gloo", or "nccl" (one GPU on each side, `device`).
-        device: where the bytes lie while they travel; by default the CPU, or the current GPU under NCCL.
+        device: holds the bytes while they are sent; by default the CPU, or the current GPU under NCCL.
         timeout_s: for a peer to take part.
-        bucket_bytes: that travel at once.
+        bucket_bytes: sent at once.
     """
 
     name = "broadcast"

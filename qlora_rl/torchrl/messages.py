@@ -20,7 +20,7 @@ WAIT_SLICE_S = 1.0
 
 
 class NotJoinedError(SyncError):
-    """The receiver does not know this session: it was started anew, and wants to be joined again."""
+    """The receiver does not know this session: it was restarted, and must be joined again."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`get_model_metadata`: what will travel, by name, as both sides agree on it before anything does."""
+"""`get_model_metadata`: names and shapes of what will be sent; both sides agree on them first."""
 
 from __future__ import annotations
 

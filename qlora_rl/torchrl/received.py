@@ -28,7 +28,7 @@ class Received:
 
     @torch.no_grad()
     def write_into(self, places: Mapping[str, torch.Tensor]) -> int:
-        """Copy it over `places`, whose ranks may be larger: what lies beyond stays zero; returns bytes."""
+        """Copy it into `places`, whose ranks may be larger: the rest stays zero; returns bytes."""
         for name, tensor in self._bundle.tensors.items():
             rows, columns = tensor.shape
             places[name][:rows, :columns].copy_(tensor)

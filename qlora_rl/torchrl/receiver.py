@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterReceiver:
-    """Serves what a sender asks of an engine, and applies what it pushes. Made by `AdapterSyncScheme.create_receiver`.
+    """Answers a sender's requests to an engine, and applies its pushes. Created by `AdapterSyncScheme.create_receiver`.
 
-    A version is on trial until the sender has proven it. If the sender is lost before, the version before serves again.
+    A version is on trial until the sender has verified it. If the sender is lost before that, the previous version serves again.
 
     Attributes:
-        version: the newest that was proven; 0 before the first.
+        version: the newest that was verified; 0 before the first.
         weights: its tensors by canonical name, where it was an adapter.
     """
 
@@ -81,7 +81,7 @@ class AdapterReceiver:
         """Wait `timeout` seconds for a push to begin; one that has begun is served to its end.
 
         Returns:
-            True exactly when a version was applied, and proven, since the last call.
+            True exactly when a version was applied and verified since the last call.
 
         Raises:
             PeerLostError: the sender was lost in the middle of a push; names the stage. The version before serves, and the next sender is
@@ -97,14 +97,14 @@ class AdapterReceiver:
             return is_new
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Serve an adapter that did not come from a sender, as the next version; nobody proves it, and no poll tells of it.
+        """Serve an adapter that did not come from a sender, as the next version; it is not verified, and no poll reports it.
 
         Args:
             weights: an `AdapterBundle`, or its tensors by canonical name, of the metadata that was agreed on.
-            inplace: TorchRL's word; an engine is always given a new version.
+            inplace: part of TorchRL's signature; an engine always gets a new version.
 
         Raises:
-            SyncError: they are not what was agreed on, or the engine refused them.
+            SyncError: they are not what was agreed on, or the engine rejected them.
         """
         with self._serving:
             if self._transport is None:
@@ -203,7 +203,7 @@ class AdapterReceiver:
             )
         self._scheme.transfer.accept(question.content["offer"])
         self._agreed = proposed
-        wanted = question.content["transport"]  # empty where full weights travel
+        wanted = question.content["transport"]  # empty where full weights are sent
         if wanted and self._transport is None:
             self._transport = transport_for(wanted)
 
@@ -259,7 +259,7 @@ class AdapterReceiver:
         if self._trial is None:
             return
         (version, kind, _), self._trial = self._trial, None
-        reason = f"version={version} was not proven: {why}"
+        reason = f"version={version} was not verified: {why}"
         if kind == "dense":
             self._engine.withdraw_dense(reason)
             return
@@ -327,4 +327,4 @@ def _drain(arriving: Iterator[Any]) -> None:
         for _ in arriving:
             pass
     except (OSError, QloraRLError) as error:
-        logger.info("the rest of a push that was refused did not come: %s", error)
+        logger.info("the rest of a rejected push did not arrive: %s", error)

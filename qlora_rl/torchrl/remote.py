@@ -1,6 +1,6 @@
-"""The receiver's engine, as the sender sees it: what a push and its proof need of an engine, asked over the RPC layer.
+"""The receiver's engine, as the sender sees it: what a push and its canary need of an engine, over the RPC layer.
 
-`AdapterSync`, `DenseSync`, `Canary` and `prove_base` work on it as they do on an engine of their own process.
+`AdapterSync`, `DenseSync`, `Canary` and `prove_base` use it like an engine of their own process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RemoteEngine:
 
     Args:
         asking: the conversation.
-        transfer: by which tensors travel.
+        transfer: sends the tensors.
     """
 
     def __init__(self, asking: Asking, transfer: Transfer):
@@ -37,7 +37,7 @@ class RemoteEngine:
 
     @property
     def holds_dense(self) -> bool:
-        """The weights that it was given last still lie in it."""
+        """It still holds the weights that it was given last."""
         return self._asking.ask("holds_dense")
 
     def capabilities(self) -> EngineCapabilities:
@@ -77,10 +77,10 @@ class RemoteEngine:
         return nbytes
 
     def take(self, kind: str, version: int, parts: Iterable[Part], config: Mapping[str, Any] | None = None) -> Any:
-        """Bring tensors to the receiver, and have it apply them; what it answers.
+        """Send tensors to the receiver, which applies them; returns its answer.
 
         Raises:
-            PeerLostError: it is gone; says whether while they travelled or while they were applied.
+            PeerLostError: it is gone; says whether during the transfer or while they were applied.
             Whatever the receiver raised.
         """
         self._asking.stage = "transfer"
@@ -103,7 +103,7 @@ class RemoteEngine:
         return value
 
     def _withdraw(self, method: str, reason: str) -> None:
-        if not self._asking.is_lost:  # one that has lost us withdraws what was not proven by itself
+        if not self._asking.is_lost:  # a receiver that has lost its sender withdraws by itself what was not verified
             self._asking.ask(method, reason=reason)
 
 

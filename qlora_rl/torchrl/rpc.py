@@ -104,7 +104,7 @@ class MultiprocessingRPC:
 
     Args:
         address: a path of a socket, or (host, port); by default a path in a new directory that only this user can enter.
-        authkey: both sides prove that they know it; by default a random one.
+        authkey: both sides authenticate with it; by default a random one.
     """
 
     def __init__(self, address: str | tuple[str, int] | None = None, authkey: bytes | None = None):

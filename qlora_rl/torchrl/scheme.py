@@ -30,10 +30,10 @@ class AdapterSyncScheme(WeightSyncScheme):
 
     Args:
         rpc: how the sides talk; by default within one process.
-        transfer: how weights travel; by default in the messages.
+        transfer: how weights are sent; by default in the messages.
         sync: "auto", "lora_adapter" or "weights"; see `plan_sync`.
         timeout_s: after which a side that has not answered is given up; longer than it takes to read a base.
-        canary_every: the engine's logprobs are compared at each n-th push; 0 proves nothing.
+        canary_every: the engine's logprobs are compared at each n-th push; 0: never.
         autocast: dtype of the trainer's forward (`None`: as the weights are).
         allow_base_mismatch: go on with different bases.
     """
@@ -98,7 +98,7 @@ class AdapterSyncScheme(WeightSyncScheme):
             raise ConfigConflictError("connecting a scheme: call init_on_sender or init_on_receiver first.")
 
     def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
-        """Push; returns when it is served and proven. There is one receiver, which has no number."""
+        """Push; returns when the version serves and was verified. There is one receiver, without a number."""
         if not self.synchronized_on_sender:
             raise ConfigConflictError(
                 "sending weights: this side is no connected sender. Call init_on_sender, connect."

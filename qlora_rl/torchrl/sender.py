@@ -31,8 +31,8 @@ class AdapterSender:
     Attributes:
         version: of the newest push that the receiver has taken; 0 before the first.
         last_report: of that push.
-        plan: how the policy travels; known after the first join.
-        admission: the proof that both sides hold one base.
+        plan: how the policy is synced; known after the first join.
+        `admission`: the result of the base verification.
     """
 
     def __init__(self, scheme: Terms):
@@ -61,7 +61,7 @@ class AdapterSender:
             collector: of this process, such as `LLMCollector`.
             push_after_batch: as its `post_collect_hook`, behind one that is there already. It is called before the batch is handed out, so
                 that what the batch teaches is pushed behind the next one. Pass False, and call `update_weights` after each optimizer
-                step, to draw every batch with the newest policy; versions are counted all the same.
+                step, to sample every batch with the newest policy; versions are counted all the same.
         """
         self._collectors.append(collector)
         if not push_after_batch:
@@ -77,15 +77,15 @@ class AdapterSender:
         collector.post_collect_hook = push
 
     def init_all_workers_group(self, model_metadata: md.Metadata | None = None) -> None:
-        """Meet the receiver, which must do the same within the time limit: prove the base, agree on what will travel.
+        """Meet the receiver, which must do the same within the time limit: verify the base, agree on what will be sent.
 
-        A receiver that is behind (it was started anew) is brought to the current version.
+        A receiver that is behind (it was restarted) is brought to the current version.
 
         Args:
             model_metadata: of `get_model_metadata`; made of the registered model where it is left out.
 
         Raises:
-            BaseMismatchError, AdapterRefusedError, ConfigConflictError: it cannot be; the receiver refuses too.
+            BaseMismatchError, AdapterRefusedError, ConfigConflictError: the two do not fit; raised in the receiver too.
             PeerLostError: there is no receiver within the time limit.
         """
         self._metadata = model_metadata
@@ -94,20 +94,20 @@ class AdapterSender:
             self.update_weights()
 
     def update_weights(self, weights: Any = None) -> SyncReport:
-        """Push the registered model as the next version; returns when the receiver serves it and that was proven.
+        """Push the registered model as the next version; returns when the receiver serves it and that was verified.
 
         Args:
-            weights: the registered model itself, or nothing. What is proven is the live policy: other tensors are refused.
+            weights: the registered model itself, or nothing. The live policy is what is verified: other tensors are rejected.
 
         Raises:
             PeerLostError: the receiver is gone, or silent for longer than the time limit; names the stage. The push can be repeated: a
-                receiver that was started anew is joined again first.
+                restarted receiver is joined again first.
             AdapterRefusedError, SyncError, CanaryError: as a push without TorchRL; the version before still serves.
         """
         model = self._model()
         if weights is not None and policy_of(weights) is not model:
             raise ConfigConflictError(
-                f"updating weights: {type(weights).__name__} is not the registered model, against which a push is proven. Register the "
+                f"updating weights: {type(weights).__name__} is not the registered model, against which a push is verified. Register the "
                 "model that is trained and call update_weights(), or hand tensors to the receiver's apply_weights()."
             )
         self._meet()
@@ -139,7 +139,7 @@ class AdapterSender:
         return model
 
     def _meet(self) -> None:
-        """Open a push; a receiver that has forgotten us, or was started anew, is joined again."""
+        """Open a push; a receiver that lost the session or was restarted is joined again."""
         if self._asking.is_lost:
             self._join()
         try:
@@ -172,7 +172,7 @@ class AdapterSender:
         if isinstance(error, NotJoinedError):
             stage = self._asking.stage
             self._asking.close()
-            raise lost(stage, "receiver", "was started anew in the middle") from error
+            raise lost(stage, "receiver", "was restarted during the push") from error
         if not self._asking.is_lost:
             try:
                 self._asking.ask("end")
@@ -183,7 +183,7 @@ class AdapterSender:
     def _join(self) -> None:
         model = self._model()
         verdict = judge_adapter(model)
-        plan_sync(verdict, wish=self._scheme.sync)  # refuses before anybody is waited for
+        plan_sync(verdict, wish=self._scheme.sync)  # raises before waiting for the receiver
         self._asking.stage = "join"
         self._asking.open()
         try:
@@ -253,7 +253,7 @@ class AdapterSender:
             self._asking.ask("refuse", error=pack_error(error))
             self._asking.ask("end")
         except QloraRLError as another:
-            logger.warning("the receiver could not be told of the refusal: %s", another)
+            logger.warning("the receiver could not be told that the join was rejected: %s", another)
         self._asking.close()
 
 

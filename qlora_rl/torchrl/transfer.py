@@ -30,7 +30,7 @@ MARKER = "ready.json"
 
 
 class Transfer(Protocol):
-    """One way for a version's tensors to travel."""
+    """One way to send a version's tensors."""
 
     name: str
 
@@ -56,7 +56,7 @@ class Transfer(Protocol):
 
 
 class BodyTransfer:
-    """The bytes travel in the announcement itself; nothing else is shared. Holds a version as a whole in memory."""
+    """The bytes are sent in the announcement itself; nothing else is shared. Holds a whole version in memory."""
 
     name = "body"
 
@@ -89,7 +89,7 @@ class BodyTransfer:
 
 @dataclass(frozen=True)
 class Published:
-    """What lies ready in a directory.
+    """What is ready in a directory.
 
     Attributes:
         version: of the policy.

@@ -60,7 +60,7 @@ def test_the_command_refuses_before_it_loads_anything(model_dir, tmp_path, capsy
     monkeypatch.setattr("qlora_rl.config.launch.launch", lambda config: pytest.fail("it was launched"))
     command = ["train", str(ROOT / "examples" / "grpo.toml"), "--set", f"base.model={model_dir}"]
     assert main([*command, "--set", "train.num_generations=7", "--set", f"run.dir={tmp_path}"]) == 1
-    assert "[train]: TRL refuses" in capsys.readouterr().err
+    assert "[train]: TRL rejects it" in capsys.readouterr().err
     assert main([*command, "--check", "--set", f"run.dir={tmp_path}"]) == 0
     assert f'model = "{model_dir}"' in capsys.readouterr().out
     assert main([*command, "--set", "rollout.vllm={ block_sise = 32, block_size = 16 }"]) == 1

@@ -118,7 +118,7 @@ def test_a_push_is_proved_weight_by_weight_and_a_failed_proof_is_not_served(exac
     )
     with pytest.raises(CanaryError, match=r"2 of 27 weights .*self_attn.o_proj"):
         strategy.push()
-    with pytest.raises(EngineBrokenError, match="the proof of version"):
+    with pytest.raises(EngineBrokenError, match="the canary failed for version"):
         exact.engine.score(SEQUENCES)
     monkeypatch.undo()
     strategy.push()

@@ -122,7 +122,7 @@ def test_pushes_are_proven_by_the_canary_and_a_failed_proof_is_served_to_nobody(
     )
     with pytest.raises(CanaryError, match=r"2 of 27 weights .*self_attn.o_proj"):
         strategy.push()
-    with pytest.raises(EngineBrokenError, match="the proof of version"):
+    with pytest.raises(EngineBrokenError, match="the canary failed for version"):
         far.engine.score(SEQUENCES)
     refused = ask(server, "POST", "/v1/completions", server.key, json={"model": "policy", "prompt": SEQUENCES[0]})
     assert (refused.status_code, refused.json()["error"]["kind"]) == (503, "EngineBrokenError")

@@ -126,7 +126,7 @@ def test_an_honest_run_raises_no_alarm(trainer_on, seed, temperature, rate, capl
 def test_another_temperature_and_a_changed_base_are_named(trainer_on):
     trainer = trainer_on()
     trainer.bridge.sampling = dataclasses.replace(trainer.bridge.sampling, temperature=0.5)
-    with pytest.raises(PolicyMismatchError, match=r"draws at temperature=0.5, and was asked for 1"):
+    with pytest.raises(PolicyMismatchError, match=r"samples at temperature=0.5, and was asked for 1"):
         trainer.train()
     trainer = trainer_on()
     norm = next(

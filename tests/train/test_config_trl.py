@@ -114,7 +114,9 @@ def test_what_is_unknown_is_led_to_its_place(tmp_path):
 def test_trls_own_objections_and_ours_come_before_anything_is_loaded(tmp_path):
     sizes = {"num_generations": 3, "per_device_train_batch_size": 8}
     (found,) = said(some(tmp_path, train=sizes))
-    assert found.startswith("[train]: TRL refuses: generation_batch_size (8) must be divisible by num_generations (3)")
+    assert found.startswith(
+        "[train]: TRL rejects it: generation_batch_size (8) must be divisible by num_generations (3)"
+    )
     (found,) = said(some(tmp_path, train={"vllm_importance_sampling_mode": "token"}))
     assert found.startswith("[train]: vllm_importance_sampling_mode='token': use one of token_truncate")
 

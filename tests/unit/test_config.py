@@ -184,7 +184,7 @@ def test_everything_is_said_at_once(tmp_path):
         ({"adapter": {"kind": "none"}, "run": {"gpu_memory": 8}}, "[run] gpu_memory", "memory is not planned"),
         ({"method": "async_grpo", "train": {"vllm_enable_sleep_mode": True}}, "[train] vllm_enable_sleep_mode", "never rests"),
         ({"adapter": {"kind": "none", "r": 4}}, "[adapter] r", "trains no adapter"),
-        ({"adapter": {"use_dora": True}, "sync": {"how": "lora_adapter"}}, "[sync] how", "use_dora, which cannot travel alone"),
+        ({"adapter": {"use_dora": True}, "sync": {"how": "lora_adapter"}}, "[sync] how", "use_dora, which cannot be synced alone"),
         ({"rollout": {"where": "http://a", "base_compute": "baked"}}, "[rollout] base_compute", "where that server is started"),
         ({"rollout": {"where": "server", "vllm": {"a": 1}}}, "[rollout] vllm", "'colocate' and 'ray' only"),
         ({"rollout": {"where": "server", "replicas": 2}}, "[rollout] replicas", "it is of where = 'ray'"),
@@ -211,7 +211,7 @@ def test_an_adapter_that_is_trained_on_brings_its_own_config(tmp_path):
     document = with_field("adapter", "start_from", str(tmp_path))
     assert read_config(written(tmp_path, document), asks_trl=False).adapter.start_from == str(tmp_path)
     document["adapter"]["lora_alpha"] = 8
-    assert reasons(written(tmp_path, document))[0].startswith("[adapter] lora_alpha: beside start_from")
+    assert reasons(written(tmp_path, document))[0].startswith("[adapter] lora_alpha: together with start_from")
 
 
 def test_a_run_directory_that_is_taken_is_found_before_anything_is_loaded(tmp_path):

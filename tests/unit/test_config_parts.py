@@ -203,4 +203,4 @@ def test_an_interrupted_run_says_where_it_lies(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("qlora_rl.config.launch.launch", interrupted)
     file = written(tmp_path, {**GOOD, "run": {"dir": str(tmp_path / "out")}})
     assert main(["train", str(file)]) == 130
-    assert f"interrupted; what there is lies in {tmp_path / 'out'}" in capsys.readouterr().err
+    assert f"interrupted; the run so far is in {tmp_path / 'out'}" in capsys.readouterr().err

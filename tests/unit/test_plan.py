@@ -62,7 +62,7 @@ def test_full_weights_travel_to_an_engine_that_takes_them_and_the_plan_says_why(
         plan = plan_sync(verdict, capabilities, EQUAL, wish)
         assert (plan.strategy, plan.transport) == ("weights", "stream")
         assert (verdict.reasons or ("was asked for",))[0] in str(plan)
-    with pytest.raises(AdapterRefusedError, match="sync='weights' carries it"):
+    with pytest.raises(AdapterRefusedError, match="Use sync='weights'"):
         plan_sync(DORA, dense, wish="lora_adapter")
     with pytest.raises(BaseMismatchError):
         plan_sync(DORA, dense, OTHER)

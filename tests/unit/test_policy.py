@@ -92,7 +92,7 @@ def test_what_cannot_be_answered_is_said(run, monkeypatch, capsys):
     talk = Conversation(open_trained(run), uses_template=False)
     with pytest.raises(ConfigConflictError, match=r"has 0 tokens.*Say something"):
         list(talk.answer(""))
-    with pytest.raises(ConfigConflictError, match=r"the model reads 1 to 127 before an answer\. Begin anew"):
+    with pytest.raises(ConfigConflictError, match=r"the model reads 1 to 127 before an answer\. Start over"):
         list(talk.answer("1" * 128))
     assert "".join(talk.answer("1" * 127))
 
