@@ -31,7 +31,7 @@ RESULT = ROOT / "benchmarks" / "results" / "scale.json"
 
 # Value and where it is from. What is "assumed" is nobody's measurement.
 ASSUMED: dict[str, tuple[float, str]] = {
-    "engine_tokens_per_s_7b": (1362, "QeRL (arXiv 2510.11696): rollout of a 7 B model in NF4 with an adapter on one H100, batch not said; large batches draw more"),
+    "engine_tokens_per_s_7b": (1362, "QeRL (arXiv 2510.11696): rollout of a 7 B model in NF4 with an adapter on one H100, batch not stated; large batches get more"),
     "sequence_tokens_per_s_7b": (60, "assumed: one sequence alone on such a card; the longest completion is no faster than this"),
     "trainer_flops": (4.0e14, "assumed: 40 % of the 989 TFLOP/s that NVIDIA names for bf16 on an H100"),
     "decoding_factor": (1.3, "assumed: decoding 4-bit weights makes a step of the trainer so much longer"),
@@ -46,7 +46,7 @@ ASSUMED: dict[str, tuple[float, str]] = {
     "load_bytes_per_s": (7.7e7, "server.json: load_seconds, 17 MB in 220 ms, sent and loaded over loopback on two CPU cores"),
     "proof_s": (0.6, "server.json: canary_seconds_held, median, on two CPU cores"),
     "failures_per_engine_hour": (1e-3, "assumed: one failure of an engine in six weeks"),
-    "replace_s": (180, "assumed: process, vLLM and a base from the page cache until an engine is proven"),
+    "replace_s": (180, "assumed: process, vLLM and a base from the page cache until an engine is verified"),
 }  # fmt: skip
 
 # Of Llama 3.1: hidden, width of the feed-forward part, layers, width of keys and values, parameters.

@@ -307,7 +307,7 @@ def shared_base() -> str:
 
 
 def memory_plan() -> str:
-    """The ledger of Qwen3-8B on a card of 24 GB, as `qlora-rl plan` prints it."""
+    """The memory estimate of Qwen3-8B on a card of 24 GB, as `qlora-rl plan` prints it."""
     result = _load("memory_plan.json")["one"]
     lines = ["| line | GiB | when | how |", "|---|---|---|---|"]
     for r in result["lines"]:
@@ -344,7 +344,7 @@ def memory_step() -> str:
             lines.append(f"| {words[way]}, {measure} | {cells} | {values[-1] / values[0]:.1f}x |")
     planned = [result["ledger_mib"][n] for n in lengths]
     cells = " | ".join(f"{v:,.0f}" for v in planned)
-    lines.append(f"| small tiles, the ledger's estimate | {cells} | {planned[-1] / planned[0]:.1f}x |")
+    lines.append(f"| small tiles, estimated | {cells} | {planned[-1] / planned[0]:.1f}x |")
     less = result["less_than_trl_at_8x"]
     lines.append(
         f"| TRL 1.16 / small tiles, resident | {' | '.join('' for _ in lengths[1:])} | {less['resident_mib']:.1f} | |"
@@ -353,8 +353,8 @@ def memory_step() -> str:
 
 
 def memory_ledger() -> str:
-    """Lines of the ledger against what was measured."""
-    lines = ["| line | ledger, MB | measured, MB | off |", "|---|---|---|---|"]
+    """Lines of the memory estimate against what was measured."""
+    lines = ["| line | estimated, MB | measured, MB | off |", "|---|---|---|---|"]
     result = _load("memory_ledger.json")
     for r in result["rows"]:
         lines.append(f"| {r['line']} | {r['ledger'] / 1e6:.1f} | {r['measured'] / 1e6:.1f} | {r['off']:+.1%} |")
