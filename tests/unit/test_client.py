@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import torch
 
 from qlora_rl import errors
-from qlora_rl.contracts import BaseFingerprint
+from qlora_rl.adapter.store import write_adapter
+from qlora_rl.contracts import AdapterBundle, BaseFingerprint
 from qlora_rl.engine.client import answers
 from qlora_rl.engine.client.engine import PREFIX, START, VERSION, ServerEngine
 from qlora_rl.engine.client.state import Phase, ServerState
@@ -591,3 +593,33 @@ def test_who_asks_for_nothing_pushes_nothing_to_a_restarted_server(own, server, 
     own.wake()
     assert server.asked == [("GET", "/state"), ("GET", "/state"), ("GET", "/base"), ("GET", "/state")]
     assert (own._state.phase, own._state.withdrawn != "") == (Phase.KNOWN, before == "withdrawn")
+
+
+def test_a_push_by_name_that_is_refused_after_a_restart_leaves_the_version_before_asked_for(server, tmp_path):
+    """It was brought back by its bytes, which have another digest than its files."""
+    server.about |= {"base": BaseFingerprint({}).digest, "max_body_bytes": 10**6}
+    for version in (1, 2):
+        (tmp_path / str(version)).mkdir()
+        write_adapter(AdapterBundle({"A": torch.full((1,), float(version))}, {"r": 1}), tmp_path / str(version))
+    real, held = server.content, {}
+
+    def content(request):
+        asked = json.loads(request.content) if request.method == "POST" and request.content else {}
+        if request.url.path.endswith("/probe"):
+            return {"digest": hashlib.sha256((tmp_path / asked["path"]).read_bytes()).hexdigest()}
+        if "path" in asked:
+            server.version, held["digest"] = asked["version"], asked["digest"]
+        if request.method == "PUT":
+            held["digest"] = request.url.params["digest"]
+            server.answers = [httpx.Response(422, json=refusal("SyncError"))]  # to the push that is asked again
+        if request.url.path.endswith("/generate"):
+            assert asked["digest"] == held["digest"]
+        return real(request)
+
+    server.content = content
+    with ServerEngine("http://s", api_key=KEY, shared_dir=tmp_path, transport=httpx.MockTransport(server)) as engine:
+        engine.load_adapter(tmp_path / "1", 1)
+        server.start, server.version = "two", 0
+        with pytest.raises(errors.SyncError):
+            engine.load_adapter(tmp_path / "2", 2)
+        assert engine.generate([[1, 2]], max_tokens=1).version == 1

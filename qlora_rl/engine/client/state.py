@@ -109,15 +109,16 @@ class ServerState:
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """Around a request for another version. Without an answer nobody knows which version serves."""
-        asked = self.asked
-        self.asked = asked or asked.with_newest((0, ""))  # what an undone first push leaves
+        is_first = not self.asked
+        if is_first:
+            self.asked = self.asked.with_newest((0, ""))  # what an undone first push leaves
         try:
             yield
         except BaseException as error:
             if not isinstance(error, QloraRLError) or isinstance(error, EngineBrokenError):
                 self.doubt()
-            else:
-                self.asked = asked
+            elif is_first:
+                self.asked = Versions()
             raise
 
     def serve(self, version: int, digest: str, pushed: tuple[bytes, int] | None = None) -> None:
