@@ -319,7 +319,7 @@ REFUSED = {
     ),
     "not-finite": AdapterKind("NaN or infinity", lora, "refuse", "NaN or infinite", prepare=_break),
     "lora-bias-homeless": AdapterKind(
-        "`lora_bias` on layers without a bias", lambda: lora(lora_bias=True), "refuse", "has none to hold it"
+        "`lora_bias` on layers without a bias", lambda: lora(lora_bias=True), "refuse", "whose layer has no bias"
     ),
     "new-tokens": AdapterKind(
         "tokens that were added to the base",
@@ -335,7 +335,7 @@ REFUSED = {
         "BEFT on layers without a bias",
         lambda: peft.BeftConfig(target_modules=["down_proj"]),
         "refuse",
-        "has none to hold it",
+        "whose layer has no bias",
     ),
     "ADAPTION_PROMPT": AdapterKind(
         "adaption prompt",
