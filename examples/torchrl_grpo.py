@@ -119,7 +119,7 @@ def main():
     base = prepare_base(arguments.model or make_tiny_model())
     model = get_peft_model(load_base(base), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-3 if arguments.model is None else 2e-5
+        [p for p in model.parameters() if p.requires_grad], lr=1e-3 if arguments.model is None else 1e-5
     )
     with LocalEngine(base, max_lora_rank=16, max_model_length=64) as engine:
         tokenizer = engine.tokenizer

@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qlora_rl.contracts import LEARNING_RATES
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.plan import GIB, MemoryLedger, largest_length, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
 
 TASKS = ("grpo", "sft", "dpo")
-# Ten times TRL's defaults, which are for full fine-tuning: LWR finds LoRA's best rate there, whatever the rank.
-_RATES = {"grpo": 1e-5, "sft": 2e-4, "dpo": 1e-5}
 _LARGE = 30e9  # parameters, from which QLoRA halves the rate
 _RANKS = {"grpo": 16, "sft": 64, "dpo": 16}
 _ALPHA = 32
@@ -143,7 +142,7 @@ def recommend(
     batch = ledger.request.batch_size // (2 if task == "dpo" else 1)
     length = ledger.request.max_length
     size = ledger.shape.parameters
-    rate = _RATES[task] / (2 if size >= _LARGE and task == "sft" else 1)
+    rate = LEARNING_RATES[task] / (2 if size >= _LARGE and task == "sft" else 1)
     config: dict[str, Any] = {
         "learning_rate": rate,
         "lr_scheduler_type": "constant_with_warmup",

@@ -9,6 +9,7 @@ from typing import Any
 from qlora_rl.config.hints import words
 from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Method, Reward, Rules, default, options
 from qlora_rl.config.write import value
+from qlora_rl.contracts import LEARNING_RATES
 
 # What a first run of a method sets in [train], by TRL's names.
 _GROUPS: dict[str, tuple[Any, str]] = {
@@ -30,7 +31,6 @@ _FIRST: dict[str, dict[str, tuple[Any, str]]] = {
 }
 # examples/data/sums.jsonl has prompt, answer and careless.
 _RENAMED = {"sft": {"completion": "answer"}, "dpo": {"chosen": "answer", "rejected": "careless"}}
-_RATES = {"sft": 2e-4, "dpo": 2e-5}
 
 
 def markdown() -> str:
@@ -97,7 +97,7 @@ def _train_lines(method: str) -> Iterator[str]:
     first = {
         "max_steps": (100, "optimizer steps"),
         "per_device_train_batch_size": (8, "rows, or completions, of a step"),
-        "learning_rate": (_RATES.get(method, 1e-5), "of AdamW"),
+        "learning_rate": (LEARNING_RATES.get(method, LEARNING_RATES["grpo"]), "of AdamW"),
         **_FIRST[method],
         "logging_steps": (1, "steps between two lines of the log"),
     }
