@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QloraRLError as error:
         print(f"qlora-rl: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever reads has heard enough, as head does
+    except BrokenPipeError:  # the reader has closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

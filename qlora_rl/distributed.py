@@ -42,7 +42,7 @@ class Terminated(SystemExit):
 
 
 class Ranks:
-    """All processes of one training; of one process, which has nobody to ask, all methods are free.
+    """All processes of one training; with a single process all methods return at once.
 
     Args:
         rank: of this process.
@@ -149,7 +149,7 @@ class Ranks:
             said if rank == self.rank else pickle.loads(self._take(f"{self._blocks}.{self._count}/{rank}", rank, doing))
             for rank in range(self.size)
         ]
-        # Whoever has said this word has heard all of the one before it.
+        # A rank that has sent this word has received all of the one before it.
         self._drop(f"{self._blocks}.{self._count - 2}/{self.rank}")
         for rank, (_, _, failure) in enumerate(heard):
             if failure is not None:
@@ -160,7 +160,7 @@ class Ranks:
         return [each for _, each, _ in heard]
 
     def close(self) -> None:
-        """Say good-bye; with rank 0 the store goes, so it lets the others hear their last words first. Harmless when repeated."""
+        """Leave; the store ends with rank 0, which lets the others read their last messages first. Harmless when repeated."""
         watcher, self._watcher = self._watcher, None
         if watcher is None:
             return
@@ -178,7 +178,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def one_outcome(self, doing: str) -> Iterator[None]:
-        """A block in which ranks meet in collectives of torch: what ends one of them ends all of them, with the same exception.
+        """A block with torch collectives: what ends one rank ends all of them, with the same exception.
 
         Raises:
             RankLostError: a rank was killed; names it.
@@ -200,7 +200,7 @@ class Ranks:
                 raise found from error
 
     def _why(self, error: BaseException, doing: str) -> BaseException:
-        """What has really ended this rank: its own error, which the others are told; or that of another one."""
+        """What has really ended this rank: its own error, which is sent to the others; or that of another one."""
         if is_marked(error):
             return error
         text = str(error).lower()
@@ -208,7 +208,7 @@ class Ranks:
             isinstance(error, RuntimeError | OSError) and any(word in text for word in _TORN)
         )
         if is_torn:
-            # What was said last before a kill may be heard a beat later.
+            # The last message before a kill may arrive a beat later.
             since, until = time.monotonic() + 2 * BEAT_S, time.monotonic() + TORN_S
             others = [rank for rank in range(self.size) if rank != self.rank]
             silent = others
@@ -223,7 +223,7 @@ class Ranks:
         return error
 
     def _tell(self, error: BaseException) -> None:
-        """Let the others know, and give them the time to hear it: with rank 0 the store goes, too."""
+        """Send it to the others, and give them time to read it: the store ends with rank 0."""
         try:
             self._told += 1
             self._put(f"failed/{self.rank}", pickle.dumps((self._told, portable(error, self.rank))))
@@ -312,7 +312,7 @@ def ranks() -> Ranks:
 
 
 def join(limit_s: float) -> Ranks:
-    """Meet the other processes that torch.distributed knows; the first time all of them call it.
+    """Join the other processes that torch.distributed knows; all of them must make the first call.
 
     Args:
         limit_s: longest wait for the others, once; TRL's `ddp_timeout`.
@@ -387,8 +387,8 @@ def part_of(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def gathered(parts: Iterable[tuple[Any, str]], doing: str) -> Iterator[None]:
     """A block in which these parameters are whole, to be read; entered by all ranks, with the same ones in the same order.
 
-    The ranks meet before anything is gathered: what has ended one of them is raised on all, and nobody waits in a collective alone.
-    Of what is not sharded nothing is touched, and nobody is met.
+    The ranks synchronise before anything is gathered: what has ended one of them is raised on all, and no rank waits in a collective
+    alone. Without sharded weights nothing is touched, and nothing is synchronised.
 
     Args:
         parts: module and name of each parameter.
@@ -448,7 +448,7 @@ def portable(error: BaseException, rank: int) -> BaseException:
 
 
 def mark(error: BaseException) -> BaseException:
-    """All ranks raise it, or know of it."""
+    """All ranks raise it, or have received it."""
     setattr(error, _KNOWN, True)
     return error
 

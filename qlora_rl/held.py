@@ -14,7 +14,7 @@ from pathlib import Path
 _YOUNG_S = 60.0
 # Of those that are locked as soon as they are made.
 _YOUNG_WHEN_CLAIMED_S = 10.0
-# Half-written files that nobody finishes any more.
+# Half-written files of processes that are gone.
 _ABANDONED_S = 600.0
 _claimed: dict[str, int] = {}
 

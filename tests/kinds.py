@@ -315,7 +315,7 @@ REFUSED = {
     "merged": AdapterKind("a merged adapter", lora, "refuse", "merged into the base", prepare=_merge),
     "disabled": AdapterKind("a disabled adapter", lora, "refuse", "disabled", prepare=_disable),
     "disabled-in-one-layer": AdapterKind(
-        "one layer that is switched off", lora, "refuse", "other adapters are active", prepare=_disable_one
+        "one layer that is switched off", lora, "refuse", "The active adapters at", prepare=_disable_one
     ),
     "not-finite": AdapterKind("NaN or infinity", lora, "refuse", "NaN or infinite", prepare=_break),
     "lora-bias-homeless": AdapterKind(

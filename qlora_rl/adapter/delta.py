@@ -300,13 +300,13 @@ def _probe(layer: Any, base: Any, path: str) -> tuple[torch.Tensor, torch.Tensor
         there_TO, here_TO = stand_in(x_TI[None])[0], x_TI @ weight_OI.T + zero_O
     if not float((there_TO - here_TO).abs().max()) <= _AFFINE * max(1.0, float(there_TO.abs().max())):
         raise AdapterRefusedError(
-            f"making full weights: {path} is not affine in its input under this adapter, so no weight gives its function. Use "
+            f"making full weights: {path} is not affine in its input under this adapter, so no weight computes the same. Use "
             "LoraConfig(target_modules='all-linear').",
             module=path,
         )
     if bias is None and bool(zero_O.any()):
         raise AdapterRefusedError(
-            f"making full weights: the adapter adds a bias at {path}, whose layer has none to hold it. Leave it out of "
+            f"making full weights: the adapter adds a bias at {path}, whose layer has no bias. Leave it out of "
             "target_modules.",
             module=path,
         )

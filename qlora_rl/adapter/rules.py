@@ -63,7 +63,7 @@ def _is_alone(subject: Subject) -> Iterator[Finding]:
         if isinstance(module, PeftModel | BaseTuner):
             yield (
                 "refuse",
-                f"A PeftModel stands inside the base (at {name or 'its root'}). Call get_peft_model once, on the bare base.",
+                f"The base contains a PeftModel (at {name or 'its root'}). Call get_peft_model once, on the bare base.",
             )
             return
     for name, layer in subject.tuned.items():
@@ -94,7 +94,7 @@ def _is_on(subject: Subject) -> Iterator[Finding]:
         if set(layer.active_adapters) & here != wanted & here:
             yield (
                 "refuse",
-                f"At {name} other adapters are active than in the rest of the model ({layer.active_adapters}). Call "
+                f"The active adapters at {name} differ from those of the rest of the model ({layer.active_adapters}). Call "
                 f"model.set_adapter({subject.adapter!r}).",
             )
             return
@@ -308,7 +308,7 @@ def _keeps_the_base(subject: Subject) -> Iterator[Finding]:
         if init.lower().startswith(methods.BASE_CHANGING_INITS):
             yield (
                 "full_weights",
-                f"init_lora_weights={init!r} (of adapter {name!r}) changes the base when it starts, and fits no other. "
+                f"init_lora_weights={init!r} (of adapter {name!r}) changes the base, so the adapter fits no other base. "
                 "Use init_lora_weights=True, or convert the adapter (PEFT: path_initial_model_for_weight_conversion).",
             )
         else:

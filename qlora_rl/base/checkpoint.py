@@ -355,7 +355,7 @@ def _quant_method(source: Path) -> str | None:
         config = json.loads((source / "config.json").read_text())
     except FileNotFoundError:
         raise BaseIncompleteError(
-            f"preparing a base: {source} has no config.json; it is no transformers checkpoint."
+            f"preparing a base: {source} has no config.json, so it is not a transformers checkpoint."
         ) from None
     quantization = config.get("quantization_config")
     if not quantization:
@@ -398,7 +398,7 @@ def _publish(
         base = open_base(target) if (target / MANIFEST).is_file() else None
         if base is None or base.inputs != inputs:
             raise ConfigConflictError(
-                f"preparing a base: {target} holds something else. Choose another directory or remove it."
+                f"preparing a base: {target} contains other files. Choose another directory or remove it."
             )
         return base
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -310,7 +310,7 @@ def spec_of(model: torch.nn.Module) -> QuantSpec:
     for name, module in model.named_modules():
         if isinstance(module, bnb.nn.Linear8bitLt):
             raise UnsupportedQuantError(
-                f"reading the model's quantisation: {name} is 8-bit. 8-bit bases have no bit-exact way into vLLM; load "
+                f"reading the model's quantisation: {name} is 8-bit. vLLM cannot hold 8-bit bases bit for bit; load "
                 "the model in 4 bits (BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4')).",
                 module=name,
             )

@@ -62,8 +62,8 @@ def require_gpu() -> None:
     """
     if not torch.cuda.is_available():
         raise EngineUnsupportedError(
-            f"measuring products with 4-bit weights: torch {torch.__version__} sees no NVIDIA GPU, and elsewhere these kernels do "
-            "not run. Run it on a machine with one; on the CPU, `qlora-rl bench rollout` measures what there is."
+            f"measuring products with 4-bit weights: torch {torch.__version__} sees no NVIDIA GPU, which these kernels "
+            "need. Run it on a machine with one; on the CPU use `qlora-rl bench rollout`."
         )
 
 

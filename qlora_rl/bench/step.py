@@ -37,7 +37,7 @@ KV_CACHE_GIB = 1.0
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: B completions of at most T tokens per step, and what GRPOConfig is told besides."""
+    """What is trained: B completions of at most T tokens per step, and further fields of GRPOConfig."""
 
     completions: int
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     other = AGAINST[arguments.what]
     if arguments.against not in (None, other):
         raise ConfigConflictError(
-            f"measuring: bench {arguments.what} --against {arguments.against} is not there. Use --against {other}."
+            f"measuring: bench {arguments.what} has no --against {arguments.against}. Use --against {other}."
         )
     if arguments.what in ("step", "memory"):
         from qlora_rl.bench.step import bench_step, memory_table, table

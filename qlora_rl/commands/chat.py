@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.errors import ConfigConflictError
 
     if arguments.system and arguments.raw:
-        raise ConfigConflictError("chatting: --system with --raw, which knows no messages. Leave one of them out.")
+        raise ConfigConflictError("chatting: --system with --raw, which uses no messages. Leave one of them out.")
     from qlora_rl.demo.job import quieten
 
     quieten()

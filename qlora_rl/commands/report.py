@@ -37,13 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
                 report.serve()
         return 0
     if arguments.port:
-        raise ConfigConflictError("writing a report: --port is of --live. Add --live, or leave it out.")
+        raise ConfigConflictError("writing a report: --port is for --live only. Add --live, or leave it out.")
     from qlora_rl.report import write_report
 
     for each in arguments.runs:
         if each.is_dir() and not any((each / name).exists() for name in _OF_A_RUN):
             raise RunDirectoryError(
-                f"writing a report: {each} holds none of {', '.join(_OF_A_RUN)}, so it is no run. Pass a run directory, such as runs/demo-..."
+                f"writing a report: {each} holds none of {', '.join(_OF_A_RUN)}, so it is not a run. Pass a run directory, such as runs/demo-..."
             )
     print(write_report(arguments.runs[0], arguments.runs[1:]))
     return 0

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.file is None:
         raise ConfigConflictError(
-            "reading the run: no file was named. `qlora-rl train --example grpo > run.toml` makes one to start from."
+            "reading the run: no file was given. `qlora-rl train --example grpo > run.toml` makes one to start from."
         )
     from qlora_rl.config.read import read_config, resolved_toml
 

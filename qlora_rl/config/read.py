@@ -69,7 +69,7 @@ def _document(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], lis
             f"reading {path}: {error.strerror}. `--example METHOD` prints a file to start from."
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigConflictError(f"reading {path}: it is no TOML: {error}.") from error
+        raise ConfigConflictError(f"reading {path}: it is not valid TOML: {error}.") from error
     found = []
     for override in overrides:
         problem = _apply(document, override)

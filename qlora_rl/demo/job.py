@@ -63,7 +63,7 @@ class DemoSettings:
             raise ConfigConflictError(f"starting the demo: adapter={self.adapter!r} is not one of {ADAPTERS}.")
         if self.adapter != "lora" and self.sync != "weights":
             raise ConfigConflictError(
-                f"starting the demo: adapter={self.adapter!r} with sync={self.sync!r}; only full weights carry it. Use --sync weights."
+                f"starting the demo: adapter={self.adapter!r} with sync={self.sync!r}; it is synced as full weights only. Use --sync weights."
             )
         if self.steps < 1:
             raise ConfigConflictError(f"starting the demo: steps={self.steps} < 1.")

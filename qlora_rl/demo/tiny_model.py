@@ -111,7 +111,7 @@ def make_tiny_model(
         if _recipe_of(out) == asdict(recipe):
             return out
         raise FileExistsError(
-            f"writing the tiny model: out_dir={str(out)!r} holds something else at qlora_rl.demo.tiny_model. "
+            f"writing the tiny model: out_dir={str(out)!r} contains other files at qlora_rl.demo.tiny_model. "
             "Choose a new or an empty directory."
         )
     home = Path(os.environ.get("QLORA_RL_CACHE") or Path.home() / ".cache" / "qlora_rl")

@@ -193,7 +193,7 @@ def _read_tokenizer(base: Path) -> tuple[dict[str, Any], str]:
         known = _NAMES.get(steps[0]["pattern"].get("Regex", ""))
         if known is not None:
             return content, known
-    raise _Unknown("its tokenizer splits texts in a way that is not known here (pre_tokenizer of tokenizer.json)")
+    raise _Unknown("its tokenizer splits texts in an unknown way (pre_tokenizer of tokenizer.json)")
 
 
 def _add_tokenizer(writer: Any, base: Path, tokenizer: Any, size: int) -> None:

@@ -101,10 +101,10 @@ def export_run(
     trained = open_trained(run, base=base)
     target = Path(out) if out is not None else trained.path / f"export-{to}"
     if target.exists() or target.is_symlink():
-        raise ConfigConflictError(f"exporting to {target}: it is there already. Choose another --out, or remove it.")
+        raise ConfigConflictError(f"exporting to {target}: it already exists. Choose another --out, or remove it.")
     if trained.adapter is None and to in ("adapter", "merged-original"):
         raise ConfigConflictError(
-            f"exporting {trained.path}: its base itself was trained, so there is no adapter. Export it as merged or gguf."
+            f"exporting {trained.path}: all weights of the base were trained, so there is no adapter. Export it as merged or gguf."
         )
     dtype = dtype or trained.base.spec.compute_dtype
     tokenizer = _tokenizer(trained)
@@ -176,7 +176,7 @@ def export_run(
         staging.chmod(0o755)
         _settle(staging)
         if target.exists():
-            raise ConfigConflictError(f"exporting to {target}: it has appeared meanwhile. Choose another --out.")
+            raise ConfigConflictError(f"exporting to {target}: it was created meanwhile. Choose another --out.")
         here = _lines(trained, staging, to, name=str(target.resolve()), base=str(trained.base.path.resolve()))
         os.rename(staging, target)
     except BaseException:
@@ -193,7 +193,7 @@ def _check(to: str, form: str, dtype: str | None, original: Any) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise ConfigConflictError(f"exporting: dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
     if to != "adapter" and form != "canonical":
-        raise ConfigConflictError(f"exporting: form={form!r} is of an adapter. Use it with --to adapter.")
+        raise ConfigConflictError(f"exporting: form={form!r} is for adapters only. Use it with --to adapter.")
     if to == "adapter" and dtype is not None:
         raise ConfigConflictError("exporting: an adapter keeps the dtype that it was trained in. Leave dtype out.")
     if to != "merged-original" and original is not None:
@@ -285,7 +285,7 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
     if to == "adapter":
         lines = {"transformers": f'PeftModel.from_pretrained(qlora_rl.load_base("{base}"), "{name}")'}
         config = json.loads((written / "adapter_config.json").read_text())
-        # vLLM knows plain LoRA, and drops patterns without a word.
+        # vLLM applies plain LoRA, and drops patterns silently.
         if judge_adapter(written, base=trained.base) and not (
             config.get("rank_pattern") or config.get("alpha_pattern")
         ):

@@ -244,7 +244,7 @@ def optimizer_line(adapter: Mapping[str, tuple[int, ...]], dtype_width: int, opt
     )  # fmt: skip
     why = f"{optimizer}: {kept or 'nothing'} for every trained number"
     if not known:
-        why = f"{optimizer} is not known here: counted like adamw_torch"
+        why = f"{optimizer} is unknown: counted like adamw_torch"
     elif optimizer.startswith("paged_"):
         why += "; paged, large ones may move to host memory"
     return Line("optimizer", optimizer_bytes(adapter, dtype_width, optimizer), why, is_exact=known)

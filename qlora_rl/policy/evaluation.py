@@ -130,7 +130,7 @@ def evaluate(
         raise ConfigConflictError(f"evaluating: samples={samples} is not at least 1.")
     if samples > 1 and sampling.temperature == 0:
         raise ConfigConflictError(
-            f"evaluating: samples={samples} at temperature 0 are {samples} times the same. Raise the temperature."
+            f"evaluating: samples={samples} at temperature 0 are all equal. Raise the temperature."
         )
     if not rewards:
         raise ConfigConflictError(
@@ -171,7 +171,7 @@ def compare(
     pairs = [(a, b) for a, b in zip(*of_prompts, strict=True) if a is not None and b is not None]
     if not pairs:
         raise ConfigConflictError(
-            f"evaluating: {name} gave no number for any prompt. Look at the columns that it reads."
+            f"evaluating: {name} returned no number for any prompt. Check the columns that it reads."
         )
     return Compared(
         _mean([a for a in of_prompts[0] if a is not None]),
@@ -220,7 +220,7 @@ def read_rows(file: str | os.PathLike[str], limit: int | None = None) -> list[di
             row = None
         if not isinstance(row, dict):
             raise ConfigConflictError(
-                f"reading {file}: line {number} is no JSON object. One object a line, with a prompt."
+                f"reading {file}: line {number} is not a JSON object. Write one object per line, with a prompt."
             )
         rows.append(row)
     return rows[:limit]

@@ -22,7 +22,9 @@ def encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], **template
     if isinstance(prompt, str):
         return list(tokenizer(prompt).input_ids)
     if not tokenizer.chat_template:
-        raise ConfigConflictError("reading a prompt: it is messages, and the base has no chat template. Pass text.")
+        raise ConfigConflictError(
+            "reading a prompt: it consists of messages, and the base has no chat template. Pass text."
+        )
     made = tokenizer.apply_chat_template(
         list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
     )

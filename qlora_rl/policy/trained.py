@@ -44,7 +44,7 @@ class TrainedRun:
 
     @property
     def step(self) -> int | None:
-        """After which the adapter was saved; `None` where nothing says so."""
+        """The step after which the adapter was saved; `None` where it is unknown."""
         if self.adapter is not None and (found := _CHECKPOINT.fullmatch(self.adapter.resolve().name)):
             return int(found[1])
         try:
@@ -131,8 +131,8 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
         ) from error
     if not identity:
         raise BaseMismatchError(
-            f"opening the run {path}: an earlier version has trained it, and noted what its base was made from, not what it is; so no base can "
-            f"be recognised as its own. If you know that a base is: copy {adapter.name}/ without {ORIGIN} and load it on that base."
+            f"opening the run {path}: an earlier version has trained it, and recorded what its base was made from, not its identity; so no base can "
+            f"be recognised as its own. If you know its base: copy {adapter.name}/ without {ORIGIN} and load it on that base."
         )
     model = path / MODEL if (path / MODEL / CONFIG).is_file() else None
     if model is None and not (adapter / _ADAPTER_CONFIG).is_file():

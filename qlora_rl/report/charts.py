@@ -238,7 +238,7 @@ def _tick(value: float, up: Axis) -> Markup | str:
 
 
 def _describe(title, y_label, lines, bands, references, x_label) -> str:
-    """The chart in words, for those who hear the page."""
+    """The chart in words, for screen readers."""
     said = [f"{title}. {y_label} over {x_label}."]
     for line in lines:
         known = [v for v in line.y if v is not None]

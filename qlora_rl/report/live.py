@@ -40,7 +40,7 @@ class LiveReport:
             self._server = ThreadingHTTPServer((HOST, port), self._handler())
         except OSError as error:
             raise ConfigConflictError(
-                f"starting the live report: port {port} of {HOST} cannot be had ({error.strerror}). Choose another --port, or leave it out."
+                f"starting the live report: port {port} of {HOST} is not available ({error.strerror}). Choose another --port, or leave it out."
             ) from error
         self._server.daemon_threads = True
         self._is_serving = False

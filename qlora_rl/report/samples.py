@@ -12,7 +12,7 @@ _CLOSING = re.compile(r"(?:</?\w+/?>|[\s.!?;,:)\]}\"'*$`])+$")
 
 
 def judge_sample(sample: dict[str, Any], when: str) -> bool | None:
-    """Whether `sample[when]` ("before" or "after") is right; `None` where nothing says so.
+    """Whether `sample[when]` ("before" or "after") is right; `None` where it is unknown.
 
     A field `before_right` or `after_right` decides. Without it a text is right when its last number is the answer, or,
     for an answer that is no number, when the text ends with it.

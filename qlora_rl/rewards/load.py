@@ -50,7 +50,7 @@ def load_reward(
     if function is None:
         hint = f" Did you mean {name}:FUNCTION?" if name.endswith(".py") else ""
         raise ConfigConflictError(
-            f"{_DOING}: {name!r} is not there.{hint} Take one of {', '.join(BUILT_IN)}, or your own as path.py:function."
+            f"{_DOING}: {name!r} does not exist.{hint} Use one of {', '.join(BUILT_IN)}, or your own as path.py:function."
         )
     if inspect.isclass(function):
         return _made(function, name, dict(arguments or {}))

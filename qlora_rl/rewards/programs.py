@@ -161,7 +161,7 @@ def _asked(program: str, tests: str | list[tuple[str, str]], timeout_s: float, m
     except ValueError:
         last = err.decode(errors="replace").strip().splitlines()[-1:]
         raise RewardFunctionError(
-            f"{_DOING}: what judges them has ended with {job.returncode}: {' '.join(last)}"
+            f"{_DOING}: the judging process ended with {job.returncode}: {' '.join(last)}"
         ) from None
     if "error" in said:
         raise _unsupported(said["error"])

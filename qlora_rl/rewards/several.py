@@ -29,7 +29,7 @@ class weighted:
         wrong = [p for p in parts if not (isinstance(p, tuple) and len(p) == 2 and callable(p[0]))]
         if wrong or not parts:
             raise ConfigConflictError(
-                f"combining rewards: {wrong[0]!r} is no pair of a reward and its weight. Write weighted((numeric_match, 1.0), ...)."
+                f"combining rewards: {wrong[0]!r} is not a pair of a reward and its weight. Write weighted((numeric_match, 1.0), ...)."
                 if wrong
                 else "combining rewards: there are none. Write weighted((numeric_match, 1.0), ...)."
             )

@@ -140,7 +140,7 @@ class DenseSync:
     @contextlib.contextmanager
     def _shared_cores(self) -> Iterator[None]:
         """A server on this host reads while weights are made: threads that wait for each other in every product lose more, by far,
-        than a second one gains where somebody else is at work on its core."""
+        than a second one gains where its core is busy."""
         threads = torch.get_num_threads()
         if self._way != "stream":
             torch.set_num_threads(max(1, threads // 2))

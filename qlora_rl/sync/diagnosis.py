@@ -129,7 +129,7 @@ class Examiner:
         return replace(proven, is_proven=True) if proven else self._tried(drawn, limit)
 
     def _anywhere(self, look: Callable[[], Diagnosis | None]) -> Diagnosis | None:
-        """What any rank finds at its own engine. They look at the same together, and go on together: ranks meet in what comes next."""
+        """What any rank finds at its own engine. All ranks run the same checks in the same order, because the next steps are collective."""
         try:
             found = look()
         except QloraRLError as error:  # the engine, or the live adapter, cannot even be asked

@@ -116,10 +116,10 @@ def _dense(
     reasons = list(verdict.reasons or ("sync='weights' was asked for; the adapter alone would be exact and smaller.",))
     if capabilities is not None and not capabilities.takes_dense:
         raise collected(
-            f"planning the sync: only full weights can carry this adapter, and {capabilities.name} cannot take them: a 4-bit base "
+            f"planning the sync: this adapter can be synced as full weights only, and {capabilities.name} cannot take them: a 4-bit base "
             "would read them as packed codes, and a server takes them only without LoRA. Serve the baked base without LoRA, "
             "LocalEngine(bake_base(base), max_lora_rank=0) or `qlora-rl serve BAKED --max-lora-rank 0`, or pass rollout='colocate' "
-            "or 'server', which do so by themselves",
+            "or 'server', which do this automatically",
             reasons,
             ConfigConflictError,
         )
@@ -138,7 +138,7 @@ def _of_the_base(diff: Diff, is_allowed: bool) -> str:
     if is_allowed:
         return f"The engine holds another base ({len(diff.entries)} differences), which the caller allows."
     raise BaseMismatchError(
-        f"planning the sync: the engine holds another base, on which this adapter means something else: {diff.entries[0]} "
+        f"planning the sync: the engine holds another base, for which this adapter was not trained: {diff.entries[0]} "
         f"({len(diff.entries)} differences in all). Start it on the trainer's own base directory.",
         reasons=[str(entry) for entry in diff.entries],
         module=diff.entries[0].name,

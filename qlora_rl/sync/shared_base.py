@@ -1,4 +1,4 @@
-"""`SharedBase`: sees that nobody writes to a base that the trainer and the engine in this process both compute with.
+"""`SharedBase`: detects writes to a base that the trainer and the engine in this process both compute with.
 
 Such a change is common to both sides, so no comparison of them can notice it.
 """
@@ -111,7 +111,7 @@ class SharedBase:
             module.merge = _refuse
 
     def release(self) -> None:
-        """The engine is closed, or serves somebody else: PEFT's layers may merge again."""
+        """The engine is closed, or used by another trainer: PEFT's layers may merge again."""
         for module in self._layers():
             vars(module).pop("merge", None)
 

@@ -99,10 +99,10 @@ class AdapterSync:
         )
 
     def _probe(self, version: int) -> None:
-        """Have the engine serve a probe as `version`, see what it does, and take it back; where the canary asks for one.
+        """Have the engine serve a probe as `version`, check its effect, and take it back; if the canary asks for one.
 
-        Only where nobody samples from the engine's adapter or reads what is delivered, and taking back is no new load: while it serves
-        the bare base, and between slots that are written in place. One that fails leaves it to `push` to take it back.
+        Only where nothing samples from the engine's adapter or reads what is delivered, and taking back is no new load: while it serves
+        the bare base, and between slots that are written in place. If the probe fails, `push` takes it back.
         """
         is_free = self.engine.version == 0 and not getattr(self.transport, "has_readers", False)
         is_free = is_free or getattr(self.transport, "keeps_before", False)

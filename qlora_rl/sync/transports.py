@@ -60,7 +60,7 @@ class DirectoryTransport:
     def revoke(self, engine: RolloutEngine) -> None:
         """Have the engine serve the version before the newest (the bare base before the first), and remove the newest."""
         newest, _ = self._live.newest
-        self._live = self._live.without_newest()  # also where this fails: nobody may come back to the newest
+        self._live = self._live.without_newest()  # also where this fails: the newest must not serve again
         try:
             if self._live:
                 engine.load_adapter(*self._live.newest)

@@ -48,7 +48,7 @@ class HttpTransport:
 
     def revoke(self, engine: ByteEngine) -> None:
         """Have the engine serve the version before the newest, or the bare base before the first."""
-        self._live = self._live.without_newest()  # also where this fails: nobody may come back to the newest
+        self._live = self._live.without_newest()  # also where this fails: the newest must not serve again
         if self._live:
             engine.load_packed(*self._live.newest)
         else:

@@ -90,7 +90,7 @@ class AdapterReceiver:
         if self._channel is None:
             raise SyncError("polling: there is no channel yet. Call init_all_workers_group() first.")
         with self._serving:
-            # What a sender of this process has had applied in its own thread is told at once.
+            # What a sender of this process has applied in its own thread is reported at once.
             self._serve(timeout if self._applied == self._reported else 0.0)
             self._raise_refusal()
             is_new, self._reported = self._applied != self._reported, self._applied
@@ -108,7 +108,7 @@ class AdapterReceiver:
         """
         with self._serving:
             if self._transport is None:
-                raise SyncError("applying weights: no sender has been met. Call init_all_workers_group() first.")
+                raise SyncError("applying weights: no sender has joined. Call init_all_workers_group() first.")
             tensors = dict(weights.tensors if isinstance(weights, AdapterBundle) else weights.items())
             for _ in checked(iter(tensors.items()), self._agreed):
                 pass
@@ -172,8 +172,8 @@ class AdapterReceiver:
                 value = self._METHODS[question.method](self, question)
             answer: dict[str, Any] = {"value": value}
         except PeerLostError:
-            raise  # found while it was being served: there is nobody to answer
-        except Exception as error:  # the sender is told of every failure, and raises it
+            raise  # found while it was being served: no sender to answer
+        except Exception as error:  # every failure is sent to the sender, which raises it
             if not isinstance(error, QloraRLError):
                 logger.exception("serving %r has failed", question.method)
             answer = {"error": pack_error(error)}
@@ -187,7 +187,7 @@ class AdapterReceiver:
     def _begin(self, question: Message) -> dict[str, Any]:
         purpose = question.content["purpose"]
         if self._open:
-            logger.warning("another sender has come in the middle of stage %r", self._stage)
+            logger.warning("another sender joined during stage %r", self._stage)
             self._take_back("its sender was lost")
         if purpose != "join" and question.session != self._session:
             self._open = ""

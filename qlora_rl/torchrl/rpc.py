@@ -124,7 +124,9 @@ class MultiprocessingRPC:
                 ) from error
             except (OSError, EOFError) as error:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"nobody listens at {self.address}: {error or type(error).__name__}") from error
+                    raise TimeoutError(
+                        f"no receiver listens at {self.address}: {error or type(error).__name__}"
+                    ) from error
             time.sleep(0.01)
 
     def listen(self) -> Channel:

@@ -101,7 +101,7 @@ class AdapterSyncScheme(WeightSyncScheme):
         """Push; returns when the version serves and was verified. There is one receiver, without a number."""
         if not self.synchronized_on_sender:
             raise ConfigConflictError(
-                "sending weights: this side is no connected sender. Call init_on_sender, connect."
+                "sending weights: this side is not a connected sender. Call init_on_sender, connect."
             )
         self._sender.update_weights(weights)
 
@@ -116,7 +116,7 @@ class AdapterSyncScheme(WeightSyncScheme):
         """
         if not self.synchronized_on_receiver:
             raise ConfigConflictError(
-                "receiving weights: this side is no connected receiver. Call init_on_receiver, connect."
+                "receiving weights: this side is not a connected receiver. Call init_on_receiver, connect."
             )
         if not self._receiver.poll_and_apply(self.timeout_s if timeout is None else timeout):
             return None
@@ -131,7 +131,7 @@ class AdapterSyncScheme(WeightSyncScheme):
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """See `AdapterReceiver.apply_weights`."""
         if self._receiver is None:
-            raise ConfigConflictError("applying weights: this side is no receiver. Call init_on_receiver first.")
+            raise ConfigConflictError("applying weights: this side is not a receiver. Call init_on_receiver first.")
         self._receiver.apply_weights(weights, inplace)
 
     def shutdown(self) -> None:
@@ -164,6 +164,6 @@ def _engine_of(policy: Any) -> RolloutEngine:
     found = policy if hasattr(policy, "load_adapter") else getattr(policy, "engine", None)
     if not hasattr(found, "load_adapter"):
         raise ConfigConflictError(
-            f"receiving weights: {type(policy).__name__} is no engine of qlora_rl and holds none as its `engine`. Pass model=LocalEngine(...)."
+            f"receiving weights: {type(policy).__name__} is not an engine of qlora_rl and has none as its `engine`. Pass model=LocalEngine(...)."
         )
     return found

@@ -264,7 +264,7 @@ def policy_of(model: Any) -> Any:
         found = found.model
     if not hasattr(found, "peft_config"):
         raise ConfigConflictError(
-            f"registering a model: {type(model).__name__} is no PeftModel and holds none as its `model`. Register the PeftModel that is "
+            f"registering a model: {type(model).__name__} is not a PeftModel and has none as its `model`. Register the PeftModel that is "
             "trained."
         )
     return found

@@ -1,6 +1,6 @@
 """The transfer layer: how the bytes of a version reach the other side.
 
-The order of things is a transfer's own: a directory is filled before the receiver is told, a broadcast begins when it has been.
+The order differs: a directory is filled before the receiver is notified, a broadcast begins after that.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ class DirectoryTransfer:
             SyncError: it does not.
         """
         if not self.root.is_dir():
-            raise SyncError(f"opening {self.root}: this side does not see it. Give both sides one directory: root=.")
+            raise SyncError(
+                f"opening {self.root}: it does not exist on this side. Give both sides one directory: root=."
+            )
 
     def send(self, version: int, parts: Iterable[Part], announce: Announce) -> Callable[[], Any]:
         """Write, mark, announce."""

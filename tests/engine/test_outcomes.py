@@ -135,5 +135,5 @@ def test_what_cannot_be_evaluated_is_refused_before_an_engine_starts(run):
     trained = open_trained(run)
     with pytest.raises(ConfigConflictError, match='needs a column "prompt"'):
         evaluate(trained, [{"question": "1"}], {"by_text": by_text})
-    with pytest.raises(ConfigConflictError, match="times the same"):
+    with pytest.raises(ConfigConflictError, match="at temperature 0 are all equal"):
         evaluate(trained, [{"prompt": "1"}], {"by_text": by_text}, samples=2)

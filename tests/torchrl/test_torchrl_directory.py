@@ -159,7 +159,7 @@ def test_a_directory_of_its_own_goes_with_the_sender(tmp_path):
     assert os.path.isdir(transfer.root)
     transfer.close()
     assert not os.path.isdir(transfer.root)
-    with pytest.raises(SyncError, match="does not see it"):
+    with pytest.raises(SyncError, match="does not exist on this side"):
         twin.accept({})
     shutil.rmtree(transfer.root, ignore_errors=True)
 

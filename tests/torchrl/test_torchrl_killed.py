@@ -151,7 +151,7 @@ def test_a_silent_receiver_is_given_up_in_time(model, base32, tmp_path):
 def test_without_a_receiver_the_sender_ends_in_time(model, tmp_path):
     sender = make_scheme("multiprocessing", "directory", tmp_path, 0.5).create_sender()
     sender.register_model(model)
-    with pytest.raises(PeerLostError, match="nobody listens") as found:
+    with pytest.raises(PeerLostError, match="no receiver listens") as found:
         sender.init_all_workers_group()
     assert found.value.stage == "join"
 

@@ -221,7 +221,7 @@ def test_only_the_registered_model_is_pushed(base32, model, engine):
     sender.update_weights(wrapper)
     with pytest.raises(ConfigConflictError, match="is not the registered model"):
         sender.update_weights(policy(base32))
-    with pytest.raises(ConfigConflictError, match="is no PeftModel"):
+    with pytest.raises(ConfigConflictError, match="is not a PeftModel"):
         sender.update_weights({})
     assert receiver.version == 1
 

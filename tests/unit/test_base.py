@@ -210,7 +210,7 @@ def test_damage_is_named_file_by_file(base, tmp_path):
 
 def test_a_directory_that_holds_something_else_is_not_overwritten(model_dir, tmp_path):
     (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(ConfigConflictError, match="holds something else"):
+    with pytest.raises(ConfigConflictError, match="contains other files"):
         prepare_base(model_dir, out=tmp_path)
     assert (tmp_path / "mine.txt").read_text() == "precious"
 

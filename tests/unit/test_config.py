@@ -223,7 +223,7 @@ def test_a_run_directory_that_is_taken_is_found_before_anything_is_loaded(tmp_pa
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("method = grpo", "it is no TOML"), (b"\xff\xfe", "it is no TOML"), (None, "No such file")],
+    [("method = grpo", "it is not valid TOML"), (b"\xff\xfe", "it is not valid TOML"), (None, "No such file")],
 )
 def test_what_is_no_toml_is_refused(content, said, tmp_path):
     file = tmp_path / "some.toml"

@@ -159,11 +159,11 @@ def test_an_adapter_of_another_base_is_refused(run, tmp_path):
 def test_what_is_there_is_never_touched(run, tmp_path):
     target = tmp_path / "out"
     target.mkdir()
-    with pytest.raises(ConfigConflictError, match="is there already"):
+    with pytest.raises(ConfigConflictError, match="already exists"):
         export(run, out=target)
     target.rmdir()
     target.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigConflictError, match="is there already"):
+    with pytest.raises(ConfigConflictError, match="already exists"):
         export(run, out=target)
 
 
@@ -249,7 +249,7 @@ def test_the_card_of_a_run_without_rewards_shows_its_loss_and_of_a_checkpoint_it
     ("fields", "says"),
     [
         ({"to": "onnx"}, "is not one of adapter, merged"),
-        ({"to": "merged", "form": "original"}, "is of an adapter"),
+        ({"to": "merged", "form": "original"}, "is for adapters only"),
         ({"to": "adapter", "dtype": "float32"}, "Leave dtype out"),
         ({"to": "merged", "original": "x"}, "is for --to merged-original"),
         ({"to": "merged-original", "original": "/nowhere"}, "no directory /nowhere"),
@@ -267,7 +267,7 @@ def test_the_command_prints_the_distance_and_ends_with_zero(run, tmp_path, capsy
     found = json.loads(capsys.readouterr().out)
     assert found["kl_mean"] < LIMIT
     assert main(["export", str(run), "--out", str(tmp_path / "a")]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 # --- GGUF -----------------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_from_a_pipe_each_line_gets_its_own_answer(run, monkeypatch, capsys):
 def test_a_system_message_needs_a_template(run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["chat", str(run), "--system", "be brief", "--raw"]) == 1
-    assert "--raw, which knows no messages" in capsys.readouterr().err
+    assert "--raw, which uses no messages" in capsys.readouterr().err
 
 
 def test_what_cannot_be_answered_is_said(run, monkeypatch, capsys):
@@ -163,7 +163,7 @@ def test_rows_are_read_and_what_is_none_is_named_by_its_line(tmp_path):
     assert [row["prompt"] for row in read_rows(file)] == ["a", "b"]
     assert len(read_rows(file, 1)) == 1
     file.write_text('{"prompt": "a"}\n[1]\n')
-    with pytest.raises(ConfigConflictError, match="line 2 is no JSON object"):
+    with pytest.raises(ConfigConflictError, match="line 2 is not a JSON object"):
         read_rows(file)
     with pytest.raises(ConfigConflictError, match="No such file"):
         read_rows(tmp_path / "absent")
@@ -176,5 +176,5 @@ def test_a_place_that_is_no_run_is_said_as_what_it_is(run, tmp_path, capsys):
     with pytest.raises(RunDirectoryError, match="it is an adapter"):
         open_trained(moved)
     assert main(["report", str(tmp_path / "elsewhere")]) == 1
-    assert "it is no run" in capsys.readouterr().err
+    assert "it is not a run" in capsys.readouterr().err
     assert not (tmp_path / "elsewhere" / "report.html").exists()

@@ -483,7 +483,7 @@ def test_a_run_that_goes_away_is_an_error_on_the_page_and_not_the_end(live):
 def test_a_port_that_is_taken_is_said(live):
     path, report = live
     port = int(report.url.rsplit(":")[-1].strip("/"))
-    with pytest.raises(ConfigConflictError, match=f"port {port} of 127.0.0.1 cannot be had"):
+    with pytest.raises(ConfigConflictError, match=f"port {port} of 127.0.0.1 is not available"):
         LiveReport([path], port)
     with pytest.raises(RunDirectoryError, match="is not a directory"):
         LiveReport([path / "absent"])

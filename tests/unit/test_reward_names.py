@@ -83,7 +83,7 @@ def test_a_function_of_an_installed_package_is_found():
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
-        ("nummeric", {}, "is not there. Take one of exact_match, numeric_match, math_match, format_match"),
+        ("nummeric", {}, "does not exist. Use one of exact_match, numeric_match, math_match, format_match"),
         ("FILE", {}, "Did you mean"),
         ("FILE:absent", {}, "Its functions: has_word, strict"),
         ("FILE:WORD", {}, "WORD is a str, not a function"),

@@ -385,7 +385,7 @@ def unfrozen_under_a_name(model):
 @pytest.mark.parametrize(
     ("config", "change", "kind", "word"),
     [
-        ({}, second_active_in_one_layer, "refuse", "other adapters are active"),
+        ({}, second_active_in_one_layer, "refuse", "The active adapters at"),
         ({}, nothing_active, "refuse", "No adapter is active"),
         ({}, reference_active_too, "full_weights", "Several adapters"),
         (
@@ -449,7 +449,7 @@ def test_a_peft_model_inside_a_peft_model_is_refused(model_dir):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outer = get_peft_model(inner, lora(target_modules=["v_proj"]))
-    assert "stands inside the base" in " ".join(judge_adapter(outer).reasons)
+    assert "The base contains a PeftModel" in " ".join(judge_adapter(outer).reasons)
 
 
 def test_a_model_that_peft_did_not_wrap_is_told_so(model_dir):

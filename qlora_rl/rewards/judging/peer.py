@@ -53,7 +53,7 @@ class Peer:
         """What the other side answers; raises what it raises.
 
         Raises:
-            PeerGone: there is nobody any more.
+            PeerGone: the other side is gone.
         """
         self._send(
             ["ask", operation, [self._coded(a) for a in arguments], {k: self._coded(a) for k, a in keywords.items()}]
