@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Placed:
-    """A version, and where it lies: in a slot of those that were lent then; in a directory, once that is written."""
+    """A version and its place: a slot that was lent by the engine, and a directory, once that is written."""
 
     slots: AdapterSlots
     slot: int
@@ -36,11 +36,11 @@ class InPlaceTransport:
     """One batched copy into buffers that the engine multiplies with; no file on the way.
 
     Two slots take turns: one serves, the other is written, so the version before stays whole until it is overwritten, two
-    pushes later. The directory of a proven version is written behind, by a thread, out of the slot: an engine that must be built
-    anew loads it from there.
+    pushes later. A verified version is also written to a directory by a background thread, from which an engine that must be
+    rebuilt loads it.
 
     Args:
-        root: parent directory of what is written behind.
+        root: parent directory of these directories.
     """
 
     name = "in_place"
@@ -58,17 +58,17 @@ class InPlaceTransport:
         """Copy the adapter into the slot that does not serve, and have the engine serve it.
 
         Raises:
-            SyncError: the slots could not be had; the old version serves.
+            SyncError: the engine lent no slots; the old version serves.
         """
         started = time.perf_counter()
-        engine.wake()  # one that must be built anew is built now, and has no slots of ours then
+        engine.wake()  # an engine that must be rebuilt is rebuilt here, and has no slots of ours then
         if self._slots is None or not self._slots.is_valid() or self._shape != adapter.shape:
             return self._open(adapter, version, engine, started)
         newest = self._live.newest
         slot = 1 - newest.slot if newest and newest.slots is self._slots else 0
         for placed in self._live:
             if placed.slot == slot:
-                self._settle(placed)  # what lies there must have reached its directory
+                self._settle(placed)  # its version must have been written to its directory
         self._slots.let_go(slot)
         nbytes = adapter.write_into(self._slots.places[slot])
         copied = time.perf_counter()
@@ -81,7 +81,7 @@ class InPlaceTransport:
         return bool(self._live) and self._is_in_slot(self._live.newest)
 
     def commit(self) -> None:
-        """Begin to write the newest version behind."""
+        """Start to write the newest version to its directory."""
         if self._live:
             self._write(self._live.newest)
 
@@ -176,14 +176,14 @@ class InPlaceTransport:
         return directory
 
     def _settle(self, placed: _Placed) -> None:
-        """Wait until a version is written behind, if that was begun."""
+        """Wait until a version is written, if that was started."""
         if placed.directory is None and placed.writing is not None:
             try:
                 placed.directory = placed.writing.result()
             except Exception as error:
-                # The engine serves from its buffers; the directory matters only when it must be built anew.
+                # The engine serves from its buffers; the directory matters only when it must be rebuilt.
                 logger.warning("an adapter version could not be kept for recovery: %s", error)
-                placed.writing = None  # as long as it lies in its slot it may be tried again
+                placed.writing = None  # as long as the slot holds it, this may be tried again
 
 
 def _copied(place: torch.Tensor) -> torch.Tensor:
