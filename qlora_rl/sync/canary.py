@@ -1,10 +1,10 @@
-"""`Canary`: proof after a push. Two questions, the first asked every time, the second at every n-th push:
+"""`Canary`: the check after a push. Two questions, the first asked every time, the second at every n-th push:
 
 1. *Does the engine hold it?* The engine digests what its layers multiply with; it must be the bundle, byte for
    byte. This sees a wrong scaling, a lost layer, an older version, names that match nothing.
 2. *Does the engine apply it?* Fixed token sequences are scored by both sides. Their logprobs must agree as well as those of
    the bare base did when the run began (times a factor), and never worse than an upper bound. Where they do not, sequences that
-   the policy itself draws now are asked as well, and decide: 16-bit rounding is large at tokens that a policy never writes.
+   the policy itself samples now are scored as well, and decide: 16-bit rounding is large at tokens that a policy never writes.
 
 A policy that changes less than the threshold would pass also where it is not applied at all: then a `Probe` is pushed before it.
 """
@@ -53,7 +53,7 @@ class Canary:
     Args:
         model: the trainer's PeftModel; only read.
         engine: the other side.
-        sequences: token ids that both score; by default two of up to 8 tokens that the bare base draws at calibration (a
+        sequences: token ids that both score; by default two of up to 8 tokens, sampled from the bare base at calibration (a
             forward of so few is all overhead: more would cost little, but a small model's step is short).
         every: score at each n-th push; the digest is compared at every push.
         autocast: dtype in which the trainer's forward runs while training (`None`: as the weights are).
@@ -133,7 +133,7 @@ class Canary:
         self.doubt()
 
     def check(self, bundle: AdapterBundle, *, scored: bool = False) -> float | None:
-        """Prove that the engine holds and applies `bundle`.
+        """Check that the engine holds and applies `bundle`.
 
         Args:
             bundle: what was pushed.
@@ -157,7 +157,7 @@ class Canary:
             raise
 
     def check_weights(self, sent: Mapping[str, Leaf]) -> float:
-        """Prove that the engine holds these dense weights and computes with them.
+        """Check that the engine holds these dense weights and computes with them.
 
         Args:
             sent: digests of every weight that was pushed.
@@ -210,7 +210,7 @@ class Canary:
         return Probe(adapter, self._probe_size) if self._can_probe else None
 
     def check_probe(self, probe: Probe) -> float:
-        """Prove that the engine, which serves the probe, holds it and multiplies with it.
+        """Check that the engine, which serves the probe, holds it and multiplies with it.
 
         Returns:
             The mean scaled difference of logprobs.
@@ -387,10 +387,10 @@ class Canary:
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def _drawn_sequences(self) -> list[list[int]]:
-        """Two sequences that the model as it stands draws; calibrating switches the adapter off.
+        """Two sequences sampled from the model as it is; calibrating switches the adapter off.
 
-        What a model may write is what rollouts are made of; at tokens that it never would write, 16-bit logits are far
-        from each other for no reason that matters.
+        Rollouts consist of what a model may write; at tokens that it would never write, 16-bit logits differ widely without
+        harm.
         """
         vocabulary = int(self._bare.config.get_text_config().vocab_size)
         length = max(2, min(8, self.engine.capabilities().max_model_length - 1))
