@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-ORIGIN = "qlora_adapter.json"  # beside PEFT's two files, which have no place for it
+ORIGIN = "qlora_adapter.json"  # next to PEFT's two files, which have no field for it
 _CONFIG_KEY = "adapter_config"
 
 
@@ -40,7 +40,7 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def write_origin(directory: Path, base_identity: str) -> None:
-    """Note beside an adapter on which base it was trained (`PreparedBase.identity`); `judge_adapter` of the directory compares it."""
+    """Store next to an adapter on which base it was trained (`PreparedBase.identity`); `judge_adapter` of the directory compares it."""
     (directory / ORIGIN).write_text(json.dumps({"base_identity": base_identity}))
 
 
