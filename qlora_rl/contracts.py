@@ -1,4 +1,4 @@
-"""The plain values and protocols that cross from room to room.
+"""Plain values and protocols that several packages use.
 
 Shape letters used in this package: P prompts, G rollouts per prompt, B = P·G, T completion tokens, V vocabulary,
 I/O in- and out-features of a linear, R rank.
@@ -22,16 +22,16 @@ LORA_RANK_CLASSES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """How to draw completions. Defaults are those of TRL's GRPOConfig.
+    """How to sample completions. Defaults are those of TRL's GRPOConfig.
 
     Attributes:
         max_tokens: longest completion, in tokens; what the engine's maximum length leaves may be less.
         temperature: 0 is greedy.
         top_k: 0 switches it off.
-        seed: base of the seeds per request; request i of a call gets its own, derived from it. `None` lets the engine
-            draw freely.
+        seed: base of the seeds per request; request i of a call gets its own, derived from it. `None`: the engine
+            samples without seeds.
         regex: completions must match it (structured output).
-        first_place: number of the first request in a whole of which a call draws a part; decides the seeds.
+        first_place: index of the call's first request in the whole batch, if the call is a part of it; decides the seeds.
         extra: further fields of vLLM's SamplingParams.
     """
 
@@ -67,7 +67,7 @@ class Rollout:
 
     @property
     def tokens(self) -> int:
-        """Number of drawn tokens."""
+        """Number of sampled tokens."""
         return sum(len(ids) for ids in self.completion_ids)
 
 
@@ -136,9 +136,9 @@ class BaseFingerprint:
 
     Attributes:
         leaves: by the name that transformers gives the parameter.
-        facts: digests of what belongs to a base beside its weights: "config", "tokenizer", "chat_template",
+        facts: digests of what belongs to a base besides its weights: "config", "tokenizer", "chat_template",
             "special_tokens", "skip_modules", "code". A side that does not know one leaves it out.
-        faults: of weights that lie in parts on several ranks of an engine, and not as in its directory: which rank holds what.
+        faults: of weights that are sharded over ranks of an engine and differ from its directory: which rank holds what.
     """
 
     leaves: Mapping[str, Leaf]
@@ -170,7 +170,7 @@ class EngineCapabilities:
 
     Attributes:
         name: for people, such as "vllm 0.31.0 (cpu)".
-        takes_adapters: it serves LoRA beside the base.
+        takes_adapters: it serves LoRA adapters.
         takes_dense: it can be given full weights.
         max_lora_rank: largest R that it serves; 0 without adapters.
         max_model_length: prompt plus completion, in tokens.
@@ -207,7 +207,7 @@ class AdapterSlots:
     Attributes:
         places: for each slot the buffers that the layers multiply with, by canonical name: A [R, I] and B [O, R].
         is_valid: they are still the engine's; it may have taken them back.
-        let_go: to be called with the number of a slot before it is written: returns when nothing is drawn with what lies there.
+        let_go: to be called with the number of a slot before it is written: returns when nothing is sampled from it any more.
     """
 
     places: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
@@ -230,7 +230,7 @@ class SyncReport:
     """One push: which version, how, how much, how long (wall seconds).
 
     `export_seconds` is looking at the live adapter, `deliver_seconds` making and moving the bytes, `load_seconds` the engine's
-    part. `seconds` is the push without its proof; `canary_seconds` is the proof, `canary_difference` the mean difference of
+    part. `seconds` is the push without the canary; `canary_seconds` is the canary, `canary_difference` the mean difference of
     logprobs that it found (`None` where it did not score).
     """
 
@@ -278,13 +278,13 @@ class RolloutEngine(BaseHolder, Protocol):
 
     @property
     def incarnation(self) -> int:
-        """Grows with every start, rebuild and wake: what was proven of an earlier one must be proven again."""
+        """Grows with every start, rebuild and wake, after which everything must be verified again."""
         ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec, *, version: int | None = None
     ) -> Rollout:
-        """One completion for each of B prompts (token ids); repeat a prompt to draw several.
+        """One completion for each of B prompts (token ids); repeat a prompt for several.
 
         With `version` only under that one; another that serves is an error. `QLoRAAsyncGRPOTrainer` names one.
         """
@@ -299,7 +299,7 @@ class RolloutEngine(BaseHolder, Protocol):
         ...
 
     def withdraw_adapter(self, reason: str) -> None:
-        """Serve nothing until the next adapter is loaded or the bare base is asked for: what serves was not proven."""
+        """Serve nothing until the next adapter is loaded or the bare base is asked for: the current version was not verified."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
@@ -340,9 +340,9 @@ class InPlaceEngine(RolloutEngine, Protocol):
         ...
 
     def serve_slot(self, slots: AdapterSlots, index: int, version: int, recover: Callable[[], Path]) -> None:
-        """Serve what lies in a slot as `version` from the next request on.
+        """Serve the adapter in a slot as `version` from the next request on.
 
-        `recover` gives a PEFT directory with the same adapter, should the engine have to be built anew.
+        `recover` returns a PEFT directory with the same adapter, for when the engine must be rebuilt.
         """
         ...
 
@@ -376,7 +376,7 @@ class CancellableEngine(Protocol):
 
 @runtime_checkable
 class ReplicatedEngine(Protocol):
-    """Several engines that stand for one another: each of them is proven."""
+    """Several engines as one: each of them is verified."""
 
     def score_each(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[list[float]]]:
         """`RolloutEngine.score` of every one."""
@@ -388,7 +388,7 @@ class GaugedEngine(Protocol):
     """An engine that shows its figures to others."""
 
     def note_canary(self, difference: float) -> None:
-        """What the newest scored proof has found; is lost where nobody listens."""
+        """Record the difference found by the newest scored canary; best effort."""
         ...
 
 
@@ -401,7 +401,7 @@ class DenseEngine(RolloutEngine, Protocol):
 
     @property
     def holds_dense(self) -> bool:
-        """The weights that it was given last still lie in it and may serve."""
+        """It still holds the weights that it was given last, and may serve them."""
         ...
 
     def withdraw_dense(self, reason: str) -> None:
@@ -442,7 +442,7 @@ class Transport(Protocol):
         ...
 
     def commit(self) -> None:
-        """The newest version was proven: whatever else there is to do for it may be done now."""
+        """The newest version was verified: finish what is left to do for it."""
         ...
 
     def revoke(self, engine: Any) -> None:
@@ -472,7 +472,7 @@ class SyncStrategy(Protocol):
         ...
 
     def verify(self) -> None:
-        """Prove again that the engine serves what was pushed last; after a wake or a rebuild."""
+        """Check again that the engine serves what was pushed last; after a wake or a rebuild."""
         ...
 
     def close(self) -> None:
