@@ -14,7 +14,7 @@ AGAINST = {"rollout": "stock", "sync": "trl", "step": "trl", "memory": "trl"}
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    bench = commands.add_parser("bench", help="what it costs here, against vLLM as it comes; both sides in one run")
+    bench = commands.add_parser("bench", help="measure speed and memory on this machine, compared with vLLM or TRL")
     bench.add_argument(
         "what",
         choices=list(AGAINST),
@@ -27,20 +27,33 @@ def add(commands: Any) -> None:
         help="stock: vLLM, its plugin, its own way with LoRA (rollout); trl: its merge (sync), its trainer (step, memory)",
     )
     bench.add_argument(
-        "--batch", type=int, nargs="+", default=[16, 64], metavar="B", help="prompts at once (default: 16 64)"
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[16, 64],
+        metavar="B",
+        help="numbers of prompts per call (default: 16 64)",
     )
     bench.add_argument(
         "--mode",
         choices=["nf4", "baked", "auto"],
         nargs="+",
         default=DEFAULT_MODES,
-        help="of the engine (default: nf4 baked)",
+        help="values of the engine's base_compute (default: nf4 baked)",
     )
-    bench.add_argument("--tokens", type=int, default=32, metavar="T", help="of a completion (default: %(default)s)")
     bench.add_argument(
-        "--minutes", type=float, default=4.0, metavar="M", help="for measuring, besides start-up (default: %(default)s)"
+        "--tokens", type=int, default=32, metavar="T", help="tokens per completion (default: %(default)s)"
     )
-    bench.add_argument("--steps", type=int, default=20, metavar="N", help="of a training (default: %(default)s)")
+    bench.add_argument(
+        "--minutes",
+        type=float,
+        default=4.0,
+        metavar="M",
+        help="time for measuring, without start-up (default: %(default)s)",
+    )
+    bench.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="optimizer steps per training (default: %(default)s)"
+    )
     bench.add_argument(
         "--rounds", type=int, default=2, metavar="N", help="trainings of each side (default: %(default)s)"
     )

@@ -12,20 +12,22 @@ _HELP = "/new starts over, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    chat = commands.add_parser("chat", help="talk to what a run has trained; from a pipe: a line in, an answer out")
+    chat = commands.add_parser("chat", help="chat with a trained policy; from a pipe: one answer per line")
     chat.add_argument(
-        "trained", type=Path, metavar="RUN", help="run directory, or in one a checkpoint or an exported adapter"
+        "trained", type=Path, metavar="RUN", help="run directory, or a checkpoint or exported adapter in it"
     )
-    chat.add_argument("--base-only", action="store_true", help="leave the adapter out, to compare")
-    chat.add_argument("--system", metavar="TEXT", help="first message")
-    chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of an answer (default: %(default)s)")
+    chat.add_argument("--base-only", action="store_true", help="use the base without the adapter, for comparison")
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    chat.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default: %(default)s)"
+    )
     chat.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (default: %(default)s)")
     chat.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(default: %(default)s)")
-    chat.add_argument("--seed", type=int, metavar="N", help="of the sampling (default: random)")
+    chat.add_argument("--seed", type=int, metavar="N", help="sampling seed (default: random)")
     chat.add_argument(
         "--raw",
         action="store_true",
-        help="continue the text as it is, without the chat template and what was said before",
+        help="continue the text as it is, without chat template and history",
     )
     chat.add_argument("--base", type=Path, metavar="DIR", help="the base directory, if it was moved")
     chat.add_argument("--json", action="store_true", help="from a pipe: one JSON object for each line")

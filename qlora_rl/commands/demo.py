@@ -13,15 +13,17 @@ from qlora_rl.commands.codes import INTERRUPTED
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    demo = commands.add_parser("demo", help="the whole thing on this machine, no download, a few minutes")
+    demo = commands.add_parser("demo", help="train a tiny model on this machine: no download, a few minutes")
     demo.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
-    demo.add_argument("--seed", type=int, default=0, help="of adapter, data order and sampling (default: %(default)s)")
+    demo.add_argument(
+        "--seed", type=int, default=0, help="seed of adapter, data order and sampling (default: %(default)s)"
+    )
     demo.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: a new one under runs/)")
     demo.add_argument(
         "--sync",
         choices=["lora_adapter", "weights", "trl-merge"],
         default="lora_adapter",
-        help="how the policy reaches vLLM; trl-merge is TRL's own way, to compare with (default: %(default)s)",
+        help="how the policy is synced to vLLM; trl-merge is TRL's own way, for comparison (default: %(default)s)",
     )
     demo.add_argument(
         "--rollout",
@@ -35,7 +37,9 @@ def add(commands: Any) -> None:
         default="lora",
         help="what is trained; the others need --sync weights (default: %(default)s)",
     )
-    demo.add_argument("--temperature", type=float, default=1.0, help="of the rollouts (default: %(default)s)")
+    demo.add_argument(
+        "--temperature", type=float, default=1.0, help="sampling temperature of the rollouts (default: %(default)s)"
+    )
     demo.add_argument(
         "--against", type=Path, nargs="*", default=[], metavar="RUN", help="finished runs to add to the report's charts"
     )

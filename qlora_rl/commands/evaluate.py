@@ -9,25 +9,33 @@ from typing import Any
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    evaluate = commands.add_parser(
-        "eval", help="rewards of the base and of the policy on the same prompts, in one vLLM"
-    )
+    evaluate = commands.add_parser("eval", help="compare the rewards of base and policy on the same prompts")
     evaluate.add_argument("trained", type=Path, metavar="RUN", help="run directory, or a checkpoint in it")
     evaluate.add_argument(
-        "--data", type=Path, required=True, metavar="F", help='.jsonl: "prompt", and what the rewards read'
+        "--data",
+        type=Path,
+        required=True,
+        metavar="F",
+        help='.jsonl file with "prompt" and the columns that the rewards read',
     )
     evaluate.add_argument(
-        "--reward", nargs="+", required=True, metavar="R", help="exact, numeric, program, or path.py:function; several"
+        "--reward",
+        nargs="+",
+        required=True,
+        metavar="R",
+        help="exact, numeric, program, or path.py:function; one or more",
     )
-    evaluate.add_argument("--column", metavar="NAME", help="of the references, for built-in rewards (default: theirs)")
-    evaluate.add_argument("--samples", type=int, default=1, metavar="G", help="completions of a prompt (default: 1)")
+    evaluate.add_argument(
+        "--column", metavar="NAME", help="column with the references, for built-in rewards (default: theirs)"
+    )
+    evaluate.add_argument("--samples", type=int, default=1, metavar="G", help="completions per prompt (default: 1)")
     evaluate.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
     evaluate.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="of a completion (default: %(default)s)"
+        "--max-tokens", type=int, default=256, metavar="N", help="longest completion, in tokens (default: %(default)s)"
     )
     evaluate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: 0, greedy)")
     evaluate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(default: %(default)s)")
-    evaluate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: %(default)s)")
+    evaluate.add_argument("--seed", type=int, default=0, metavar="N", help="sampling seed (default: %(default)s)")
     evaluate.add_argument("--base", type=Path, metavar="DIR", help="the base directory, if it was moved")
     evaluate.add_argument("--no-save", action="store_true", help="write no eval.json into the run directory")
     evaluate.add_argument("--json", action="store_true", help="print JSON")

@@ -9,9 +9,11 @@ from typing import Any
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    export = commands.add_parser("export", help="what a run has trained as files, loaded again and compared with it")
+    export = commands.add_parser(
+        "export", help="export the policy of a run: adapter, merged model or GGUF, loaded again and compared"
+    )
     export.add_argument(
-        "trained", type=Path, metavar="RUN", help="run directory, or in one a checkpoint or an exported adapter"
+        "trained", type=Path, metavar="RUN", help="run directory, or a checkpoint or exported adapter in it"
     )
     export.add_argument(
         "--to",
@@ -24,21 +26,27 @@ def add(commands: Any) -> None:
         "--form",
         choices=["canonical", "original"],
         default="canonical",
-        help="of an adapter: scale folded in, one rank; or as PEFT saved it (default: %(default)s)",
+        help="form of an adapter: scale folded in, one rank; or as PEFT saved it (default: %(default)s)",
     )
     export.add_argument(
         "--dtype",
         choices=["bfloat16", "float16", "float32"],
-        help="of merged weights (default: the base's compute dtype)",
+        help="dtype of merged weights (default: the base's compute dtype)",
     )
-    export.add_argument("--original", metavar="MODEL", help="of merged-original (default: what the base was made from)")
+    export.add_argument(
+        "--original", metavar="MODEL", help="original model, for merged-original (default: the base's source)"
+    )
     export.add_argument("--base", type=Path, metavar="DIR", help="the base directory, if it was moved")
     export.add_argument(
         "--data", type=Path, metavar="F", help=".jsonl file with prompts to compare on (default: the run's samples)"
     )
-    export.add_argument("--prompts", type=int, default=16, metavar="N", help="to compare on (default: %(default)s)")
+    export.add_argument(
+        "--prompts", type=int, default=16, metavar="N", help="number of prompts to compare on (default: %(default)s)"
+    )
     export.add_argument("--max-kl", type=float, metavar="K", help="largest mean KL (default: 1e-3; 1e-9 in float32)")
-    export.add_argument("--shard-gb", type=float, default=4.0, metavar="GB", help="largest file (default: %(default)s)")
+    export.add_argument(
+        "--shard-gb", type=float, default=4.0, metavar="GB", help="size limit of a file (default: %(default)s)"
+    )
     export.add_argument("--json", action="store_true", help="print JSON")
     export.set_defaults(run=run)
 

@@ -11,13 +11,13 @@ from qlora_rl.contracts import QUANT_TYPES
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    plan = commands.add_parser("plan", help="what fits on my card: the memory of a run, without loading the model")
+    plan = commands.add_parser("plan", help="estimate the memory of a run without loading the model")
     plan.add_argument("model", help="checkpoint or base directory, config.json, or hub name")
     plan.add_argument(
         "--gpu-memory",
         type=float,
         metavar="GIB",
-        help="the size of a card, such as 24, or what the run may hold (default: no limit)",
+        help="size of the card in GB, such as 24, or GiB that the run may use (default: no limit)",
     )
     plan.add_argument(
         "--max-length",
@@ -26,35 +26,38 @@ def add(commands: Any) -> None:
         metavar="N",
         help="prompt plus completion, in tokens (default: %(default)s)",
     )
-    plan.add_argument("--quant", choices=QUANT_TYPES, help="(default: as the base is held, otherwise nf4)")
+    plan.add_argument("--quant", choices=QUANT_TYPES, help="(default: as the base is stored, otherwise nf4)")
     plan.add_argument(
         "--double-quant",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="quantise the scales too (default: on)",
     )
-    plan.add_argument("--rank", type=int, default=16, metavar="R", help="of the adapter (default: %(default)s)")
+    plan.add_argument("--rank", type=int, default=16, metavar="R", help="rank of the adapter (default: %(default)s)")
     plan.add_argument(
         "--target-modules",
         nargs="+",
         default=["all-linear"],
         metavar="NAME",
-        help="of the adapter (default: all-linear)",
+        help="linears with an adapter (default: all-linear)",
     )
     plan.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="per_device_train_batch_size (default: %(default)s)"
     )
     plan.add_argument(
-        "--num-generations", type=int, default=8, metavar="N", help="completions of a prompt (default: %(default)s)"
+        "--num-generations", type=int, default=8, metavar="N", help="completions per prompt (default: %(default)s)"
     )
     plan.add_argument(
-        "--optim", default="adamw_torch_fused", metavar="NAME", help="transformers' name (default: %(default)s)"
+        "--optim",
+        default="adamw_torch_fused",
+        metavar="NAME",
+        help="transformers' name of the optimizer (default: %(default)s)",
     )
     plan.add_argument(
         "--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="(default: on)"
     )
     plan.add_argument("--two-copies", action="store_true", help="trainer and engine hold a base each")
-    plan.add_argument("--sleep", action="store_true", help="the KV cache is given back between rollouts")
+    plan.add_argument("--sleep", action="store_true", help="the KV cache is freed between rollouts")
     plan.add_argument(
         "--base-compute",
         choices=["nf4", "baked"],

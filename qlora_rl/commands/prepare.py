@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     prepare.add_argument(
         "--skip", nargs="*", default=[], metavar="NAME", help="name endings of linears that stay unquantised"
     )
-    prepare.add_argument("--revision", help="of a hub model")
+    prepare.add_argument("--revision", help="revision of a hub model")
     prepare.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     prepare.set_defaults(run=run)
 

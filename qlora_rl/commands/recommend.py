@@ -10,14 +10,16 @@ from qlora_rl.commands.codes import DOES_NOT_FIT
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    recommend = commands.add_parser("recommend", help="settings for a model, a task and a card, with their sources")
+    recommend = commands.add_parser(
+        "recommend", help="recommend settings for a model, a task and a card, with their sources"
+    )
     recommend.add_argument("model", help="checkpoint or base directory, config.json, or hub name")
     recommend.add_argument("--task", choices=["grpo", "sft", "dpo"], default="grpo", help="(default: %(default)s)")
     recommend.add_argument(
         "--gpu-memory",
         type=float,
         metavar="GIB",
-        help="the size of a card, such as 24, or what the run may hold (default: no limit)",
+        help="size of the card in GB, such as 24, or GiB that the run may use (default: no limit)",
     )
     recommend.add_argument(
         "--max-length",
@@ -26,7 +28,7 @@ def add(commands: Any) -> None:
         metavar="N",
         help="prompt plus completion, in tokens (default: %(default)s)",
     )
-    recommend.add_argument("--device", choices=["cuda", "cpu"], help="(default: cuda where there is some)")
+    recommend.add_argument("--device", choices=["cuda", "cpu"], help="(default: cuda if available)")
     recommend.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     recommend.add_argument("--json", action="store_true", help="print JSON")
     recommend.set_defaults(run=run)

@@ -15,14 +15,16 @@ _OF_A_RUN = ("config.json", "metrics.jsonl", "summary.json")
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    report = commands.add_parser("report", help="a run as one HTML page, compared with other runs")
+    report = commands.add_parser("report", help="write a run as one HTML page, compared with other runs")
     report.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="run directories; the page goes into the first"
     )
     report.add_argument(
-        "--live", action="store_true", help="while it trains: a page on this machine that renews itself, until Ctrl-C"
+        "--live",
+        action="store_true",
+        help="serve a page on this machine that refreshes while the run trains, until Ctrl-C",
     )
-    report.add_argument("--port", type=int, default=0, metavar="N", help="of --live (default: a free one)")
+    report.add_argument("--port", type=int, default=0, metavar="N", help="port for --live (default: a free one)")
     report.set_defaults(run=run)
 
 

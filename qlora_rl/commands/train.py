@@ -17,7 +17,7 @@ METHODS = ("sft", "dpo", "grpo", "rloo", "online_dpo", "async_grpo")
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    train = commands.add_parser("train", help="a run out of one TOML file; every field is checked first")
+    train = commands.add_parser("train", help="train from a TOML file; every field is checked first")
     train.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="see --example and docs/config.md")
     train.add_argument(
         "--set",
@@ -27,7 +27,9 @@ def add(commands: Any) -> None:
         metavar="TABLE.FIELD=VALUE",
         help="overrides the file: --set adapter.r=32 --set rewards.0.weight=0.5",
     )
-    train.add_argument("--check", action="store_true", help="check the file, load nothing, and print it in full")
+    train.add_argument(
+        "--check", action="store_true", help="check the file without loading anything, and print it in full"
+    )
     train.add_argument(
         "--example", choices=METHODS, metavar="METHOD", help=f"print a file to start from: {', '.join(METHODS)}"
     )

@@ -12,7 +12,9 @@ from typing import Any
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    verify = commands.add_parser("verify", help="does vLLM hold the same base? which weight differs?")
+    verify = commands.add_parser(
+        "verify", help="verify that vLLM holds the same base, and name the weights that differ"
+    )
     verify.add_argument("base", type=Path, help="directory made by `prepare`")
     where = verify.add_mutually_exclusive_group(required=True)
     where.add_argument("--local", action="store_true", help="start vLLM in this process")

@@ -117,7 +117,7 @@ class Canary:
         return {"sequences": self.sequences, "noise": self.noise, "threshold": self.threshold, "pushes": self._pushes}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what was calibrated when the run began; the next push is scored, because its engine is another one.
+        """Continue with the calibration of the run's start; the next push is scored, because the engine is a new one.
 
         Raises:
             CanaryError: on the bare base this engine is further from the trainer than the threshold of the run allows.
@@ -125,7 +125,7 @@ class Canary:
         if not self.noise <= saved["threshold"]:
             raise CanaryError(
                 f"resuming: trainer and engine differ by {self.noise:.3g} (scaled) on the bare base, {saved['noise']:.3g} when the run began, "
-                f"threshold={saved['threshold']:.3g}. Something computes otherwise than it did: another device, driver, or version of vLLM "
+                f"threshold={saved['threshold']:.3g}. This machine computes differently: another device, driver, or version of vLLM "
                 "or bitsandbytes."
             )
         self.sequences, self.threshold, self._pushes = saved["sequences"], saved["threshold"], saved["pushes"]
