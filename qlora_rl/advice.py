@@ -67,7 +67,7 @@ class Recommendation:
 
     @property
     def fits(self) -> bool:
-        """It fits into the memory that was named, or none was."""
+        """It fits into the given memory, or none was given."""
         return self.ledger.fits
 
     def as_dict(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def iter_weights(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tu
 
 
 def follow_weights(model: Any) -> None:
-    """Take part in what `iter_weights` gathers on another rank, to the end; nothing is made here."""
+    """Take part in the gathering of `iter_weights` on another rank; computes nothing itself."""
     if is_sharded(model):
         for name, _, parts in _walk(model):
             with gathered(parts, f"gathering {name}"):

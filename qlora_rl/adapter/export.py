@@ -51,7 +51,7 @@ def export_subject(
     dtype: torch.dtype | None = None,
     weights: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> AdapterBundle:
-    """The same of a model that was walked and judged already; `weights`: A and B of each layer, where they were gathered."""
+    """`export_adapter` for a model that was judged already; `weights`: A and B of each layer, where they were gathered."""
     adapter = subject.adapter
     layers = list(subject.layers.items())
     rank = max(ranks_of(layer, adapter) for _, layer in layers)

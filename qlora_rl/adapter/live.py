@@ -50,7 +50,7 @@ class LiveAdapter:
         return self._shape
 
     def look(self) -> None:
-        """See whether it is still what it was at the last push.
+        """Check whether its structure is the same as at the last push.
 
         Raises:
             AdapterRefusedError: it is not plain LoRA (any more); names every reason.
@@ -66,7 +66,7 @@ class LiveAdapter:
             self._bind()
 
     def judge(self) -> None:
-        """See whether all of its numbers are finite; what it is made of was seen by `look`.
+        """Check that all of its numbers are finite; `look` has checked its structure.
 
         Raises:
             AdapterRefusedError: it holds NaN or infinity.
@@ -84,7 +84,7 @@ class LiveAdapter:
         return self._bundle
 
     def forget(self) -> None:
-        """Let go of what was gathered for a push."""
+        """Free what was gathered for a push."""
         self._gathered = None
 
     def _weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

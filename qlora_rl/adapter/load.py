@@ -1,4 +1,4 @@
-"""`load_adapter`: a saved adapter on a loaded model, to be asked and not to be trained."""
+"""`load_adapter`: a saved adapter on a loaded model, for inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each method of PEFT does to a model: a change of weights, or something else. A table, and nothing but.
+"""What each method of PEFT does to a model: a change of weights, or something else. A table only.
 
 Written down from PEFT 0.21.2: each method was built on a small model with random values, and each adapted layer compared
 with the affine map that it gives on the identity (tests/unit/test_verdict.py does it again). Methods whose layers are no

@@ -1,4 +1,4 @@
-"""The rules of `judge_adapter`, one function each: what of an adapter is not plain LoRA, and the way out.
+"""The rules of `judge_adapter`, one function each: what in an adapter is not plain LoRA, and what to do instead.
 
 They read the *live* PEFT model: its config alone does not tell what `set_scale` or a variant did to it. `RULES` is their order.
 """
@@ -21,7 +21,7 @@ Rule = Callable[[Subject], Iterator[Finding]]
 
 
 def judge_method(name: str) -> Iterator[Finding]:
-    """What PEFT's name of a method tells by itself."""
+    """The verdict that follows from PEFT's name of a method alone."""
     if name == "LORA":
         return
     if name in methods.CHANGES_SOMETHING_ELSE:

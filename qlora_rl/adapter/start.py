@@ -1,4 +1,4 @@
-"""Adapters that are made here, where TRL would do it in a way of its own."""
+"""Creates adapters where TRL would change the base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`judge_adapter`: is this adapter plain LoRA, something that only full weights can carry, or neither?
+"""`judge_adapter`: is this adapter synced as plain LoRA, as full weights, or not at all?
 
 The rules (adapter/rules.py) are read in order over the live PEFT model. Every rule that finds something adds a reason; the gravest
 kind wins. A directory is opened as a live model without weights first (adapter/directory.py), and goes through the same rules.
@@ -22,7 +22,7 @@ _GRAVITY: dict[Kind, int] = {"adapter": 0, "full_weights": 1, "refuse": 2}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an adapter is fit for.
+    """How an adapter can be synced.
 
     Attributes:
         kind: "adapter" (plain LoRA: only the adapter is synced), "full_weights" (dequantised full weights are synced)

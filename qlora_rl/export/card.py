@@ -182,7 +182,7 @@ def _run_rows(card: Card, run: Run) -> list[tuple[str, str]]:
         rows += [(f"data: {name}", str(value)) for name, value in data.items()]
     tokens = sum(run.values("rollout_tokens"))
     if tokens:
-        rows.append(("tokens drawn", plain(tokens)))
+        rows.append(("sampled tokens", plain(tokens)))
     for label, key in (
         ("right before", "accuracy_before"), ("right after", "accuracy_after"), ("problems", "eval_problems"),
         ("reward at first", "reward_first"), ("reward at last", "reward_last"),

@@ -55,7 +55,7 @@ def draw_evaluation(run: Run) -> Markup | None:
     if (finite(found.get("samples")) or 1) > 1:
         said.append(f"{plain(found.get('samples'))} answers to each")
     said.append(f"temperature {plain(object_in(found, 'sampling').get('temperature'))}")
-    caption = f"{', '.join(said)}. Both were drawn by one sampler. Behind ± is the standard error; the difference is taken prompt by prompt."
+    caption = f"{', '.join(said)}. Both come from the same sampler. Behind ± is the standard error; the difference is taken prompt by prompt."
     cards = []
     kept = found.get("rows")
     for row in kept if isinstance(kept, list) else []:

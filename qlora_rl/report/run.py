@@ -42,14 +42,14 @@ class Run:
 
     @property
     def draws(self) -> bool:
-        """Answers were drawn and scored; else it learned from examples (SFT, DPO), and all that it has is a loss."""
+        """Answers were sampled and scored; otherwise it was trained on examples (SFT, DPO), and has only a loss."""
         return not self.values("loss") or any(
             self.values(name) for name in ("reward", "rollout_seconds", "mismatch_kl")
         )
 
     @property
     def is_async(self) -> bool:
-        """Answers were drawn while the model was trained on earlier ones."""
+        """Answers were sampled while the model was trained on earlier ones."""
         return bool(self.values("trainer_wait_seconds"))
 
     @property

@@ -26,7 +26,7 @@ PUSH_ROWS = (
 
 
 def draw_time(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
-    """Steps and pushes, in parts; `None` where no answers were drawn."""
+    """Steps and pushes, in parts; `None` where no answers were sampled."""
     if not any(run.draws for run in runs):
         return None
     timed = [(n, r, parts) for n, r in zip(names, runs, strict=True) if (parts := _step_parts(r))]

@@ -1,4 +1,4 @@
-"""`Probe`: a large synthetic adapter, pushed for a moment the way the policy's is; what it does shows that the engine multiplies.
+"""`Probe`: a large synthetic adapter, pushed briefly like the policy's; its effect shows that the engine applies adapters.
 
 A policy's adapter does next to nothing in its first steps: one step at a learning rate of 1e-5 changes logprobs by less than 16-bit
 rounding does, and an engine that leaves it out looks like one that applies it. The probe goes into the same places, through the same

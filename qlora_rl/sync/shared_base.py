@@ -50,7 +50,7 @@ class SharedBase:
         return cls(model) if bare is not model and getattr(bare, "qlora_loan", None) is not None else None
 
     def look(self) -> None:
-        """At the next slices, for half a hundredth of the time since the last look, and at one at least.
+        """Check the next slices, for a 200th of the time since the last call, and at least one.
 
         Raises:
             BaseMismatchError: names the first weight that has changed.
@@ -64,7 +64,7 @@ class SharedBase:
                 return
 
     def look_everywhere(self) -> None:
-        """At all of it.
+        """Check all of it.
 
         Raises:
             BaseMismatchError: names the first weight that has changed.

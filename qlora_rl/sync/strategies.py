@@ -1,4 +1,4 @@
-"""How the engine is made equal to the trainer's policy. The trainer's weights are only read."""
+"""How the policy is synced to the engine. The trainer's weights are only read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`HttpTransport`: the adapter as one safetensors blob, which the engine carries further; no directory that both sides see."""
+"""`HttpTransport`: the adapter as one safetensors blob, which the engine sends on; no directory that both sides see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions and answers over a channel: what is asked, in which session, and errors that cross with their class.
+"""Requests and answers over a channel, with a session id; errors keep their class.
 
 A message is a length, a JSON header and bytes. Nothing that arrives is ever run or unpickled.
 """
@@ -25,7 +25,7 @@ class NotJoinedError(SyncError):
 
 @dataclass(frozen=True)
 class Message:
-    """One way of a question or an answer.
+    """A request or an answer.
 
     Attributes:
         session: of the sender; a new one for each join.
@@ -64,7 +64,7 @@ class Message:
 
 
 def lost(stage: str, who: str, why: str) -> PeerLostError:
-    """The error of a side that waits in vain."""
+    """The error raised when the other side does not answer."""
     found = PeerLostError(f"synchronising weights: stage {stage!r}: the {who} {why}. Start it again, and push again.")
     found.stage = stage
     return found
@@ -163,7 +163,7 @@ class Asking:
         return lost(self.stage, "receiver", why)
 
     def close(self) -> None:
-        """Give the channel back."""
+        """Close the channel."""
         self.is_lost = True
         if self._channel is not None:
             self._channel.close()

@@ -50,7 +50,7 @@ class AdapterReceiver:
         self.weights: Mapping[str, torch.Tensor] = {}
 
     def init_all_workers_group(self, model_metadata: md.Metadata | None = None) -> None:
-        """Meet the sender, which must do the same within the time limit.
+        """Join the sender, which must do the same within the time limit.
 
         With `InProcessRPC` nothing is waited for: the sender's own call does both sides' work.
 

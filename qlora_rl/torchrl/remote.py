@@ -143,5 +143,5 @@ class RemoteTransport:
         return None
 
     def close(self) -> None:
-        """Give the sender's end of the transfer back."""
+        """Close the sender's end of the transfer."""
         self._transfer.close()

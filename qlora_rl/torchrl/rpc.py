@@ -36,7 +36,7 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         ...
 
 

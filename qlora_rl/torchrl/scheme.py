@@ -86,7 +86,7 @@ class AdapterSyncScheme(WeightSyncScheme):
         self._receiver = self.create_receiver(_engine_of(self.model if model is None else model))
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """Meet the other side; the sender pushes the first version."""
+        """Join the other side; the sender pushes the first version."""
         if self.initialized_on_sender:
             self._sender.init_all_workers_group()
             self._sender.update_weights(weights)

@@ -77,7 +77,7 @@ class AdapterSender:
         collector.post_collect_hook = push
 
     def init_all_workers_group(self, model_metadata: md.Metadata | None = None) -> None:
-        """Meet the receiver, which must do the same within the time limit: verify the base, agree on what will be sent.
+        """Join the receiver, which must do the same within the time limit: verify the base, agree on what will be sent.
 
         A receiver that is behind (it was restarted) is brought to the current version.
 
@@ -122,7 +122,7 @@ class AdapterSender:
         return self.last_report
 
     def shutdown(self) -> None:
-        """Leave the receiver, which goes on serving; give everything back on this side."""
+        """Leave the receiver, which goes on serving; free everything on this side."""
         self._is_closed = True
         self._collectors.clear()
         self._scheme.transfer.close()

@@ -51,7 +51,7 @@ class Transfer(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back, on either side."""
+        """Free everything, on either side."""
         ...
 
 
