@@ -51,7 +51,7 @@ def test_merged_disabled_and_broken_adapters_are_refused(plain):
     model.merge_adapter()
     reason = judge_adapter(model).reasons[0]
     assert "merged into the base" in reason
-    assert "unmerge_adapter() does not lead back" in reason
+    assert "unmerge_adapter() does not restore" in reason
     model.unmerge_adapter()
     with model.disable_adapter():
         assert "disabled" in judge_adapter(model).reasons[0]
