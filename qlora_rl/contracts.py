@@ -52,8 +52,8 @@ class Rollout:
     """What an engine returned for B prompts.
 
     Attributes:
-        completion_ids: B lists of token ids, the end-of-sequence token included where it was drawn.
-        logprobs: B lists as long as `completion_ids`: natural log of the probability with which each token was drawn
+        completion_ids: B lists of token ids, the end-of-sequence token included where it was sampled.
+        logprobs: B lists as long as `completion_ids`: natural log of the probability with which each token was sampled
             (after temperature and filters); `None` where the engine reports none, which the alarm does not accept for long. What an
             engine with `gives_logprobs=False` puts here is not read; `None` for all of it will do.
         version: of the adapter that made every token (0: the bare base).
@@ -180,7 +180,7 @@ class EngineCapabilities:
         takes_bytes: it takes an adapter as bytes (`ByteEngine`).
         byte_way: how these reach it: "http" or "object_store" (Ray's).
         dense_way: how full weights reach it: "stream" (in this process), "directory" or "http".
-        holds_two: it draws with two versions at once (`VersionedEngine`); where not, nothing may be drawn during a push.
+        holds_two: it samples with two versions at once (`VersionedEngine`); where not, nothing may be sampled during a push.
         gives_logprobs: it reports the logprobs of the tokens that it samples. Where not, trainers neither correct for the distance to
             the engine nor watch it; the canary still asks for `score`.
     """

@@ -9,5 +9,5 @@ Only this package imports vLLM. Its subpackages, each of which imports only thos
     client/    ServerEngine: a server as an engine; HTTP only
     server/    serve, start_server: vLLM's OpenAI server on a base
 
-The modules beside them are used by several and import none of them.
+The modules next to them are used by several and import none of them.
 """

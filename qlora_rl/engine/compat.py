@@ -179,7 +179,7 @@ def launcher_variables() -> list[str]:
 def room_for(ranks: int) -> Iterator[None]:
     """What must hold while vLLM starts several ranks on this machine, each a process of its own, and is put back afterwards.
 
-    - 0.31 binds the threads of each rank on the CPU to a NUMA node of its own, and refuses where there are fewer. They get an equal share
+    - 0.31 binds the threads of each rank on the CPU to a NUMA node of its own, and raises where there are fewer. They get an equal share
       of the cores instead, and run on any; `VLLM_CPU_OMP_THREADS_BIND` by hand counts.
     - vLLM remembers the environment that the first engine of a process has seen, and sets threads and variables for its ranks.
     - In a process that a launcher has started, they take the devices from its own on, and hear nothing of the launcher: its store would
@@ -241,7 +241,7 @@ def unreached_modules(llm: LLM, adapter_id: int) -> list[str]:
 
 
 def holds_adapters(llm: LLM, ids: Sequence[int]) -> bool:
-    """All of these adapters lie in slots of the engine. Remove when vLLM lends adapter buffers itself."""
+    """All of these adapters are in slots of the engine. Remove when vLLM lends adapter buffers itself."""
     return all(llm.collective_rpc("qlora_holds_adapters", args=(list(ids),)))
 
 
@@ -350,7 +350,7 @@ def is_dead_engine(error: BaseException) -> bool:
     """vLLM's engine process has ended or is about to: its server will end too, and a client waits for the next one."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    # What an engine refuses while it ends has no type of its own, only these words.
+    # What an engine rejects while it ends has no type of its own, only these words.
     return isinstance(error, (EngineEndingError, EngineDeadError)) or "Server shutting down" in str(error)
 
 
@@ -371,7 +371,7 @@ def executor_of_server(ranks: int = 1) -> dict[str, Any]:
     several ranks.
 
     0.31 gives a CPU server's worker a process of its own, to bind its threads, and one core less than there are. Between two
-    requests that process waits awake for a second: a trainer beside it loses a core. It takes "uni" back to "mp", and a
+    requests that process waits awake for a second: a trainer next to it loses a core. It takes "uni" back to "mp", and a
     name of a class as it is. Remove when an idle worker sleeps.
     """
     if ranks > 1 or os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto":
@@ -380,7 +380,7 @@ def executor_of_server(ranks: int = 1) -> dict[str, Any]:
 
 
 def refuse_data_parallel(size: Any) -> None:
-    """Refuse replicas inside one vLLM.
+    """Reject replicas inside one vLLM.
 
     Its client sends `collective_rpc` and `add_lora` to all of them and returns the answer of the first (`call_utility_async` of
     v1/engine/core_client.py, 0.31): what the others hold cannot be read. Remove when it returns all.
@@ -391,7 +391,7 @@ def refuse_data_parallel(size: Any) -> None:
     if size is not None and int(size) > 1:
         raise EngineUnsupportedError(
             f"starting vLLM: data_parallel_size={size}: vLLM answers for the first of its replicas alone, so neither the base nor a push "
-            f"can be proven in the others. Start {size} servers and pass their URLs in a list, or use rollout='ray' with "
+            f"can be verified in the others. Start {size} servers and pass their URLs in a list, or use rollout='ray' with "
             f"replicas={size}."
         )
 

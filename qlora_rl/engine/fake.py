@@ -154,7 +154,7 @@ class FakeEngine:
         self._slots = None
 
     def lend_slots(self, directory: Path) -> AdapterSlots:
-        """Two copies of what lies in the directory."""
+        """Two copies of what is in the directory."""
         tensors = self._read(directory, self._version)
         first, second = ({name: tensor.clone() for name, tensor in tensors.items()} for _ in range(2))
         self._slots = slots = AdapterSlots((first, second), lambda: self._slots is slots)

@@ -141,7 +141,7 @@ def start_options(
         kv_cache_gib = max(1 / 16, kv_cache_needed(text, length, max_num_seqs) / ranks)  # of each
     arguments: dict[str, Any] = {
         "model": str(base),
-        # Said aloud: "auto" would serve a float32 base in 16 bits.
+        # Explicit: "auto" would serve a float32 base in 16 bits.
         "dtype": str(config.dtype).removeprefix("torch."),
         "enable_lora": bool(rank),
         "max_model_len": length,
@@ -185,7 +185,7 @@ def _for_ranks(prepared: PreparedBase, ranks: int, vllm_options: Mapping[str, An
     if taken := sorted(name for name, plain in _UNKNOWN_CUTS.items() if vllm_options.get(name, plain) != plain):
         raise EngineUnsupportedError(
             f"starting vLLM: tensor_parallel_size={ranks} with {', '.join(taken)}: what each rank holds then cannot be told here, and so not "
-            "proven. Leave it out."
+            "verified. Leave it out."
         )
     if not prepared.spec.is_4bit:
         return prepared

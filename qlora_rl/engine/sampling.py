@@ -12,7 +12,7 @@ from qlora_rl.errors import ConfigConflictError, PromptTooLongError
 
 # Of vLLM's SamplingParams, but the engine's own.
 _OURS = {"logprobs", "n", "output_kind"}
-# How vLLM ends a request that it has not drawn to its end: what it has of it is no sample of the policy.
+# How vLLM ends a request that it has not generated to its end: what it has of it is no sample of the policy.
 _CUT_OFF = ("abort", "error")
 # Asks for nothing but the logprobs of the prompt.
 SCORING = SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0})
@@ -35,14 +35,14 @@ def sampling_params(spec: SamplingSpec, places: Sequence[int]) -> list[Any]:
     """vLLM's parameters for the requests at `places` of a call.
 
     Raises:
-        ConfigConflictError: vLLM refuses them, or a field of `extra` is ours.
+        ConfigConflictError: vLLM rejects them, or a field of `extra` is ours.
     """
     try:
         return [_params(spec, index) for index in places]
     except ConfigConflictError:
         raise
     except Exception as error:  # vLLM has an error type of its own for them
-        raise ConfigConflictError(f"generating: vLLM refuses the sampling arguments: {error}") from error
+        raise ConfigConflictError(f"generating: vLLM rejects the sampling arguments: {error}") from error
 
 
 def _params(spec: SamplingSpec, index: int) -> Any:
@@ -57,7 +57,7 @@ def _params(spec: SamplingSpec, index: int) -> Any:
         "top_k": spec.top_k,
         "min_p": spec.min_p,
         "repetition_penalty": spec.repetition_penalty,
-        "logprobs": 0,  # the drawn token's, no others
+        "logprobs": 0,  # the sampled token's, no others
         "seed": None if spec.seed is None else request_seed(spec.seed, spec.first_place + index),
         "output_kind": RequestOutputKind.FINAL_ONLY,
         "detokenize": False,
@@ -83,7 +83,7 @@ def request_seed(seed: int, index: int) -> int:
 
 
 def are_cut_off(outputs: Iterable[Any]) -> bool:
-    """One of vLLM's request outputs (`None`: it gave none) was not drawn to its end: vLLM ends, or has dropped it."""
+    """One of vLLM's request outputs (`None`: it gave none) was not generated to its end: vLLM ends, or has dropped it."""
     return any(output is None or output.outputs[0].finish_reason in _CUT_OFF for output in outputs)
 
 
@@ -98,7 +98,7 @@ def holds_nan(outputs: Iterable[Any]) -> bool:
 
 
 def sampled_logprobs(output: Any) -> list[float | None]:
-    """The drawn tokens' logprobs out of vLLM's completion output; `None` for NaN."""
+    """The sampled tokens' logprobs out of vLLM's completion output; `None` for NaN."""
     values = []
     for token, entry in zip(output.token_ids, output.logprobs, strict=True):
         logprob = entry[token].logprob
@@ -107,7 +107,7 @@ def sampled_logprobs(output: Any) -> list[float | None]:
 
 
 def check_lengths(ids: Sequence[Sequence[int]], max_model_length: int) -> None:
-    """Refuse prompts (token ids) that are empty or leave no room for a completion.
+    """Reject prompts (token ids) that are empty or leave no room for a completion.
 
     Raises:
         PromptTooLongError: names every one of them.

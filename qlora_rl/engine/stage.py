@@ -1,4 +1,4 @@
-"""`Stage`: full weights on their way into a server. Every part lies there, checked, before the engine is touched; no vLLM here."""
+"""`Stage`: full weights on their way into a server. Every part is there, checked, before the engine is touched; no vLLM here."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Stage:
         """Put a piece of a part's bytes where it belongs; the same piece may come again.
 
         Raises:
-            SyncError: it is no continuation of what lies there, or too much.
+            SyncError: it is no continuation of what is there, or too much.
         """
         file = self.incoming / part_name(index)
         if index < len(self._digests):
@@ -259,6 +259,6 @@ def refuse_foreign(stage: Stage | None, token: str, session: str) -> Stage:
         raise ConfigConflictError("taking weights: the query names no push. Begin with POST /weights.")
     if stage is None or not secrets.compare_digest(stage.token, token) or stage.session != session:
         raise SyncError(
-            "taking weights: this push is not open: another one was begun, or the server was started anew. Push again."
+            "taking weights: this push is not open: another one was begun, or the server was restarted. Push again."
         )
     return stage

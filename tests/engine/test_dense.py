@@ -269,14 +269,14 @@ def test_the_base_can_be_had_back_and_a_rebuilt_engine_says_that_its_weights_are
     bare = exact.apart(exact.base)
     model = trained(exact.base, FULL_WEIGHTS["dora"])
     DenseSync(model, exact.engine).push()
-    with pytest.raises(EngineUnsupportedError, match="lie over it"):
+    with pytest.raises(EngineUnsupportedError, match="replaced it"):
         exact.engine.score(SEQUENCES, bare=True)
     exact.engine.drop_adapter()
     assert exact.engine.version == 0
     assert exact.apart(exact.base) == bare
     DenseSync(model, exact.engine).push()
     exact.engine._is_broken = True  # as after a failed step
-    with pytest.raises(EngineBrokenError, match="were lost when the engine was built anew"):
+    with pytest.raises(EngineBrokenError, match="were lost when the engine was rebuilt"):
         exact.engine.generate([[40, 41]], max_tokens=2)
     DenseSync(model, exact.engine).push()
     assert exact.apart(model) < EXACT

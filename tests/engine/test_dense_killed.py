@@ -49,7 +49,7 @@ def test_a_server_that_is_killed_serves_nothing_until_the_weights_were_pushed_ag
         try:
             kill_and_start()
             for use in (lambda: engine.generate([[40, 41]], max_tokens=2), lambda: engine.score(SEQUENCES)):
-                with pytest.raises(EngineBrokenError, match="were lost when the server was started anew"):
+                with pytest.raises(EngineBrokenError, match="were lost: the server was restarted"):
                     use()
             assert engine.incarnation == 2
             assert not engine.holds_dense

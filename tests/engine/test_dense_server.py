@@ -190,7 +190,7 @@ def test_requests_that_run_end_under_the_weights_with_which_they_began(far, serv
 def test_the_base_can_be_had_back(far):
     bare = far.apart(far.base)
     DenseSync(trained(far.base, FULL_WEIGHTS["dora"]), far.engine).push()
-    with pytest.raises(EngineUnsupportedError, match="lie over it"):
+    with pytest.raises(EngineUnsupportedError, match="replaced it"):
         far.engine.score(SEQUENCES, bare=True)
     far.engine.drop_adapter()
     assert far.engine.version == 0

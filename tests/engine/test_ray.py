@@ -286,7 +286,7 @@ def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_i
     held = victim.held_adapter(8)
     assert held
     assert held == both.replicas[0].held_adapter(8)
-    assert "its base is proven and it holds version 2" in caplog.text
+    assert "its base is verified and it holds version 2" in caplog.text
     strategy.verify()  # both sides' logprobs, of each of the two
     assert victim.generate(prompts * 4, SAMPLING).completion_ids == served[0]
 

@@ -381,7 +381,7 @@ def test_full_weights_that_a_restarted_server_has_lost_are_never_silently_the_ba
     assert engine.holds_dense
     server.start, server.version = "two", 0
     for use in (lambda: engine.generate([[1, 2]], max_tokens=1), lambda: engine.score([[1, 2]])):
-        with pytest.raises(errors.EngineBrokenError, match="version=3 were lost: the server was started anew"):
+        with pytest.raises(errors.EngineBrokenError, match="version=3 were lost: the server was restarted"):
             use()
     assert not engine.holds_dense
     assert server.asked[0] == ("POST", "/generate")

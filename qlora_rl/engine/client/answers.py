@@ -92,7 +92,7 @@ def content_of(answer: httpx.Response, url: str, known: str) -> dict[str, Any]:
         known: name of the server's start that the request named.
 
     Raises:
-        RestartedError: it was started anew since.
+        RestartedError: it was restarted since.
         Exception: `refusal`, `stranger`.
     """
     start = answer.headers.get(START, "")
@@ -154,9 +154,9 @@ def stranger(url: str) -> EngineUnsupportedError:
 
 
 def other_base(url: str, found: str, before: str) -> BaseMismatchError:
-    """A server that was started anew holds another base; both by digest."""
+    """A server that was restarted holds another base; both by digest."""
     return BaseMismatchError(
-        f"asking the server at {url}: it was started anew on another base: digest={found[:16]} != digest={before[:16]} of the one "
+        f"asking the server at {url}: it was restarted on another base: digest={found[:16]} != digest={before[:16]} of the one "
         "before. Start it on the base directory that the trainer uses."
     )
 

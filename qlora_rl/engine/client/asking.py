@@ -40,7 +40,7 @@ def check_url(url: str) -> str:
 
 
 def find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
-    """The key that was given, or lies in the file, or in the environment.
+    """The key that was given, or is in the file, or in the environment.
 
     Raises:
         AccessDeniedError: there is none, or it cannot be sent.
@@ -63,7 +63,7 @@ def find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
         )
     if not key:
         raise AccessDeniedError(
-            f"connecting to a server: no key. Pass api_key_file= (the server says where it lies), api_key=, or set {KEY_VARIABLE}."
+            f"connecting to a server: no key. Pass api_key_file= (the server says where it is), api_key=, or set {KEY_VARIABLE}."
         )
     return key
 
@@ -92,8 +92,8 @@ def expected(
         return {"version": version, "digest": serves[1], "held": True}
     if before is None or before[0] != version:
         raise VersionGoneError(
-            f"generating: version={version} is asked for, and is neither version={serves[0]}, which serves, nor the one before it. Draw "
-            "it again, with what serves now."
+            f"generating: version={version} is asked for, and is neither version={serves[0]}, which serves, nor the one before it. "
+            "Generate again, with what serves now."
         )
     return {"version": version, "digest": before[1], "held": True}
 
@@ -125,7 +125,7 @@ def shared_with(
         return directory
     logger.log(
         logging.DEBUG if quietly else logging.WARNING,
-        "%s is not the adapter directory of the server at %s (%s): adapters travel in requests",
+        "%s is not the adapter directory of the server at %s (%s): adapters are sent in requests",
         directory,
         url,
         about["adapter_dir"],

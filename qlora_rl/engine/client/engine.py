@@ -69,7 +69,7 @@ class ServerEngine:
         with ServerEngine("http://127.0.0.1:8000", api_key_file="key") as engine:
             rollout = engine.generate([[40, 41, 42]], temperature=0.0, max_tokens=8)
 
-    When the server was started anew, its base is proven again (it must be the one that was there before) and the newest
+    When the server was restarted, its base is verified again (it must be the one that was there before) and the newest
     adapter is pushed again, before anything else is asked; `incarnation` grows.
 
     Several URLs ("http://a,http://b", or a list) make a `Fleet`.
@@ -79,7 +79,7 @@ class ServerEngine:
         api_key: by default what `api_key_file` holds, or the environment's QLORA_RL_API_KEY.
         api_key_file: a file that holds it.
         shared_dir: a directory of this machine that is the server's adapter directory, by tmpfs or a network mount. It is tried
-            out; if it is another one, adapters travel in requests, and a log line says so.
+            out; if it is another one, adapters are sent in requests, and a log line says so.
         session: who this is; what was killed comes back under the name that it had, and is not taken for another trainer.
         timeout_s: of one request, in seconds; a batch of long rollouts is one request.
         wait_s: how long to wait for a server that is away, in seconds, before giving up.
@@ -143,7 +143,7 @@ class ServerEngine:
 
     @property
     def incarnation(self) -> int:
-        """Grows when the server was started anew."""
+        """Grows when the server was restarted."""
         return self._incarnation
 
     @property
@@ -162,7 +162,7 @@ class ServerEngine:
         return self._state.pushed
 
     def is_there(self, timeout_s: float) -> bool:
-        """Its vLLM computes something within `timeout_s` seconds; asked once, nothing is proven."""
+        """Its vLLM computes something within `timeout_s` seconds; asked once, nothing is verified."""
         try:
             body = {"sequences": [[0, 0]], "bare": True}
             return self._client.post(f"{PREFIX}/score", json=body, timeout=timeout_s).status_code == 200
@@ -205,7 +205,7 @@ class ServerEngine:
 
         Args:
             prompts: token ids.
-            sampling: how to draw.
+            sampling: how to sample.
             places: number of each prompt in the whole of which these are a part; decides its seed. By default 0 to B - 1.
             version: that was pushed last, or the one before it.
             fields: of `SamplingSpec`, instead of `sampling`.
@@ -243,7 +243,7 @@ class ServerEngine:
         return self._ask("GET", f"/held?rank={rank}")["held"]
 
     def note_canary(self, difference: float) -> None:
-        """Show in the server's metrics what the newest scored proof has found."""
+        """Show in the server's metrics what the newest scored check has found."""
         with contextlib.suppress(*_FAULTS, ValueError):  # NaN is no JSON
             body = {"difference": difference}
             self._client.post(f"{PREFIX}/canary", json=body, headers={START: self._state.start}, timeout=5.0)
@@ -267,7 +267,7 @@ class ServerEngine:
         """Serve the adapter in the bytes of `pack_adapter` as `version` from the next request on; can be repeated.
 
         Raises:
-            SyncError: it was refused; the old version goes on serving.
+            SyncError: it was rejected; the old version goes on serving.
             ServerTakenError: another trainer holds the server.
         """
         limit = self._about["max_body_bytes"]
@@ -283,7 +283,7 @@ class ServerEngine:
         self._state.serve(version, digest, (blob, version))
 
     def load_adapter(self, directory: Path, version: int) -> None:
-        """Serve a PEFT directory: by its name where it lies in the shared directory, else by its bytes."""
+        """Serve a PEFT directory: by its name where it is in the shared directory, else by its bytes."""
         directory = Path(directory)
         bundle, digest = read_directory(directory)
         blob = pack_adapter(bundle)
@@ -296,7 +296,7 @@ class ServerEngine:
 
     @property
     def holds_dense(self) -> bool:
-        """The full weights that were pushed last still lie in the server and may serve."""
+        """The full weights that were pushed last are still in the server and may serve."""
         return bool(self._dense) and not self._state.withdrawn
 
     def load_dense(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
@@ -331,21 +331,21 @@ class ServerEngine:
             logger.warning("the server at %s could not be told to stop serving: %s", self.url, error)
 
     def drop_adapter(self) -> None:
-        """Serve the bare base again, as version 0; read anew from its directory where full weights lie over it."""
-        self._state.forget()  # should the server have been started anew, it has none already
+        """Serve the bare base again, as version 0; read again from its directory where full weights replaced it."""
+        self._state.forget()  # should the server have been restarted, it has none already
         self._dense = 0
         self._change("DELETE", "/adapter")
         self._state.serve(0, "")
 
     def withdraw_adapter(self, reason: str) -> None:
-        """Ask for nothing more until the next push: what the server serves was not proven."""
+        """Ask for nothing more until the next push: what the server serves was not verified."""
         self._state.withdraw(reason)
 
     def sleep(self) -> None:
         """Nothing: a server's memory is its own."""
 
     def wake(self) -> None:
-        """See whether the server is still the one that was proven; if not, prove it and push again."""
+        """See whether the server is still the one that was verified; if not, verify it and push again."""
         self._ask("GET", "/state")
 
     def close(self) -> None:
@@ -381,7 +381,7 @@ class ServerEngine:
             return self._ask(method, path, body)
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """Ask until there is an answer; a refusal is raised at once. `body`: bytes, or a function that gives JSON."""
+        """Ask until there is an answer; a rejection is raised at once. `body`: bytes, or a function that gives JSON."""
         self._state.refuse_closed()
         patience, cuts = Patience(self.url, self.wait_s), self._lines.cuts
         while True:
@@ -397,7 +397,7 @@ class ServerEngine:
                 patience.wait(fault, self._version)
 
     def _ask_once(self, method: str, path: str, body: Any) -> dict[str, Any]:
-        with self._recovering:  # other threads wait until a server that was started anew is proven and pushed to
+        with self._recovering:  # other threads wait until a server that was restarted is verified and pushed to
             known = self._state.start
         asked = body if isinstance(body, bytes) or body is None else body()
         content = json.dumps(asked).encode() if isinstance(asked, dict) else asked
@@ -422,15 +422,15 @@ class ServerEngine:
         return directory and shared_with(self.url, directory, self._ask, self._about, quietly=quietly)
 
     def _recover(self, found: RestartedError) -> None:
-        """The server was started anew: the same base? Then the newest adapter again."""
+        """The server was restarted: the same base? Then the newest adapter again."""
         is_in_doubt = self._state.is_in_doubt
-        why = "is in doubt" if is_in_doubt else "was started anew"
-        logger.warning("the server at %s %s: its base is proven and the policy pushed again", self.url, why)
+        why = "is in doubt" if is_in_doubt else "was restarted"
+        logger.warning("the server at %s %s: its base is verified and the policy pushed again", self.url, why)
         self._state.begin_recovery(found.start)
         try:
             self._version = 0
             about = self._ask("GET", "/state")
-            if is_in_doubt and about.get("takes_dense"):  # weights may lie over the base
+            if is_in_doubt and about.get("takes_dense"):  # weights may have replaced the base
                 self._ask("DELETE", "/adapter")
             if about["base"] != self._base or self.describe_base().digest != self._base:
                 raise other_base(self.url, about["base"], self._base)

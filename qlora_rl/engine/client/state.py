@@ -84,7 +84,7 @@ class ServerState:
             self.refuse_closed()
             if self.phase is Phase.RECOVERING:
                 raise EngineBrokenError(
-                    f"asking the server at {self._url}: it was started anew twice in a row. Look into its log."
+                    f"asking the server at {self._url}: it was restarted twice in a row. Look into its log."
                 )
             self.phase, self.start = Phase.RECOVERING, start
 

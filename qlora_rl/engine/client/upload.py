@@ -16,7 +16,7 @@ import torch
 from qlora_rl.engine.stage import encode_part, part_name
 from qlora_rl.errors import AdapterRefusedError, EngineBrokenError, QloraRLError, ServerTakenError, SyncError
 
-# Small weights travel together until they are so large; a larger one is a part of its own. In bytes.
+# Small weights are sent together until they are so large; a larger one is a part of its own. In bytes.
 PART_BYTES = 4 * 2**20
 # Of one request, in bytes, if the server takes so much.
 PIECE_BYTES = 8 * 2**20

@@ -34,10 +34,10 @@ _WAKE_S = 30.0
 class Fleet:
     """Engines on one base, asked as one: servers (`ServerEngine([url, url])` makes it) or actors (`RayFleet`).
 
-    Prompts are shared out by the speed that was measured of each replica. Prompt i is drawn with the seed of prompt i, whichever
-    replica draws it. A replica that stays away is dropped, and the others draw its share; so is one that is not done long after the
-    others. It is taken back when it has proven its base and holds the version that serves. When none is left, all of `wait_s` is
-    waited for one. `incarnation` grows when a replica was started anew or taken back.
+    Prompts are shared out by the speed that was measured of each replica. Prompt i is sampled with the seed of prompt i, whichever
+    replica samples it. A replica that stays away is dropped, and the others generate its share; so is one that is not done long after the
+    others. It is taken back when its base is verified and it holds the version that serves. When none is left, all of `wait_s` is
+    waited for one. `incarnation` grows when a replica was restarted or taken back.
 
     Where the replicas may be asked by several threads, so may the fleet; also during a push.
 
@@ -81,7 +81,7 @@ class Fleet:
 
     @property
     def incarnation(self) -> int:
-        """Grows when a replica was started anew or taken back."""
+        """Grows when a replica was restarted or taken back."""
         return self._team.returns + sum(each.incarnation for each in self.replicas)
 
     @property
@@ -147,7 +147,7 @@ class Fleet:
 
         Args:
             prompts: token ids.
-            sampling: how to draw; or give its fields by name.
+            sampling: how to sample; or give its fields by name.
             version: that was pushed last, or the one before it.
             fields: of `SamplingSpec`.
 
@@ -161,7 +161,7 @@ class Fleet:
             raise TypeError("generate: give either sampling= or its fields by name, not both.")
         self._refuse_withdrawn()
         ids, spec = as_ids(prompts), sampling or SamplingSpec(**fields)
-        if spec.seed is None:  # without one, replicas may draw the same
+        if spec.seed is None:  # without one, replicas may sample the same
             spec = replace(spec, seed=secrets.randbits(62))
         check_lengths(ids, min(each.capabilities().max_model_length for each in self.replicas))
         if version is None and self.capabilities().holds_two:
@@ -192,11 +192,11 @@ class Fleet:
                 forgives=(VersionGoneError,) if named else (),
                 watches=True,
             )
-            # One that was taken back has the newest version alone: the others draw with the one before it.
+            # One that was taken back has the newest version alone: the others sample with the one before it.
             without |= {each: found for each, found in answers.items() if isinstance(found, VersionGoneError)}
             done = {each: found for each, found in answers.items() if each not in without}
             if not answers and not has_waited:
-                # All were lost in it: what they had drawn until then was no waiting for them.
+                # All were lost in it: what they had generated until then was no waiting for them.
                 has_waited, end = True, time.monotonic() + self.wait_s
             versions |= {rollout.version: each.url for each, rollout in done.items()}
             if len(versions) > 1:
@@ -241,7 +241,7 @@ class Fleet:
         return found[first]
 
     def note_canary(self, difference: float) -> None:
-        """Show in the metrics of all of them what the newest scored proof has found."""
+        """Show in the metrics of all of them what the newest scored check has found."""
         for each in self.live:
             each.note_canary(difference)
 
@@ -257,13 +257,13 @@ class Fleet:
         """Serve the adapter in the bytes of `pack_adapter` as `version` from the next request on; can be repeated.
 
         Raises:
-            SyncError: a replica refused it; all serve the version before.
+            SyncError: a replica rejected it; all serve the version before.
             EngineBrokenError: all replicas stayed away longer than `wait_s`.
         """
         self._push(lambda each: each.load_packed(blob, version), lambda _: (blob, version), version)
 
     def load_adapter(self, directory: Path, version: int) -> None:
-        """Serve a PEFT directory: by its name where it lies in a replica's shared directory, else by its bytes."""
+        """Serve a PEFT directory: by its name where it is in a replica's shared directory, else by its bytes."""
         self._push(lambda each: each.load_adapter(directory, version), lambda each: each.pushed, version)
 
     def drop_adapter(self) -> None:
@@ -271,14 +271,14 @@ class Fleet:
         self._push(lambda each: each.drop_adapter(), lambda _: None, 0)
 
     def withdraw_adapter(self, reason: str) -> None:
-        """Ask for nothing more until the next push: what the replicas serve was not proven."""
+        """Ask for nothing more until the next push: what the replicas serve was not verified."""
         self._pushed, self._withdrawn = None, reason
 
     def sleep(self) -> None:
         """Nothing: their memory is their own."""
 
     def wake(self) -> None:
-        """See which replicas are there; those that were started anew or are back are proven and pushed to."""
+        """See which replicas are there; those that were restarted or are back are verified and pushed to."""
         self._team.ask_all(self._wake)
 
     def close(self) -> None:
@@ -318,7 +318,7 @@ class Fleet:
             self._pushed, self._version, self._withdrawn = kept(next(iter(held))), version, ""
 
     def _roll_back(self, replicas: Sequence[Replica]) -> None:
-        """Serve the version before again; a replica that cannot is dropped, and proven before it is taken back."""
+        """Serve the version before again; a replica that cannot is dropped, and verified before it is taken back."""
         with contextlib.suppress(EngineBrokenError):
             self._team.wait_for_left_alone()  # an interrupted push may still arrive
         for each in replicas:
@@ -376,7 +376,7 @@ class Fleet:
             return
 
     def _wake(self, each: Replica) -> None:
-        """Without the long patience that a rollout has. One in its place, of which nobody has heard yet, is proven before it takes part."""
+        """Without the long patience that a rollout has. One in its place, of which nobody has heard yet, is verified before it takes part."""
         if not each.is_there(_WAKE_S):
             raise EngineBrokenError(f"looking for {each.url}: it did not answer. Start it again on the same base.")
         each.wake()
@@ -384,7 +384,7 @@ class Fleet:
             try:
                 with self._team.changing:
                     self._prove(each)
-            except QloraRLError as error:  # it is done without, until it is proven
+            except QloraRLError as error:  # it is done without, until it is verified
                 raise EngineBrokenError(f"looking for {each.url}: {error}") from error
 
     def _refuse_withdrawn(self) -> None:
@@ -395,7 +395,7 @@ class Fleet:
 
 
 def _check_alike(replicas: Sequence[Replica]) -> None:
-    """Refuse replicas that cannot stand for one another.
+    """Reject replicas that cannot stand for one another.
 
     Raises:
         BaseMismatchError: another base than the first one's.

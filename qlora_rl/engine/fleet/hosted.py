@@ -18,7 +18,7 @@ from qlora_rl.engine import compat
 from qlora_rl.errors import QloraRLError
 from qlora_rl.held import hold, sweep
 
-# Versions on disk: vLLM may read the two that it holds again, and the next one comes beside them.
+# Versions on disk: vLLM may read the two that it holds again, and the next one comes next to them.
 _KEPT = 3
 
 
@@ -100,7 +100,7 @@ class HostedEngine:
             return Answer(None, self._engine.version, error)
 
     def close(self) -> None:
-        """Stop the engine, and remove what lies on tmpfs."""
+        """Stop the engine, and remove what is on tmpfs."""
         if self._engine is not None:
             self._engine.close()
         os.close(self._handle)

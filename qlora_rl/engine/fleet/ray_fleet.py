@@ -1,4 +1,4 @@
-"""`RayFleet`: engines in actors of a Ray cluster, one machine or many, as one engine. Ray places them; here they are proven."""
+"""`RayFleet`: engines in actors of a Ray cluster, one machine or many, as one engine. Ray places them; here they are verified."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError, NotYetS
 
 logger = logging.getLogger(__name__)
 
-# Of a cluster that is started here: adapters lie there, of which two are on their way at once.
+# Of a cluster that is started here: adapters are kept there, of which two are on their way at once.
 _STORE_BYTES = 512 * 2**20
-# An engine is asked by the threads of a rollout, a push, a proof and a look at the same time.
+# An engine is asked by the threads of a rollout, a push, a check and a look at the same time.
 _AT_ONCE = 32
 _numbers = itertools.count()
 
@@ -33,11 +33,11 @@ class RayFleet(Fleet):
             rollout = engine.generate([[40, 41, 42]] * 64, max_tokens=16, seed=0)
 
     A cluster that `ray.init()` has connected to is used; otherwise the one at `ray_address` or in RAY_ADDRESS; otherwise one is started on
-    this machine, and ends with the fleet. The base directory must lie at the same path on every machine; what each engine really
-    holds is proven there. An adapter is put into Ray's object store once a push, and every actor reads it from there.
+    this machine, and ends with the fleet. The base directory must be at the same path on every machine; what each engine really
+    holds is verified there. An adapter is put into Ray's object store once a push, and every actor reads it from there.
 
-    An actor whose process ends is replaced at once, wherever Ray finds room; the others draw its share meanwhile. The new one takes part
-    when it has proven its base and holds the version that serves. So is one whose process stands still.
+    An actor whose process ends is replaced at once, wherever Ray finds room; the others generate its share meanwhile. The new one takes part
+    when its base is verified and it holds the version that serves. So is one whose process stands still.
 
     Args:
         base: directory made by `prepare_base`.

@@ -53,7 +53,7 @@ class Parcels:
         self._held: tuple[bytes, Any] | None = None
 
     def reference(self, blob: bytes) -> Any:
-        """Where this very blob lies."""
+        """Where this very blob is."""
         with self._lock:
             if self._held is None or self._held[0] is not blob:
                 self._held = blob, require_ray().put(blob)
@@ -204,7 +204,7 @@ class RayReplica:
         return True
 
     def wake(self) -> None:
-        """Take note of an actor that was started in its place: it serves the bare base, and was not proven."""
+        """Take note of an actor that was started in its place: it serves the bare base, and was not verified."""
         with self._lock:
             if self._fresh is None:
                 return
@@ -256,7 +256,7 @@ class RayReplica:
         """Serve the adapter in the bytes of `pack_adapter` as `version`.
 
         Raises:
-            SyncError: vLLM refused it; the old version goes on serving.
+            SyncError: vLLM rejected it; the old version goes on serving.
         """
         self._ask("load_packed", self._parcels.reference(blob), version)
         self._pushed = blob, version

@@ -1,4 +1,4 @@
-"""`Replicas`: engines that stand for one another. Who is lost or stands still is dropped, looked for, proven, and taken back."""
+"""`Replicas`: engines that stand for one another. Who is lost or stands still is dropped, looked for, verified, and taken back."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Replica(Protocol):
         ...
 
     def is_there(self, timeout_s: float) -> bool:
-        """It computes something within `timeout_s` seconds; asked once, nothing is proven."""
+        """It computes something within `timeout_s` seconds; asked once, nothing is verified."""
         ...
 
     def wake(self) -> None:
@@ -167,7 +167,7 @@ class Replicas:
     Args:
         each: of them.
         wait_s: how long to wait for one when none is left, in seconds.
-        prove: raises where one that is there again is not on the base, or does not hold what the others hold.
+        `prove`: raises where one that is there again is not on the base, or does not hold what the others hold.
 
     Attributes:
         returns: how many were taken back.
@@ -208,12 +208,12 @@ class Replicas:
         forgives: tuple[type[Exception], ...] = (),
         watches: bool = False,
     ) -> dict[Replica, Any]:
-        """Ask at the same time. Who does not answer is dropped; a refusal is raised when all have answered.
+        """Ask at the same time. Who does not answer is dropped; a rejection is raised when all have answered.
 
         Args:
             replicas: whom.
             ask: what; in a thread for each.
-            forgives: refusals that are returned as answers.
+            forgives: rejections that are returned as answers.
             watches: one that is still not done long after the others is dropped, too.
         """
         answers, faults = self._in_parallel(replicas, ask, watches=watches)
@@ -334,7 +334,9 @@ class Replicas:
         # A push to it that nobody waits for any more must not arrive behind the one that takes it back.
         is_busy = any(not future.done() for future in self._overdue.get(each, ()))
         try:
-            if not is_busy and each.is_there(_PROBE_S):  # one that is drawing has no time for a look, and is not silent
+            if not is_busy and each.is_there(
+                _PROBE_S
+            ):  # one that is generating has no time for a look, and is not silent
                 self._prove(each)
                 is_proven = True
         except QloraRLError as error:
@@ -342,7 +344,7 @@ class Replicas:
             if reason != lost.reason:
                 logger.warning("%s is not taken back: %s", each.url, error)
         with self._losing:
-            if self._lost.get(each) is not lost:  # dropped once more by another thread, after what was proven here
+            if self._lost.get(each) is not lost:  # dropped once more by another thread, after what was verified here
                 return
             if not is_proven:
                 pause = min(_LOOK_SELDOM_S, 2 * max(lost.pause_s, time.monotonic() - started))
@@ -351,7 +353,7 @@ class Replicas:
             del self._lost[each]
             self._overdue.pop(each, None)
             self.returns += 1
-        logger.warning("%s is back: its base is proven and it holds version %d", each.url, each.version)
+        logger.warning("%s is back: its base is verified and it holds version %d", each.url, each.version)
 
 
 def _begun(ask: Callable[[Replica], Any], each: Replica) -> Future[Any]:

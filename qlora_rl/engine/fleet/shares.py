@@ -20,13 +20,13 @@ class Shares:
         self._speeds: dict[Any, float] = {}
 
     def note(self, each: Any, tokens: int, seconds: float) -> None:
-        """A replica has drawn `tokens` within `seconds`."""
+        """A replica has generated `tokens` within `seconds`."""
         if tokens and seconds > 0:
             speed, before = tokens / seconds, self._speeds.get(each)
             self._speeds[each] = speed if before is None else _NEWNESS * speed + (1 - _NEWNESS) * before
 
     def forget(self, each: Any) -> None:
-        """It was started anew, elsewhere perhaps."""
+        """It was restarted, elsewhere perhaps."""
         self._speeds.pop(each, None)
 
     def speed(self, each: Any) -> float | None:

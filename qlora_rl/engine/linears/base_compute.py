@@ -1,4 +1,4 @@
-"""With what the engine multiplies: the 4-bit codes, decoded copies beside them, or whatever vLLM has.
+"""With what the engine multiplies: the 4-bit codes, decoded copies next to them, or whatever vLLM has.
 
 `install` runs inside vLLM's worker. What it decides is a function of values, `choose`.
 """
@@ -23,7 +23,7 @@ from qlora_rl.processor import processor
 MODES = ("nf4", "baked", "auto", "vllm")
 # Of all memory, what must stay free for baked copies to be chosen.
 HEADROOM = 0.2
-# Rows that `auto` measures with at most: what is drawn at once is seldom more for long.
+# Rows that `auto` measures with at most: what is sampled at once is seldom more for long.
 MEASURED_ROWS = 64
 GIB = 2**30
 
@@ -36,7 +36,7 @@ class BaseCompute:
         base: "nf4", "baked" or "vllm"; on a GPU "measured" or "vllm".
         adapter: "direct", or "vllm".
         reason: why, where that was not asked for.
-        baked_bytes: held beside the codes.
+        baked_bytes: held next to the codes.
         left: why a layer, or the adapter, stays with vLLM's own way.
         seconds: what one pass over all 4-bit linears was measured to take, where it was, by way.
         ways: on a GPU, the rules of each shape of a linear; see `ways.choose_rules`.
@@ -57,12 +57,12 @@ class BaseCompute:
         return f"linears multiply with: {self.base}{copies} ({self.reason}){ways}; adapters: {self.adapter}{left}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that also travel between processes."""
+        """Plain values that are also sent between processes."""
         return asdict(self)
 
 
 def check_wish(wish: str) -> None:
-    """Refuse what is none of `MODES`.
+    """Reject what is none of `MODES`.
 
     Raises:
         ConfigConflictError: names them.
@@ -79,7 +79,7 @@ def install(
     Args:
         runner: vLLM's.
         wish: one of `MODES`.
-        rows: sequences that are drawn at once.
+        rows: sequences that are sampled at once.
         planned_gib: what the whole run will hold at its peak, without copies; by default what this process holds now.
         limit_gib: what it may hold; by default what others leave of the machine's memory.
     """
@@ -130,7 +130,7 @@ def choose(seconds: Mapping[str, float], *, baked_gib: float, planned_gib: float
     if order[0] != "baked":
         return order[0], f"it is the fastest here ({shown})"
     rest_gib = limit_gib - planned_gib - baked_gib
-    room = f"{baked_gib:.2f} GiB of copies beside {planned_gib:.2f} GiB leave {max(rest_gib / limit_gib, 0):.0%} of {limit_gib:.2f} GiB free"
+    room = f"{baked_gib:.2f} GiB of copies next to {planned_gib:.2f} GiB leave {max(rest_gib / limit_gib, 0):.0%} of {limit_gib:.2f} GiB free"
     if rest_gib >= HEADROOM * limit_gib:
         return "baked", f"it is the fastest here ({shown}), and {room}"
     return order[1], f"baked would be faster ({shown}), but {room}, less than {HEADROOM:.0%}"

@@ -1,7 +1,7 @@
 """A 4-bit base multiplied with less work than vLLM's bitsandbytes layers do on the CPU.
 
 "nf4": the parts of a fused linear are one weight, decoded slice by slice into one buffer that stays in the processor's cache.
-"baked": the decoded weight is kept beside the codes, packed as vLLM packs a 16-bit one. Both multiply with the numbers that
+"baked": the decoded weight is kept next to the codes, packed as vLLM packs a 16-bit one. Both multiply with the numbers that
 bitsandbytes decodes, bit for bit but for the sign of a zero, which is checked for every weight before its layer is changed.
 
 Letters: T tokens of a step, I and O in- and out-features.
@@ -121,7 +121,7 @@ class DecodedLinear:
         return math.prod(self.shape) * (2 if self._lifted is None else 4)
 
     def refresh(self) -> None:
-        """Make the copy anew, where there is one: the codes or scales under it have changed."""
+        """Make the copy again, where there is one: the codes or scales under it have changed."""
         if self._packed is not None:
             self.bake(self._pack)
 

@@ -75,7 +75,7 @@ class Table:
 
 
 def tokens_up_to(most: int) -> tuple[int, ...]:
-    """The numbers of tokens to be measured for an engine that draws `most` sequences at once."""
+    """The numbers of tokens to be measured for an engine that samples `most` sequences at once."""
     return tuple(tokens for i, tokens in enumerate(TOKENS) if i == 0 or TOKENS[i - 1] < most)
 
 
@@ -135,7 +135,7 @@ def measure(weights: Sequence[Joined], tokens: int, stopwatch: Stopwatch, *, wit
     """
     found: dict[str, float] = {}
     device = weights[0].codes.device
-    own = torch.Generator(device).manual_seed(0)  # vLLM's draws must not depend on what was measured
+    own = torch.Generator(device).manual_seed(0)  # vLLM's samples must not depend on what was measured
     x = torch.randn(tokens, weights[0].shape[1], generator=own, device=device).to(torch.bfloat16)
 
     def call(way: str, w: Joined) -> Callable[[], torch.Tensor]:
@@ -169,7 +169,7 @@ def install_on_gpu(
 
     Args:
         model: vLLM's.
-        most: sequences that are drawn at once.
+        most: sequences that are sampled at once.
         table: of this GPU; what is measured goes into it.
         stopwatch: for tests.
         with_triton: by default where Triton can be imported.

@@ -1,7 +1,7 @@
 """The parts of a fused linear (q, k and v; gate and up) as one 4-bit weight, without a copy of the codes.
 
 vLLM's plugin holds the codes of all parts one after another, and a QuantState for each part; it makes one product per part. Here
-the scales lie one after another too, and the states have views of them: whoever repairs the scales of a part repairs these. The
+the scales are contiguous too, and the states have views of them: whoever repairs the scales of a part repairs these. The
 same on every device.
 
 Letters: O and I out- and in-features.
@@ -52,7 +52,7 @@ class Joined:
             raise ValueError("its blocks of scales span rows")
         ends = [sum(self.sizes[:i]) * self.shape[1] // 2 for i in range(len(states) + 1)]
         if self.offsets != ends or weight.data.numel() != ends[-1] or weight.data.dtype != torch.uint8:
-            raise ValueError("its codes do not lie one after another")
+            raise ValueError("its codes are not contiguous")
         self.values = first.code.to(weight.data.device, torch.float32)
         self._join()
 
@@ -67,7 +67,7 @@ class Joined:
         return self._weight.data_ptr() == place and all(s.absmax is a for s, a in zip(self.states, scales, strict=True))
 
     def renew(self) -> bool:
-        """Join what lies there now, if it is something else; true if it was."""
+        """Join what is there now, if it is something else; true if it was."""
         if self.is_current():
             return False
         self._join()

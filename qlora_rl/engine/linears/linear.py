@@ -1,9 +1,9 @@
-"""One adapter multiplied without detours, where vLLM's CPU backend gathers A and B anew for every token.
+"""One adapter multiplied without detours, where vLLM's CPU backend gathers A and B again for every token.
 
 Which adapter each token of a step has is looked up once per step. An adapter's tokens then go through two products: A of all
 parts of a fused linear joined, and B of all parts as one block-diagonal matrix. Both are packed the way vLLM packs a 16-bit
 weight. vLLM's own buffers stay what counts: torch numbers the writes into a tensor, through whatever view, so a copy is packed
-anew at the first product after a write. Tokens without an adapter are left as they are.
+again at the first product after a write. Tokens without an adapter are left as they are.
 
 Letters: T tokens of a step, I and O in- and out-features, R rank of the slots, S slots, N parts of a fused linear.
 """

@@ -74,7 +74,7 @@ def _rounded(value, dtype: tl.constexpr, BY_HAND: tl.constexpr):
     return value.to(dtype)
 
 
-# Not by whether there are 16 tokens or 17: a kernel may not be compiled anew while a graph is captured.
+# Not by whether there are 16 tokens or 17: a kernel may not be recompiled while a graph is captured.
 @triton.jit(do_not_specialize=["token_count"])
 def _product(
     x_ptr, codes_ptr, absmax_ptr, values_ptr, bias_ptr, out_ptr,
@@ -84,7 +84,7 @@ def _product(
 ):  # fmt: skip
     """One tile of the product; the weight is the left factor, so that its decoded tile need not leave the registers.
 
-    span: inputs of one part of the sum. ONE_SCALE: a row of the tile lies in one block. IS_PART: the sum so far goes to
+    span: inputs of one part of the sum. ONE_SCALE: a row of the tile is in one block. IS_PART: the sum so far goes to
     float32 out [S, T, O]; otherwise, with the bias, to out [T, O]. BY_HAND: in Triton's interpreter,
     which multiplies bf16 as if its bits were integers; in float32 the products are the same, exactly.
     """
@@ -160,7 +160,7 @@ def multiply(
     """x [T, I] times the weight [O, I] that the codes stand for, plus the bias; [T, O] in the dtype of x.
 
     Args:
-        x_TI: bf16 or fp16; its rows may lie apart, its columns not.
+        x_TI: bf16 or fp16; its rows may be strided, its columns not.
         codes: uint8, two weights in a byte, [O * I / 2] in any shape.
         absmax: the scales, float32 [O * I / blocksize], of blocks that may span rows; already decoded where they are quantised.
         values: what the 16 codes mean, float32 [16].
@@ -213,7 +213,7 @@ def _refuse_misfits(
     inputs, count = x_TI.shape[1], outputs * x_TI.shape[1]
     wrong = [
         (x_TI.dtype not in (torch.bfloat16, torch.float16), f"x is {x_TI.dtype}, not bfloat16 or float16"),
-        (x_TI.stride(1) != 1, "the columns of x lie apart"),
+        (x_TI.stride(1) != 1, "the columns of x are not contiguous"),
         (inputs % 2 == 1, f"in-features {inputs} are odd: a byte would span two rows"),
         (blocksize % 2 == 1, f"blocksize {blocksize} is odd: a byte would have two scales"),
         (codes.dtype != torch.uint8 or not codes.is_contiguous(), "the codes are not contiguous uint8"),

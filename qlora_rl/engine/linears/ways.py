@@ -1,7 +1,7 @@
 """The ways to multiply with a 4-bit weight on a GPU, and the rules that say which one for how many tokens.
 
 A rule is measured, never assumed: for a number of tokens that was not measured the way is vLLM's own, one product of
-bitsandbytes' for each part. The rules of a linear are one line of text, because they travel through an operator of torch's:
+bitsandbytes' for each part. The rules of a linear are one line of text, because they are passed through an operator of torch's:
 inside a compiled graph only the operator knows how many tokens there are.
 
 Letters: T tokens, O and I out- and in-features.

@@ -70,7 +70,7 @@ class Adapters:
     def lend(self, llm: LLM, directory: Path, let_go: Callable[[int], None]) -> AdapterSlots:
         """Load a PEFT directory twice, and give out the buffers of both; see `LocalEngine.lend_slots`.
 
-        `let_go` returns when nobody draws, or can begin to, with an adapter of that number.
+        `let_go` returns when nobody samples, or can begin to, with an adapter of that number.
         """
         requests: list[Any] = []
         rank = int(json.loads((directory / "adapter_config.json").read_text())["r"])
@@ -92,12 +92,12 @@ class Adapters:
 
         self._slots = slots = AdapterSlots(places, is_valid, lambda slot: let_go(ids[slot]))
         self._live = self._live.without_before()  # they have taken its place
-        # What is written into a slot lies in no directory: should vLLM lose it, it must fail, not read an old version.
+        # What is written into a slot is in no directory: should vLLM lose it, it must fail, not read an old version.
         self._slot_requests = tuple(_without_path(request) for request in requests)
         return slots
 
     def serve_slot(self, slots: AdapterSlots, index: int, version: int, recover: Callable[[], Path]) -> None:
-        """Serve what lies in a slot; see `LocalEngine.serve_slot`."""
+        """Serve what is in a slot; see `LocalEngine.serve_slot`."""
         if not slots.is_valid():
             raise SyncError(
                 f"serving adapter version={version} out of slot {index}: the engine has taken its slots back. Push again."
@@ -111,7 +111,7 @@ class Adapters:
         self._live, self.version, self.is_lost, self._slots = Versions(), 0, False, None
 
     def keep(self) -> None:
-        """Have what serves in a directory: what lies in a slot goes with vLLM's tensors, and may be read until then."""
+        """Have what serves in a directory: what is in a slot goes with vLLM's tensors, and may be read until then."""
         if self.served is None or self.is_lost:
             return
         try:
@@ -123,16 +123,16 @@ class Adapters:
         self._live = self._live.without_newest().with_newest(served)
 
     def load_again(self, llm: LLM) -> None:
-        """Load what serves anew; without its directory the engine must not go on as the bare base."""
+        """Load what serves again; without its directory the engine must not go on as the bare base."""
         if self.served is None:
             return
         recover, self._live, self._slots = self.served.recover, Versions(), None
-        self.withdraw("it was lost when the engine was built anew")
+        self.withdraw("it was lost when the engine was rebuilt")
         try:
             directory = recover()
         except Exception as error:
             raise EngineBrokenError(
-                f"building the engine anew: adapter version={self.version} was not kept ({error}). Push the adapter again, or call "
+                f"rebuilding the engine: adapter version={self.version} was not kept ({error}). Push the adapter again, or call "
                 "drop_adapter() to go on with the bare base."
             ) from error
         if directory.is_dir():
@@ -144,7 +144,7 @@ class Adapters:
         self._before_sleep = self.held(llm, self.max_rank)
 
     def after_wake(self, llm: LLM) -> None:
-        """Load what serves anew where waking has lost it (vllm#53888); otherwise it and the slots are as they were."""
+        """Load what serves again where waking has lost it (vllm#53888); otherwise it and the slots are as they were."""
         if self.held(llm, self.max_rank) != self._before_sleep:
             self.load_again(llm)
 
@@ -159,7 +159,7 @@ class Adapters:
         self.is_lost, self._why_lost = True, reason
 
     def _keep_serving(self, llm: LLM) -> None:
-        """An adapter that was refused may have taken the place of the one that serves: load that one again."""
+        """An adapter that was rejected may have taken the place of the one that serves: load that one again."""
         if self.served is not None and not compat.holds_adapters(llm, [self.served.request.lora_int_id]):
             self.load_again(llm)
 
@@ -201,7 +201,7 @@ class Adapters:
         return request
 
     def find(self, version: int, serving: int) -> Served | None:
-        """What to draw with as `version`, where the engine serves `serving`; `None` is the bare base.
+        """What to sample with as `version`, where the engine serves `serving`; `None` is the bare base.
 
         Raises:
             VersionGoneError: it is neither the one that serves nor the one before, or that was overwritten.
@@ -212,13 +212,13 @@ class Adapters:
         if before is None or before.version != version:
             held = "" if before is None else f" and version={before.version}"
             raise VersionGoneError(
-                f"generating: version={version} is asked for, and the engine holds version={serving}{held}. Draw it again, with what "
-                "serves now."
+                f"generating: version={version} is asked for, and the engine holds version={serving}{held}. Generate again, with "
+                "what serves now."
             )
         return before
 
     def forget_before(self, adapter: int) -> None:
-        """The version before can no longer be drawn with, where this is its adapter."""
+        """The version before can no longer be sampled with, where this is its adapter."""
         before = self._live.before
         if before is not None and before.request.lora_int_id == adapter:
             self._live = self._live.without_before()

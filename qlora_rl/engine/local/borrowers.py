@@ -52,7 +52,7 @@ class Borrowers:
 
 
 def point(model: torch.nn.Module, weights: Mapping[str, Lent], only: Mapping[str, int] | None = None) -> dict[str, str]:
-    """Point a model's parameters at `weights`, in place; with `only`, those that still lie there.
+    """Point a model's parameters at `weights`, in place; with `only`, those that are still there.
 
     Returns:
         Why a parameter was filled with a copy, by name.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DenseWeights:
-    """Loads weights into the `vllm.LLM` that the engine hands in, and knows whether what lies there may serve."""
+    """Loads weights into the `vllm.LLM` that the engine hands in, and knows whether what is there may serve."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -66,10 +66,10 @@ class DenseWeights:
         self.lost = reason
 
     def rebuilt(self) -> None:
-        """vLLM was built anew, on the base directory."""
+        """vLLM was rebuilt, on the base directory."""
         self._pushes += 1
         if self.version:
-            self.lost = f"weights version={self.version} were lost when the engine was built anew"
+            self.lost = f"weights version={self.version} were lost when the engine was rebuilt"
 
     def drop(self, llm: LLM, base: Path) -> None:
         """Serve the weights of the base directory again, as version 0."""
@@ -84,7 +84,7 @@ class DenseWeights:
             )
         if bare and self.version:
             raise EngineUnsupportedError(
-                f"scoring the bare base: weights version={self.version} lie over it. Call drop_adapter() first."
+                f"scoring the bare base: weights version={self.version} replaced it. Call drop_adapter() first."
             )
 
     def refuse_adapters(self, max_rank: int) -> None:

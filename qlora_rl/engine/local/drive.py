@@ -1,7 +1,7 @@
 """`Driver`: one vLLM engine stepped for the calls of several threads; between two steps anybody may have a turn.
 
 vLLM's engine of this process is made for one thread. Here a thread that generates holds the lock for one step at a time: a second
-call joins the running batch, and a push or a proof goes in between, while the requests that have begun go on as they are.
+call joins the running batch, and a push or a check goes in between, while the requests that have begun go on as they are.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Call:
         finished: their outputs, in order; `None` for those that are not done.
         internal: as vLLM calls them; as many as were added.
         left: how many are not done.
-        adapter: vLLM's number of the adapter that draws them; 0 is none.
+        adapter: vLLM's number of the adapter that generates them; 0 is none.
         ended: what has ended all calls from outside.
     """
 
@@ -56,17 +56,17 @@ class Call:
 class Driver:
     """Adds requests and steps until they are done.
 
-    Python gives a lock to whoever asks first, and that would always be the thread that has just stepped. So there is a door:
+    Python gives a lock to whoever asks first, and that would always be the thread that has just stepped. Hence a second lock, `door`:
     who wants a turn holds it until the turn is over, and who steps goes through it before every step. A turn comes after one
-    step of each thread that is past the door, whatever the machine is busy with.
+    step of each thread that is past it, whatever the machine is busy with.
 
     Both are locks of C's, taken by `with` alone: an interrupt strikes before one is taken or after it was given back.
 
     Args:
-        on_failure: is called when vLLM's engine must be built anew.
+        on_failure: is called when vLLM's engine must be rebuilt.
 
     Attributes:
-        door: who wants a turn takes it first.
+        `door`: who wants a turn takes it first.
         lock: guards everything that vLLM is asked in this process.
     """
 
@@ -80,7 +80,7 @@ class Driver:
         """Hand B requests to vLLM's engine.
 
         Raises:
-            EngineUnsupportedError: vLLM refuses one; none is left there.
+            EngineUnsupportedError: vLLM rejects one; none is left there.
         """
         with self.lock:
             count = len(prompts)
@@ -92,9 +92,9 @@ class Driver:
                 for name, prompt, each in zip(call.names, prompts, params, strict=True):
                     call.internal.append(engine.add_request(name, prompt, each, lora_request=lora))
             except Exception as error:
-                refused = len(call.internal)
+                rejected = len(call.internal)
                 self._abort(engine, call)
-                raise EngineUnsupportedError(f"generating: vLLM refuses prompt {refused}: {error}") from error
+                raise EngineUnsupportedError(f"generating: vLLM rejects prompt {rejected}: {error}") from error
             except BaseException:
                 self._forget(call)
                 raise
@@ -147,7 +147,7 @@ class Driver:
 
         Args:
             engine: vLLM's.
-            adapter: only those that it draws.
+            adapter: only those that it generates.
 
         Raises:
             EngineBrokenError: vLLM failed in a step.

@@ -229,7 +229,7 @@ class LocalEngine:
         places: Sequence[int] | None = None,
         **fields: Any,
     ) -> Rollout:
-        """One completion for each of B prompts; repeat a prompt to draw several.
+        """One completion for each of B prompts; repeat a prompt to sample several.
 
         Several threads may call it: their requests share vLLM's batch, and a push takes its turn between two steps. A call
         ends with the version with which it began.
@@ -240,8 +240,8 @@ class LocalEngine:
 
         Args:
             prompts: B token-id lists or strings.
-            sampling: how to draw; or give its fields by name.
-            version: of the adapter; that which serves, or the one before it while its slot has not been written anew.
+            sampling: how to sample; or give its fields by name.
+            version: of the adapter; that which serves, or the one before it while its slot has not been written again.
             places: number of each prompt in the whole of which these are a part; decides its seed. By default 0 to B - 1.
 
         Raises:
@@ -275,7 +275,7 @@ class LocalEngine:
         """Serve a PEFT directory as `version` from the next request on.
 
         Raises:
-            SyncError: vLLM refused it, or some of its modules match no layer; the old version goes on serving.
+            SyncError: vLLM rejected it, or some of its modules match no layer; the old version goes on serving.
         """
         self._ensure_usable()
         self._dense.refuse_adapters(self.max_lora_rank)
@@ -286,7 +286,7 @@ class LocalEngine:
         """Load a canonical PEFT directory into two slots and lend their buffers, until an adapter is loaded or dropped.
 
         Raises:
-            SyncError: vLLM refused it, or some of its modules match no layer.
+            SyncError: vLLM rejected it, or some of its modules match no layer.
         """
         self._ensure_usable()
         self._dense.refuse_adapters(self.max_lora_rank)
@@ -294,7 +294,7 @@ class LocalEngine:
 
     @alone
     def serve_slot(self, slots: AdapterSlots, index: int, version: int, recover: Callable[[], Path]) -> None:
-        """Serve what lies in a slot as `version` from the next request on; nothing is copied or read.
+        """Serve what is in a slot as `version` from the next request on; nothing is copied or read.
 
         Raises:
             SyncError: the slots are no longer the engine's; the old version goes on serving.
@@ -326,21 +326,21 @@ class LocalEngine:
         return nbytes
 
     def withdraw_adapter(self, reason: str) -> None:
-        """Serve nothing until the next push: what serves is not proven, and what was before is gone."""
+        """Serve nothing until the next push: what serves is not verified, and what was before is gone."""
         self._adapters.withdraw(reason)
 
     @property
     def holds_dense(self) -> bool:
-        """The full weights that were loaded last still lie in vLLM and may serve."""
+        """The full weights that were loaded last are still in vLLM and may serve."""
         return bool(self._dense.version) and not self._dense.lost
 
     def withdraw_dense(self, reason: str) -> None:
-        """Serve nothing until the next `load_dense`: what lies there has turned out to be wrong."""
+        """Serve nothing until the next `load_dense`: what is there has turned out to be wrong."""
         self._dense.withdraw(reason)
 
     @alone
     def drop_adapter(self) -> None:
-        """Serve the bare base again, as version 0; read anew from its directory where dense weights lie over it."""
+        """Serve the bare base again, as version 0; read again from its directory where dense weights replaced it."""
         self._ensure_usable()
         self._finish_calls()
         self._dense.drop(self._llm, self.base)
@@ -480,7 +480,7 @@ class LocalEngine:
 
     @alone
     def _finish_calls(self, adapter: int | None = None) -> None:
-        """What others have begun (with `adapter`, with which nobody begins any more) is drawn to its end: what it reads is to change."""
+        """What others have begun (with `adapter`, with which nobody begins any more) is generated to its end: what it reads is to change."""
         if adapter is not None:
             self._adapters.forget_before(adapter)
         if self._llm is not None:

@@ -1,4 +1,4 @@
-"""`borrow_base`: a transformers model whose base is the engine's own tensors, so that the base lies in memory once.
+"""`borrow_base`: a transformers model whose base is the engine's own tensors, so that the base is in memory once.
 
 The model is built from the config with hollow tensors (one element, stretched), by transformers' own loader, so that all
 that PEFT and TRL read of it is as for a loaded base. Then every tensor is pointed at vLLM's: codes and scales of each
@@ -35,7 +35,7 @@ class Loan:
     """What a borrowed model holds, in its attribute `qlora_loan`.
 
     Attributes:
-        shared_bytes: that lie in the engine's storages.
+        shared_bytes: that are in the engine's storages.
         copied: why a weight is a copy from disk after all, by name.
         repaired: largest relative error of the scales of each weight that was repaired before it was lent.
     """
@@ -50,7 +50,7 @@ def borrow_base(
 ) -> PreTrainedModel:
     """A model for PEFT training, like `load_base`, whose base is the engine's own tensors.
 
-    The engine's scales are repaired first. Neither side may write to the base. The engine refuses to close while the model
+    The engine's scales are repaired first. Neither side may write to the base. The engine raises on closing while the model
     lives, and points it at the new tensors when it is rebuilt. `model.qlora_loan` says what is shared and what is not.
 
     Args:
@@ -112,7 +112,7 @@ def borrow_base(
 
 
 def _check(doing: str, base: PreparedBase, stored: StoredTensors, lending: Lending) -> None:
-    """Refuse where there is little or nothing to share."""
+    """Raise where there is little or nothing to share."""
     if lending.process != os.getpid():
         raise CannotShareError(
             f"{doing}: vLLM's worker runs in process {lending.process}, not in this one. Use load_base; or one GPU and an "

@@ -71,7 +71,7 @@ class Gate:
             except asyncio.CancelledError:  # the server ends; without an error's kind a client waits for the next one
                 if body.has_answered:
                     raise
-                await _refuse(send, 503, "", "asking the server: it is ending. Ask again when it was started anew.")
+                await _refuse(send, 503, "", "asking the server: it is ending. Ask again when it was restarted.")
             finally:
                 if body.is_too_large and not body.has_answered:
                     await self._refuse_body(receive, send, is_whole=body.is_whole)

@@ -1,4 +1,4 @@
-"""`ServedPolicy`: the adapter that a server serves. Runs beside vLLM's async engine; takes an adapter whole or not at all."""
+"""`ServedPolicy`: the adapter that a server serves. Runs next to vLLM's async engine; takes an adapter whole or not at all."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ class ServedPolicy:
     Args:
         engine: vLLM's AsyncLLM.
         names: vLLM's table of model names, in which the policy is "policy"; or any dict.
-        store: where adapters lie for vLLM.
+        store: where adapters are for vLLM.
         sizes: [I, O] of every linear that can be adapted.
         max_rank: largest R.
         max_length: prompt plus completion, in tokens.
         visits: which requests are inside.
-        weights: that lie in the engine.
+        weights: that are in the engine.
         base: directory that the engine has loaded.
     """
 
@@ -148,7 +148,7 @@ class ServedPolicy:
         return await self._take(await asyncio.to_thread(unpack_adapter, blob), version, digest)
 
     async def load(self, path: str, version: int, max_bytes: int, wanted: str | None = None) -> bool:
-        """Serve a PEFT directory that lies under the adapter directory; its files are read once and copied.
+        """Serve a PEFT directory that is under the adapter directory; its files are read once and copied.
 
         `wanted` is the digest of what the client has written there.
 
@@ -190,7 +190,7 @@ class ServedPolicy:
                 if not isinstance(error, Exception) or compat.is_dead_engine(error):
                     raise
                 raise SyncError(
-                    f"taking adapter version={version}: vLLM refuses it: {error}. Version {self.version} goes on serving."
+                    f"taking adapter version={version}: vLLM rejects it: {error}. Version {self.version} goes on serving."
                 ) from error
             self.held = Held(number, version, digest, request, directory)
             if bundle.config.get(IS_PROBE):
@@ -277,7 +277,7 @@ class ServedPolicy:
         wanted: Wanted = (None, None, False),
     ) -> tuple[int, list[Any]]:
         check_lengths(ids, self.max_length)
-        await self._clear_stains()  # whoever had drawn NaN may have gone before it was cleared away
+        await self._clear_stains()  # whoever had sampled NaN may have gone before it was cleared away
         async with self.weights.reading(bare=bare):
             # Not before: it may have waited for a push. Nothing is awaited until `held` is read.
             held = self._find(*wanted)
@@ -301,7 +301,7 @@ class ServedPolicy:
             raise
 
     def _find(self, version: int | None, digest: str | None, or_before: bool) -> Held | None:
-        """What is asked for: that which serves, or an adapter before it, whose directory lies there still."""
+        """What is asked for: that which serves, or an adapter before it, whose directory is still there."""
         if version in (None, self.version) and digest in (None, self.digest):
             return self.held
         if or_before:
@@ -333,7 +333,7 @@ class ServedPolicy:
         try:
             outputs = await asyncio.gather(*tasks)
         except compat.refusals() as error:  # before it ran
-            raise ConfigConflictError(f"generating: vLLM refuses a prompt: {error}") from error
+            raise ConfigConflictError(f"generating: vLLM rejects a prompt: {error}") from error
         finally:
             for task in tasks:
                 task.cancel()
@@ -433,7 +433,7 @@ def read_allowed(root: Path, path: str, max_bytes: int) -> tuple[AdapterBundle, 
 
 
 def _resolve(root: Path, path: str) -> str:
-    """The path, if it lies under `root` and no link is on the way.
+    """The path, if it is under `root` and no link is on the way.
 
     Raises:
         AccessDeniedError: otherwise.

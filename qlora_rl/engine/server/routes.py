@@ -1,6 +1,6 @@
 """The server's own routes, under `/qlora/v1`: what a trainer needs and vLLM's OpenAI server does not give.
 
-Every answer names the start of the server and the version that serves. A request that names another start is refused (412):
+Every answer names the start of the server and the version that serves. A request that names another start is rejected (412):
 after a restart nothing runs on the bare base by mistake.
 """
 
@@ -104,7 +104,7 @@ class Api:
             return {"new": await self.policy.push(blob, version, digest), "digest": self.policy.digest}
 
     async def load(self, request: Request) -> dict[str, Any]:
-        """An adapter that lies in the adapter directory."""
+        """An adapter that is in the adapter directory."""
         self.lease.claim(_session(request))
         asked = await _json(request, path=str, version=int)
         async with self.policy.order:
@@ -163,7 +163,7 @@ class Api:
             marks = {START: self.start, "x-qlora-version": str(self.policy.version)}
             expected = request.headers.get(START)
             if expected is not None and expected != self.start:
-                text = "asking the server: it was started anew since. Prove its base and push the adapter again."
+                text = "asking the server: it was restarted since. Verify its base and push the adapter again."
                 return _error(RESTARTED, "EngineBrokenError", text, (), marks)
             try:
                 with self.lease.hearing(request.headers.get(SESSION, "")):
@@ -180,7 +180,7 @@ class Api:
                     return _error(503, "", f"asking the server: {error}", (), marks | {GAVE_UP: "1"})
                 if compat.is_dead_engine(error):  # this server ends too: a client waits for the next one
                     return _error(
-                        503, "", "asking the server: vLLM's engine has died. It has to be started anew.", (), marks
+                        503, "", "asking the server: vLLM's engine has died. It has to be restarted.", (), marks
                     )
                 logger.exception("%s %s failed", request.method, request.url.path)
                 text = f"asking the server: {type(error).__name__}: {error}. Its log says more."

@@ -82,7 +82,7 @@ def serve(
             "(mode 600) and pass it as --api-key-file, or listen on 127.0.0.1."
         )
     for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
-        os.environ.pop(name, None)  # doors that our routes make unnecessary
+        os.environ.pop(name, None)  # endpoints that our routes make unnecessary
     for name in ("VLLM_API_KEY", "VLLM_LORA_RESOLVER_CACHE_DIR"):
         os.environ.pop(name, None)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -233,7 +233,7 @@ def _measure(policy: Any) -> None:
         ("push_bytes", "Bytes of the newest adapter", lambda: policy.nbytes),
         (
             "canary_difference",
-            "Logprobs of trainer and server, their difference at the newest proof",
+            "Logprobs of trainer and server, their difference at the newest check",
             lambda: policy.canary,
         ),
     ):

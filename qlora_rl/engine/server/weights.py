@@ -1,4 +1,4 @@
-"""`ServedWeights`: the full weights that a server serves: of one version all, or nothing. Runs beside vLLM's async engine."""
+"""`ServedWeights`: the full weights that a server serves: of one version all, or nothing. Runs next to vLLM's async engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ServedWeights:
     """Takes weights part by part into a `Stage`, and loads them when all are there.
 
     Attributes:
-        version: whose weights lie in the engine; 0 is the base directory's.
+        version: whose weights are in the engine; 0 is the base directory's.
         lost: why nothing is served; empty otherwise.
         push: name of the push that brought them; empty for the base directory's.
         loads: sets of weights that were written over the engine's since the start.
@@ -56,11 +56,11 @@ class ServedWeights:
 
     @property
     def salt(self) -> str:
-        """Part of the prefix-cache key of requests under the weights that lie in the engine."""
+        """Part of the prefix-cache key of requests under the weights that are in the engine."""
         return f"base-{self.loads}" if self.loads else "base"
 
     def refuse_lost(self) -> None:
-        """Raise `EngineBrokenError` where the weights that lie in the engine may not serve."""
+        """Raise `EngineBrokenError` where the weights that are in the engine may not serve."""
         if self.lost:
             raise EngineBrokenError(f"generating: {self.lost}. Push again, or have the server drop its weights.")
 
@@ -161,7 +161,7 @@ class ServedWeights:
             self.refuse_lost()
             if bare and self.version:
                 raise EngineUnsupportedError(
-                    f"scoring the bare base: weights version={self.version} lie over it. Call drop_adapter() first."
+                    f"scoring the bare base: weights version={self.version} replaced it. Call drop_adapter() first."
                 )
             yield
 
@@ -221,7 +221,7 @@ class ServedWeights:
 
 
 class _Doors:
-    """Many may be inside; who shuts the doors waits until all have left, and lets nobody in before it is done."""
+    """Many may be inside; who shuts it waits until all have left, and lets nobody in before it is done."""
 
     def __init__(self) -> None:
         self._open, self._empty = asyncio.Event(), asyncio.Event()

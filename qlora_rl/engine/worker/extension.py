@@ -1,7 +1,7 @@
 """What runs inside vLLM: a worker extension that says what base the engine really multiplies with, and repairs its scales.
 
 Loaded by vLLM through `worker_extension_cls`, called through `collective_rpc`; its methods become the worker's own, so they
-carry a prefix. Results are plain values that also travel between processes.
+carry a prefix. Results are plain values that are also sent between processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qlora_rl.products import Float32Products
 
 @dataclass(frozen=True)
 class Lent:
-    """One weight of vLLM's as it lies there.
+    """One weight of vLLM's as it is there.
 
     Attributes:
         values: packed codes [bytes, 1], or the weight; a view of vLLM's own storage.
@@ -47,7 +47,7 @@ class Lending:
     """What a worker has to lend.
 
     Attributes:
-        process: in which the tensors lie.
+        process: in which the tensors are.
         weights: by transformers' name.
         withheld: why a weight cannot be lent, by transformers' name.
     """
@@ -139,7 +139,7 @@ class BaseExtension:
         """Write all weights of the model, by transformers' names.
 
         Returns:
-            Names for which no value came; then, as after an exception, what lies there is a mixture.
+            Names for which no value came; then, as after an exception, what is there is a mixture.
         """
         model, came = self.model_runner.get_model(), set()
 
@@ -161,7 +161,7 @@ class BaseExtension:
         return sorted(name for name in missing if not (tied and name.startswith("lm_head.")))
 
     def qlora_load_parts(self, files: list[str]) -> list[str]:
-        """`qlora_load_dense` with what lies in safetensors files of a `Stage`."""
+        """`qlora_load_dense` with what is in safetensors files of a `Stage`."""
         return self.qlora_load_dense(read_parts(files))
 
     def qlora_load_base(self) -> list[str]:
@@ -225,7 +225,7 @@ class BaseExtension:
         return places
 
     def qlora_adapter_sizes(self) -> dict[str, list[int]]:
-        """[I, O] of every linear that can be adapted, as far as it lies here, by the base model's name."""
+        """[I, O] of every linear that can be adapted, as far as it is here, by the base model's name."""
         return {
             name: [layer.lora_a_stacked[i].shape[-1], layer.lora_b_stacked[i].shape[-2]]
             for name, layer, _, i in self._qlora_adapted()
@@ -244,7 +244,7 @@ class BaseExtension:
         return lost or ([] if adapter.loras else ["(all)"])
 
     def qlora_holds_adapters(self, ids: list[int]) -> bool:
-        """All of these adapters lie in slots."""
+        """All of these adapters are in slots."""
         return set(ids) <= set(self.model_runner.lora_manager._adapter_manager.lora_index_to_id)
 
     def _qlora_adapted(self) -> Iterator[tuple[str, Any, int, int]]:

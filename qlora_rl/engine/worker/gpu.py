@@ -42,6 +42,6 @@ class Measuring:
 class Worker(Measuring, VllmWorker, BaseExtension):
     """What vLLM is told to start.
 
-    It names the extension itself: vLLM refuses to mix it into a class that has inherited it, which this one has as soon as another
+    It names the extension itself: vLLM does not mix it into a class that has inherited it, which this one has as soon as another
     engine of this process has started vLLM's own worker.
     """

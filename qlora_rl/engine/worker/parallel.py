@@ -2,7 +2,7 @@
 
 A rank holds some rows of a column-parallel linear, some columns of a row-parallel one, some rows of the vocabulary, and all of the
 rest; of an adapter it holds the rows of B, or the columns of A, that belong to its part of the weight. Heads that are fewer than the
-ranks lie on several of them.
+ranks are on several of them.
 
 `places_of`, `held_shards` and `held_pieces` run inside vLLM's worker; `described` and `held_digests` where the engine is driven.
 """
@@ -30,7 +30,7 @@ IN_PROCESSES = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece of a rank's tensor lies in a weight of the base.
+    """Where a piece of a rank's tensor is in a weight of the base.
 
     Attributes:
         dim: along which it is cut: 0 rows, 1 columns.
@@ -46,7 +46,7 @@ class Place:
 
 
 def places_of(owner: Any, count: int) -> list[list[Place]] | None:
-    """Where the pieces of a rank's weight lie, for each of the weights that transformers knows in it; `None`: it holds all of them.
+    """Where the pieces of a rank's weight are, for each of the weights that transformers knows in it; `None`: it holds all of them.
 
     Args:
         owner: vLLM's layer.

@@ -49,7 +49,7 @@ def reload_dense(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> se
 
 
 class _Feed:
-    """What vLLM's loader is fed with, so that one fused layer and one weight are held beside the model, and no more.
+    """What vLLM's loader is fed with, so that one fused layer and one weight are held next to the model, and no more.
 
     vLLM keeps the parts of a fused layer until all of them are there, and only then makes the layer: here each part is copied in
     when it comes. And while the next weight is made, vLLM's own loops hold the one before, and the parameters of a layer that
