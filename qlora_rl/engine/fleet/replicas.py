@@ -334,9 +334,8 @@ class Replicas:
         # A push to it that nobody waits for any more must not arrive behind the one that takes it back.
         is_busy = any(not future.done() for future in self._overdue.get(each, ()))
         try:
-            if not is_busy and each.is_there(
-                _PROBE_S
-            ):  # one that is generating has no time for a look, and is not silent
+            # One that is generating has no time for a look, and is not silent.
+            if not is_busy and each.is_there(_PROBE_S):
                 self._prove(each)
                 is_proven = True
         except QloraRLError as error:

@@ -2,7 +2,7 @@
 
 A rank holds some rows of a column-parallel linear, some columns of a row-parallel one, some rows of the vocabulary, and all of the
 rest; of an adapter it holds the rows of B, or the columns of A, that belong to its part of the weight. Heads that are fewer than the
-ranks are on several of them.
+ranks are replicated.
 
 `places_of`, `held_shards` and `held_pieces` run inside vLLM's worker; `described` and `held_digests` where the engine is driven.
 """
