@@ -102,8 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(ledger)
     if arguments.base_compute is not None:
         print(f"\nprocessor: {processor()}")
-    cache = f"{ledger.cache_sequences} sequences of {arguments.max_length} tokens"
-    print(f"\nKV cache: {cache} at once, {ledger.cache_tokens} tokens in all")
+    sequences, tokens = ledger.cache_sequences, ledger.cache_tokens
+    print(f"\nKV cache: {sequences} sequences of {arguments.max_length} tokens at once, {tokens} tokens in all")
     if longest is not None:
         print(f"longest --max-length that fits: {longest or 'none'}")
     if not ledger.fits:

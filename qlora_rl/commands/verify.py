@@ -65,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if not proof.is_proven:
         lines = "\n".join(f"  {entry}" for entry in proof.diff.entries)
-        return _tell(arguments, found, f"{arguments.base}: {proof.diff.state}\n{lines}", 1)
-    how = f" after {len(proof.repaired)} weights got their exact scales back" if proof.repaired else ""
-    return _tell(arguments, found, f"{arguments.base}: all {len(proof.ours.leaves)} weights are equal in vLLM{how}", 0)
+        return _tell(arguments, found, f"{arguments.base}: {found['state']}\n{lines}", 1)
+    how = f" after {found['repaired']} weights got their exact scales back" if proof.repaired else ""
+    return _tell(arguments, found, f"{arguments.base}: all {found['weights']} weights are equal in vLLM{how}", 0)
 
 
 @contextlib.contextmanager

@@ -277,7 +277,8 @@ class Examiner:
 
     def _guess(self, drawn: Drawn, limit: float) -> str:
         if drawn.filters:
-            return f"{', '.join(drawn.filters)}: the engine's probabilities include it, the trainer's do not"
+            names = ", ".join(drawn.filters)
+            return f"{names}: the engine's probabilities include it, the trainer's do not"
         if self.rescore(drawn)[1] <= limit:
             return (
                 "the engine scores these tokens as the trainer does, and reported other probabilities when it sampled them: a filter of the "

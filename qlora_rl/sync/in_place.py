@@ -94,7 +94,7 @@ class InPlaceTransport:
             self._slots = None
         elif self._is_in_slot(before):
             self._turn(engine, before)
-        else:  # the slots were lent anew since, and hold the newest
+        else:  # the slots were lent again since, and hold the newest
             engine.load_adapter(self._recover(before), before.version)
         self._settle(newest)
         if newest.directory is not None:

@@ -1,6 +1,6 @@
 """The trainers: thin over TRL, which only this package imports (and the demo, for comparison).
 
-Beside them, subpackages that each import only those before it:
+Next to them, subpackages that each import only those before it:
 
     ranks/      several processes: an engine for all of them, sharded models, ZeRO
     setup/      what the arguments mean: base and model, settings, memory, which of the two is loaded first

@@ -33,8 +33,8 @@ class Attachment:
 
     Attributes:
         engine: generates from now on.
-        admission: the proof that both sides hold one base.
-        plan: how the policy travels.
+        `admission`: the check that both sides hold one base.
+        plan: how the policy is sent.
         bridge: what TRL generates through.
     """
 
@@ -115,7 +115,7 @@ def attach(
     allow_base_mismatch: bool = False,
     api_key_file: str | os.PathLike[str] | None = None,
 ) -> Attachment:
-    """Let a trainer of TRL that is built already sample from our engine, on its own base, with only the adapter travelling.
+    """Let a trainer of TRL that is built already sample from our engine, on its own base, sending only the adapter.
 
     ::
 
@@ -123,7 +123,7 @@ def attach(
         with attach(trainer):
             trainer.train()
 
-    Its base is written down with its own bytes and loaded by the engine; the handshake, the canary and the measurement (TRL's log,
+    Its base is written down with its own bytes and loaded by the engine; the base verification, the canary and the measurement (TRL's log,
     names `qlora_rl/…`) are those of `QLoRAGRPOTrainer`. Its config is not changed; its LoRA weights stay in the dtype that TRL
     gave them. While it is attached, the trainer's class is a subclass of its own; `close()` undoes that.
 

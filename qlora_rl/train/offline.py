@@ -161,12 +161,12 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
             trainer.train()
 
     Its adapter, trained on the base that the engine will hold, can be trained on by the other trainers, or served. config.json says
-    under `adapter` how it will travel.
+    under `adapter` how it will be sent.
 
     Args:
         model: prepared base, hub name, checkpoint directory, model object, or PeftModel, as `QLoRAGRPOTrainer` takes it.
         adapter_dtype: of the trained LoRA weights: "float32" (default), or "bfloat16" as TRL.
-        existing_run: what to do when `args.output_dir` holds a run: "refuse", "overwrite", "continue" (append), or "resume": `train()`
+        existing_run: what to do when `args.output_dir` holds a run: `"refuse"`, `"overwrite"`, `"continue"` (append), or `"resume"`: `train()`
             goes on from its last whole checkpoint, or begins where there is none yet.
 
     Raises:

@@ -1,7 +1,7 @@
-"""`OnePass`: a mixin for GRPO that scores the drawn tokens once, in the pass that is trained with.
+"""`OnePass`: a mixin for GRPO that scores the sampled tokens once, in the pass that is trained with.
 
-TRL 1.16 scores every batch twice where vLLM draws: without gradients when it is drawn, for the importance sampling between
-sampler and trainer, and with gradients in the loss. Where a batch is trained on by the policy of the moment it was drawn for, the
+TRL 1.16 scores every batch twice where vLLM samples: without gradients when it is generated, for the importance sampling between
+sampler and trainer, and with gradients in the loss. Where a batch is trained on by the policy of the moment it was generated for, the
 two passes give the same numbers: TRL itself then leaves the first out when its correction is off. So the correction is off while
 TRL makes a batch, and made here, from the second pass, before the loss reads it.
 
@@ -41,7 +41,7 @@ class OnePass:
     _part: dict[str, Any] | None = None
 
     def _scores_once(self) -> bool:
-        """Is each batch trained on within the optimizer step that it was drawn for, by TRL's own loss?"""
+        """Is each batch trained on within the optimizer step that it was generated for, by TRL's own loss?"""
         generate_every = self.args.steps_per_generation * self.num_iterations
         return (
             self.model.training
@@ -56,7 +56,7 @@ class OnePass:
         )
 
     def _is_trls_own(self) -> bool:
-        """Nobody has changed what comes between drawing and loss: another loss may want what TRL's has."""
+        """Nobody has changed what comes between sampling and loss: another loss may want what TRL's has."""
         names = (
             "_compute_loss",
             "compute_loss",

@@ -80,15 +80,15 @@ class OnlineTrainer(TrainedRun):
     Attributes:
         engine: generates.
         bridge: what TRL generates through.
-        plan: how the policy travels.
-        admission: the proof that both sides hold one base.
-        memory: what the run will hold; `None` where the ledger does not know this trainer's step.
+        plan: how the policy is sent.
+        `admission`: the check that both sides hold one base.
+        memory: what the run will hold; `None` where the memory estimate does not know this trainer's step.
     """
 
     memory: MemoryBudget | None
     # Of reward functions, where several ranks must agree before one may raise.
     _failures: list[RewardFunctionError] | None = None
-    # The ledger knows the trainer's step.
+    # The memory estimate knows the trainer's step.
     _is_planned = True
     # Why it trains in one process; empty where several can share it.
     _one_process = ""
@@ -162,7 +162,7 @@ class OnlineTrainer(TrainedRun):
                 check_whole(self.base, options.share_base)
             if processing_class is None:
                 processing_class = load_tokenizer(self.base, args)
-            # The handshake below finds what was rounded, repairs it, and says so.
+            # The base verification below finds what was rounded, repairs it, and says so.
             engine_options = {
                 "repair_scales": False,
                 **self._engine_options(args),

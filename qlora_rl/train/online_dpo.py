@@ -1,4 +1,4 @@
-"""`QLoRAOnlineDPOTrainer`: what TRL's experimental OnlineDPOTrainer does by itself, done with our engine: the pair is drawn, the steps are measured.
+"""`QLoRAOnlineDPOTrainer`: what TRL's experimental OnlineDPOTrainer does by itself, done with our engine: the pair is sampled, the steps are measured.
 
 TRL 1.16 talks to vLLM here without the backend that GRPO and RLOO share: it merges the adapter into the weights of a vLLM that it
 has built. It also lifts parts of a 4-bit base to float32 on the way (`prepare_peft_model`), and copies a whole PeftModel to refer
@@ -53,7 +53,7 @@ class Reference(torch.nn.Module):
 class SampledPairs:
     """Comes between `MeasuredSteps` and TRL's OnlineDPOTrainer."""
 
-    _is_planned = False  # TRL holds logits of B x T x V here, which the ledger does not know
+    _is_planned = False  # TRL holds logits of B x T x V here, which the memory estimate does not know
     _refers = False  # the reference is made here
     _reference: Any = None
     _is_built = False  # TRL's __init__ is over
@@ -70,7 +70,7 @@ class SampledPairs:
     def _model_for_trl(self, model: Any, peft_config: Any, args: Any) -> dict[str, Any]:
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         if peft_config is not None:
-            set_seed(args.seed)  # before the adapter is drawn, as TRL
+            set_seed(args.seed)  # before the adapter is initialized, as TRL
             model = start_adapter(model, peft_config)
             reference = None
         elif is_bare(model):
@@ -165,7 +165,7 @@ class SampledPairs:
             known, self._of_reference = self._of_reference, None
             return super()._forward(*arguments) if known is None else known
         if self.is_deepspeed_enabled and isinstance(self.ref_model, Reference):
-            # Before the policy's: ZeRO-3 counts what the backward pass has to let go of, and a forward pass in between counts anew.
+            # Before the policy's: ZeRO-3 counts what the backward pass has to let go of, and a forward pass in between counts again.
             with torch.no_grad():
                 self._of_reference = super()._forward(self.ref_model, *batch)
         if not self._compares:
@@ -250,7 +250,7 @@ class SampledPairs:
 
 
 class QLoRAOnlineDPOTrainer(SampledPairs, OnlineTrainer, MeasuredSteps, OnlineDPOTrainer):
-    """Online DPO on a 4-bit base: TRL's (experimental) OnlineDPOTrainer, drawing its pairs from an engine of ours.
+    """Online DPO on a 4-bit base: TRL's (experimental) OnlineDPOTrainer, sampling its pairs from an engine of ours.
 
     ::
 
@@ -264,7 +264,7 @@ class QLoRAOnlineDPOTrainer(SampledPairs, OnlineTrainer, MeasuredSteps, OnlineDP
         model: as `QLoRAGRPOTrainer` takes it.
         quantization_config: for a name or a checkpoint; TRL's trainer has no such argument.
         rollout: and all further keyword arguments as `QLoRAGRPOTrainer` has them. There is no `gpu_memory`: TRL holds whole logits
-            here, which the ledger does not count.
+            here, which the memory estimate does not count.
 
     TRL's `ref_model` is not taken: the reference is the base, or the adapter of the PeftModel as it came.
     """

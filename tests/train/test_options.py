@@ -19,7 +19,7 @@ ELSEWHERE = {"model_init_kwargs", "trust_remote_code", "generation_kwargs"}
 EXCEPTIONS = {
     "use_transformers_continuous_batching": (True, ConfigConflictError, "rollouts come from vLLM here"),
     "use_transformers_paged": (True, ConfigConflictError, "rollouts come from vLLM here"),
-    "vllm_mode": ("server", ConfigConflictError, "rollout='server' starts a server beside the trainer"),
+    "vllm_mode": ("server", ConfigConflictError, "rollout='server' starts a server next to the trainer"),
     "sync_ref_model": (True, NotImplementedError, "while using a PEFT model"),
     "cast_lm_head_to_fp32": (True, ConfigConflictError, "lifts the output head of the trainer's base"),
     "router_aux_loss_coef": (0.1, ValueError, "is not a Mixture-of-Experts model"),

@@ -58,7 +58,7 @@ def test_a_field_about_the_engine_arrives_in_its_options(field, make_trainer, co
 
 @pytest.mark.parametrize("field", ARRIVES)
 def test_a_field_about_the_engine_is_refused_beside_an_engine_object(field, make_trainer, config):
-    with pytest.raises(ConfigConflictError, match=rf"{field}=.* beside an engine object"):
+    with pytest.raises(ConfigConflictError, match=rf"{field}=.* with an engine object"):
         make_trainer(args=config(**{field: ARRIVES[field][0]}))
 
 
@@ -244,7 +244,7 @@ def test_a_model_that_is_trained_itself_is_refused_under_deepspeed(two_processes
     two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
     assert not zero.unproven(two_processes, is_whole=False)
     refused = zero.unproven(two_processes, is_whole=True)
-    with pytest.raises(NotYetSupportedError, match=r"without an adapter, has not been proven under DeepSpeed"):
+    with pytest.raises(NotYetSupportedError, match=r"without an adapter, has not been verified under DeepSpeed"):
         check_processes(two_processes, "choosing the engine", refused=refused)
 
 

@@ -202,7 +202,7 @@ def test_an_engine_whose_logits_are_nan_ends_the_run(
         trainer = make_trainer(**fields)
     else:
         trainer = make_async(**fields, peft_config=WIDE, max_staleness=staleness)
-    with pytest.raises(PolicyMismatchError, match="of the drawn tokens a side has no logprob") as stopped:
+    with pytest.raises(PolicyMismatchError, match="of the sampled tokens a side has no logprob") as stopped:
         trainer.train()
     assert stopped.value.cause == "nan"
     assert trainer.state.global_step == 3  # the fourth batch is the second in a row

@@ -155,7 +155,7 @@ def test_warn_says_it_and_goes_on(caplog):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"masked_share": 0.001}, "for 0.1 % of the drawn tokens a side has no logprob"),
+        ({"masked_share": 0.001}, "for 0.1 % of the sampled tokens a side has no logprob"),
         ({"masked_share": 1.0, "tokens": 0, "scaled_diff": float("nan")}, "for 100 % of"),
         ({"scaled_diff": float("nan")}, "a logprob of a drawn token is infinite"),
     ],
@@ -188,7 +188,7 @@ def test_what_is_scored_anew_without_gaps_does_not_speak_for_what_was_drawn():
     gaps = dataclasses.replace(LIKE, masked_share=0.3)
     assert alarm.observe_gaps(gaps).cause == "nan"
     assert alarm.observe_again(drawn)[1] is None
-    with pytest.raises(PolicyMismatchError, match="for 30 % of the drawn tokens"):
+    with pytest.raises(PolicyMismatchError, match="for 30 % of the sampled tokens"):
         alarm.observe_gaps(gaps)
 
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class EngineForAll:
     """One engine, on rank 0, or one for each group of ranks, on the first of them.
 
-    The prompts of all ranks that share it are drawn in one call, and each is given its own.
+    The prompts of all ranks that share it are sampled in one call, and each is given its own.
 
     Args:
         make: makes the engine; called on the rank that owns it.
@@ -221,7 +221,7 @@ class TransportForAll:
             )
 
     def commit(self) -> None:
-        """The version is proven."""
+        """The version is verified."""
         if self._engine.inner is not None:
             self.inner.commit()
 
@@ -234,5 +234,5 @@ class TransportForAll:
         return self._engine.share(self.inner.before, "reading the version before")
 
     def close(self) -> None:
-        """Remove what lies on the way."""
+        """Remove what is on the way."""
         self.inner.close()

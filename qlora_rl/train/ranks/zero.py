@@ -20,7 +20,7 @@ from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 Groups = Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]
 # Of a scheduler's state: one for each group.
 _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
-# What changes how weights, gradients or optimizer are held, and was not proven to keep the base and the checkpoints what they are.
+# What changes how weights, gradients or optimizer are held, and was not verified to keep the base and the checkpoints what they are.
 _UNPROVEN = ("optimizer", "scheduler", "torch_autocast", "zenflow")
 _UNPROVEN_OF_ZERO = (
     "zero_quantized_weights",
@@ -36,7 +36,7 @@ def is_asked_for(args: Any) -> bool:
 
 
 def settle(args: Any, doing: str) -> None:
-    """Let DeepSpeed's config say what TRL's says, and refuse what is not proven.
+    """Let DeepSpeed's config say what TRL's says, and reject what is not verified.
 
     Raises:
         NotYetSupportedError: names every setting.
@@ -55,8 +55,9 @@ def settle(args: Any, doing: str) -> None:
     if args.fp16:
         unproven.append("fp16")
     if unproven:
+        names = ", ".join(unproven)
         raise NotYetSupportedError(
-            f"{doing}: DeepSpeed's config asks for {', '.join(unproven)}, which this version has not proven with a 4-bit base. Leave it out "
+            f"{doing}: DeepSpeed's config asks for {names}, which is not verified with a 4-bit base. Leave it out "
             "(examples/accelerate/zero2.yaml, zero3.yaml); a QLoRA's optimizer is small, and TRL's optim= and lr_scheduler_type= make it."
         )
     # Left out, it would mean that nothing is clipped.
@@ -68,7 +69,7 @@ def settle(args: Any, doing: str) -> None:
 def unproven(args: Any, *, is_whole: bool) -> str:
     """Why this training is not for DeepSpeed yet; empty where it is."""
     if is_whole and is_asked_for(args):
-        return "a model that is trained itself, without an adapter, has not been proven under DeepSpeed; DDP and FSDP2 do it"
+        return "a model that is trained itself, without an adapter, has not been verified under DeepSpeed; DDP and FSDP2 do it"
     return ""
 
 
@@ -77,7 +78,7 @@ def _is_on(value: Any) -> bool:
 
 
 def check_dtype(args: Any, compute_dtype: str) -> None:
-    """With bf16=True DeepSpeed casts every float of the model; a base that is cast would not be the one that was proven.
+    """With bf16=True DeepSpeed casts every float of the model; a base that is cast would not be the one that was verified.
 
     Raises:
         ConfigConflictError: the base is not in bfloat16.
@@ -91,7 +92,7 @@ def check_dtype(args: Any, compute_dtype: str) -> None:
 
 @contextlib.contextmanager
 def base_stays(model: Any) -> Iterator[None]:
-    """While it lasts DeepSpeed wraps a model without sending its frozen weights to all ranks, which have proven them.
+    """While it lasts DeepSpeed wraps a model without sending its frozen weights to all ranks, which have verified them.
 
     So under ZeRO-2 tensors that are the engine's, too, are not written to. ZeRO-3 sends each weight once, to part it.
     """

@@ -16,11 +16,11 @@ class Batch:
     Attributes:
         number: from 0, since the run began.
         rows: of the dataset, as the loader gave them.
-        policy: number of the policy at which it is trained on, from 1: a new one wherever an optimizer step lies between two
+        policy: number of the policy at which it is trained on, from 1: a new one wherever an optimizer step is between two
             batches.
         step: optimizer steps that are done when it is trained on.
-        place: from 0, among the batches that are drawn for this step.
-        beside: most batches that a step has.
+        place: from 0, among the batches that are generated for this step.
+        `beside`: most batches that a step has.
     """
 
     number: int
@@ -39,7 +39,7 @@ class LookAhead:
     """Reads what transformers' loop would read, in its order, over the ends of epochs.
 
     A loader gives every generation batch `generate_every` times, once for each time that it is trained on; the first of them is
-    the one that is drawn. What has been read and not been asked for is forgotten with this object: how far training has come is
+    the one that is generated. What has been read and not been asked for is forgotten with this object: how far training has come is
     `global_step` alone, and a resumed run reads on from there.
 
     Args:
@@ -48,7 +48,7 @@ class LookAhead:
         generate_every: loader batches of a generation batch.
         first_step: optimizer steps that an earlier run has done.
         last_step: optimizer steps after which training ends; for later ones nothing is begun.
-        loaded: loader batches that the earlier run has trained on; the last of them may lie in the middle of a generation batch.
+        loaded: loader batches that the earlier run has trained on; the last of them may be in the middle of a generation batch.
         is_skipping: what the earlier run has trained on of its last epoch is left out.
     """
 

@@ -29,8 +29,8 @@ class EngineBridge:
     Args:
         engine: generates.
         strategy: makes it equal to the policy.
-        sampling: how to draw; every call gets a seed of its own, derived from `seed`, the optimizer step, whether it is an evaluation,
-            and its number among those: a run that goes on from a checkpoint draws what it would have drawn.
+        sampling: how to sample; every call gets a seed of its own, derived from `seed`, the optimizer step, whether it is an evaluation,
+            and its number among those: a run that goes on from a checkpoint samples what it would have sampled.
         seed: of the run.
         sleeps: the engine sleeps between rollouts.
 
@@ -82,7 +82,7 @@ class EngineBridge:
         return self.gives_logprobs or rollout_func is not None
 
     def begin(self, step: int, *, is_evaluation: bool = False) -> None:
-        """What is drawn from now on belongs to this optimizer step."""
+        """What is sampled from now on belongs to this optimizer step."""
         if step != self._step:
             self._calls = {False: 0, True: 0}
         self._step, self._is_evaluation, self._width = step, is_evaluation, 0
@@ -126,7 +126,7 @@ class EngineBridge:
         found = self._anywhere(self.engine.version != self.serves, "asking which version serves")
         if found:
             logger.warning(
-                "the engine serves version %d, and version %d was pushed last: the policy is pushed again. An engine that was started anew, "
+                "the engine serves version %d, and version %d was pushed last: the policy is pushed again. An engine that was restarted, "
                 "or one into which somebody else pushes, too",
                 self.engine.version,
                 self.serves,
@@ -144,7 +144,7 @@ class EngineBridge:
         """One completion per prompt (TRL has repeated each `num_generations` times already).
 
         Returns:
-            Prompt ids and completion ids (B lists each), logprobs [B][T][1] of the drawn tokens, and their ids [B][T][1].
+            Prompt ids and completion ids (B lists each), logprobs [B][T][1] of the sampled tokens, and their ids [B][T][1].
         """
         seed = self.next_seed()
         self.engine.wake()
@@ -155,7 +155,7 @@ class EngineBridge:
             except EngineBrokenError:
                 if self.engine.incarnation == self._proven:
                     raise
-                # A server was started anew in the middle, and has lost full weights: they are pushed again.
+                # A server was restarted in the middle, and has lost full weights: they are pushed again.
                 self._prove()
                 rollout = self.draw(prompts, images, seed=seed)
         if self.sleeps:
@@ -169,17 +169,17 @@ class EngineBridge:
         return self.as_trl_wants(prompts, rollout)
 
     def draw(self, prompts: list[list[int]], images: Any = None, *, seed: int, version: int | None = None) -> Rollout:
-        """One completion per prompt, from any thread. Nothing is woken or proven.
+        """One completion per prompt, from any thread. Nothing is woken or verified.
 
         Args:
-            version: that draws, of those that the engine holds (`holds_two`); by default what serves.
+            version: that samples, of those that the engine holds (`holds_two`); by default what serves.
         """
         if images is not None and any(images):
             raise NotYetSupportedError(
                 "generating: the prompts hold images, which this version does not hand to the engine. Use text prompts."
             )
         self._width = self._width or len(prompts)
-        # What is drawn does not depend on how many processes share the batch: each has its part of the places.
+        # What is sampled does not depend on how many processes share the batch: each has its part of the places.
         spec = dataclasses.replace(self.sampling, seed=seed, first_place=ranks().rank * self._width)
         with self.alone():
             rollout = (
@@ -230,7 +230,7 @@ class EngineBridge:
             yield
 
     def _prove(self) -> None:
-        """Prove the policy again where the engine is not the one of which it was proven."""
+        """Verify the policy again where the engine is not the one it was verified on."""
         # What it takes all ranks do together, though each may have an engine of its own.
         if self._anywhere(self.engine.incarnation != self._proven, "asking whether an engine is another one"):
             self.strategy.verify()
@@ -244,7 +244,7 @@ class EngineBridge:
         return found if ranks().size == 1 else any(ranks().gather(found, doing))
 
     def drain(self) -> tuple[list[SyncReport], int, float]:
-        """Pushes, drawn tokens and seconds of generation since the last call of `drain`."""
+        """Pushes, sampled tokens and seconds of generation since the last call of `drain`."""
         with self._counting:
             taken = (self._reports, self._tokens, self._seconds)
             self._reports, self._tokens, self._seconds = [], 0, 0.0

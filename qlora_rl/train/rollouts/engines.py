@@ -91,7 +91,7 @@ class EngineChoice:
 
 
 def refuse_ranks(rollout: Any, size: int) -> None:
-    """Refuse an engine of several ranks where this version has none, or where they do not fit the trainer's.
+    """Reject an engine of several ranks where this version has none, or where they do not fit the trainer's.
 
     Raises:
         NotYetSupportedError, ConfigConflictError: with what can be done instead.
@@ -112,7 +112,7 @@ def refuse_ranks(rollout: Any, size: int) -> None:
 
 
 def start_local(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
-    """vLLM in this process; or, of several ranks, in processes on the GPUs of a group of the trainer's, beside them."""
+    """vLLM in this process; or, of several ranks, in processes on the GPUs of a group of the trainer's, next to them."""
     from qlora_rl.engine.local import LocalEngine
 
     size = options.get("tensor_parallel_size", 1)
@@ -143,7 +143,7 @@ def _elsewhere(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_all(make: Callable[[], RolloutEngine], group: int = 0) -> Any:
-    """A server is rank 0's, and so are actors; what lies on the GPUs of a group of ranks is the first one's."""
+    """A server is rank 0's, and so are actors; what is on the GPUs of a group of ranks is the first one's."""
     return make() if ranks().size == 1 else EngineForAll(make, ranks(), group)
 
 

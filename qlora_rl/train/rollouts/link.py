@@ -1,4 +1,4 @@
-"""`Link`: a policy and an engine, proven to hold one base, and everything that keeps them equal."""
+"""`Link`: a policy and an engine, verified to hold one base, and everything that keeps them equal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from qlora_rl.train.setup.whole import judge_policy
 
 logger = logging.getLogger(__name__)
 
-DENSE = "full weights travel, to an engine on the baked base"
+DENSE = "full weights are sent, to an engine on the baked base"
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Link:
 
     Attributes:
         engine: generates.
-        admission: the proof that both sides hold one base.
-        plan: how the policy travels.
+        `admission`: the check that both sides hold one base.
+        plan: how the policy is sent.
         strategy: does it.
         bridge: what TRL generates through.
         close_engine: closes it with the link; `None` where the engine is somebody else's.
@@ -70,7 +70,7 @@ class Link:
             self.strategy.shared.look_everywhere()
 
     def rollout_facts(self, run: RunDirectory | None) -> dict[str, float]:
-        """What was drawn and pushed since the last call, for the step's record; the pushes also go to `run`."""
+        """What was sampled and pushed since the last call, for the step's record; the pushes also go to `run`."""
         reports, tokens, seconds = self.bridge.drain()
         facts: dict[str, float] = {
             "base_is_proven": float(self.admission.is_proven),
@@ -116,7 +116,7 @@ def link_policy(
     canary_every: int = 4,
     allow_base_mismatch: bool = False,
 ) -> Link:
-    """Judge the adapter, start the engine if there is none, prove the base, calibrate the canary; nothing is pushed yet.
+    """Judge the adapter, start the engine if there is none, verify the base, calibrate the canary; nothing is pushed yet.
 
     If it fails, the engine is closed where it is ours.
 
@@ -126,7 +126,7 @@ def link_policy(
         choice: starts an engine.
         engine: that runs already.
         args: of TRL: seed, precision, sleep.
-        sampling: how completions are drawn.
+        sampling: how completions are sampled.
         sync, sync_dir, canary_every, allow_base_mismatch: as the trainers take them.
 
     Raises:
@@ -136,7 +136,7 @@ def link_policy(
     products = products_of(model, base, args)
     try:
         verdict = judge_policy(model)
-        # Refuses before an engine is started that is not there yet.
+        # Raises before an engine is started that is not there yet.
         is_dense = bool(why_dense(plan_sync(verdict, wish=sync)))
         if engine is None:
             engine = choice.start_dense(base) if is_dense else choice.start(base, verdict.rank)
@@ -160,7 +160,7 @@ def link_policy(
         logger.info("%s", plan)
         if canary is None:
             logger.warning(
-                "pushes are not proven: %s", "canary_every=0" if not canary_every else "another base is allowed"
+                "pushes are not verified: %s", "canary_every=0" if not canary_every else "another base is allowed"
             )
         if args.vllm_enable_sleep_mode and not can_sleep:
             logger.warning("vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake", engine.capabilities().name)

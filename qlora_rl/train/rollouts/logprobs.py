@@ -1,4 +1,4 @@
-"""Logprobs and entropies of the drawn tokens, in tiles that are small on every device.
+"""Logprobs and entropies of the sampled tokens, in tiles that are small on every device.
 
 TRL 1.16 never holds logits of B x T x V: it multiplies the hidden states with the output head in tiles of 4096 tokens x 32768
 words (`trl.kernels.ChunkedLogProbFunction`). With Triton a tile is 256 MiB in bf16 and worked on in place. Without Triton, on

@@ -16,7 +16,7 @@ class Visit:
 
     Attributes:
         policy: number of the policy that was trained then.
-        version: of the adapter that draws it.
+        version: of the adapter that generates it.
     """
 
     policy: int
@@ -27,9 +27,9 @@ class Turnstile:
     """Policies are numbered as they are trained on, from 1; a rollout is trained on at a policy that is known when it begins.
 
     Args:
-        max_staleness: how many policies later than the one that drew it a rollout may be trained on.
+        max_staleness: how many policies later than the one that sampled it a rollout may be trained on.
         version: asks the engine which version serves.
-        holds_two: the engine goes on drawing with the version before the one that serves.
+        holds_two: the engine goes on sampling with the version before the one that serves.
     """
 
     def __init__(self, max_staleness: int, version: Callable[[], int], *, holds_two: bool):
@@ -63,7 +63,7 @@ class Turnstile:
 
     @contextlib.contextmanager
     def pushing(self) -> Iterator[None]:
-        """Wait until no rollout draws with a version that the push takes out of the engine; inside, none begins."""
+        """Wait until no rollout samples with a version that the push takes out of the engine; inside, none begins."""
         with self._changed:
             self._is_pushing = True
             try:
@@ -78,7 +78,7 @@ class Turnstile:
                 self._end_push()
 
     def advance(self, policy: int) -> None:
-        """Policy number `policy` is trained from now on, and lies in the engine."""
+        """Policy number `policy` is trained from now on, and is in the engine."""
         with self._changed:
             self.policy = policy
             self._changed.notify_all()

@@ -1,6 +1,6 @@
 """Checkpoints on disk: whole, or not there. Files only; what they hold is the business of `resume`.
 
-A checkpoint is staged in a hidden directory beside its place. Every file reaches the disk, a manifest with the digest of each
+A checkpoint is staged in a hidden directory next to its place. Every file reaches the disk, a manifest with the digest of each
 is written last, and one rename makes it `checkpoint-N`. Whatever is killed in the middle leaves a hidden directory, which the
 next start adopts if it is whole, and removes if it is not.
 """
@@ -23,7 +23,7 @@ from qlora_rl.errors import RunDirectoryError
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-# Behind them stands a number that is drawn: neither name is ever used twice.
+# A random number follows them: neither name is ever used twice.
 _STAGING, _OLD = ".staging-checkpoint-", ".old-checkpoint-"
 _NAME = re.compile(r"checkpoint-(\d+)")
 

@@ -33,7 +33,7 @@ ROLLOUTS = "rollouts.json"  # the first and the newest, for people
 SESSION = "session"  # with a server
 SAMPLES = "samples.json"  # of the demo
 MODEL = "model"  # of a base that was trained itself
-# Hidden while they are written or removed; behind the first stand eight characters that are drawn.
+# Hidden while they are written or removed; eight random characters follow the first.
 _STAGING, _MODELS = f".{ADAPTER}-", (f".{MODEL}-new", f".{MODEL}-old")
 EXISTING = ("refuse", "overwrite", "continue", "resume")
 
@@ -43,11 +43,11 @@ class RunDirectory:
 
     Args:
         path: of the directory; made where it is missing.
-        existing: what to do when it holds a run: "refuse", "overwrite" it, "continue" (append), or "resume": go on from its
+        existing: what to do when it holds a run: `"refuse"`, `"overwrite"` it, `"continue"` (append), or `"resume"`: go on from its
             last whole checkpoint, or begin where it was killed before it had one.
 
     Raises:
-        RunDirectoryError: it holds a run and `existing` is "refuse", it ended and left nothing to resume from, another process
+        RunDirectoryError: it holds a run and `existing` is `"refuse"`, it ended and left nothing to resume from, another process
             writes to it, or it cannot be written.
     """
 
@@ -92,7 +92,7 @@ class RunDirectory:
             (self.path / f".{name}.tmp").unlink(missing_ok=True)
 
     def begin(self) -> None:
-        """The run really starts: what it is to overwrite goes now, when nothing can be refused any more."""
+        """The run really starts: what it is to overwrite goes now, when nothing can be rejected any more."""
         if self.existing == "resume":
             (self.path / SUMMARY).unlink(missing_ok=True)  # it goes on
         if not self._overwrites:
@@ -164,7 +164,7 @@ class RunDirectory:
                 )
             raise RunDirectoryError(
                 f"resuming the run in {self.path}: it has {summary.get('status')} at step {summary.get('steps')} and left no whole "
-                f"checkpoint to go on from (save_strategy, save_steps). {way}Pass existing_run='overwrite' to begin anew."
+                f"checkpoint to go on from (save_strategy, save_steps). {way}Pass existing_run='overwrite' to start over."
             )
 
     def write_json(self, name: str, content: Mapping[str, Any] | list[Any]) -> None:
@@ -197,7 +197,7 @@ class RunDirectory:
 
         Args:
             model: the PeftModel.
-            base_identity: of the base that it was trained on, noted beside it.
+            base_identity: of the base that it was trained on, noted next to it.
             weights: what is trained, where that was gathered.
         """
         target = self.path / ADAPTER
@@ -378,7 +378,7 @@ def _settle(model: Any, directory: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON without NaN and infinity, which many readers refuse."""
+    """JSON without NaN and infinity, which many readers reject."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

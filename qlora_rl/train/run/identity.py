@@ -29,7 +29,7 @@ FREE = frozenset(
         "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_server_timeout", "dataset_num_proc",
     }
 )  # fmt: skip
-# Of PEFT's configs: where the model lay, and who wrote the file.
+# Of PEFT's configs: where the model was stored, and who wrote the file.
 _FREE_OF_ADAPTERS = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 # So many rows of a dataset are digested, evenly spread.
 ROWS = 4096
@@ -56,7 +56,7 @@ def identity_of(trainer: Any) -> dict[str, Any]:
 
 
 def refuse_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with a run that is another one.
+    """Raise instead of going on with a run that is another one.
 
     Args:
         checkpoint: for the message.

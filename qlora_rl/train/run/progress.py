@@ -44,7 +44,7 @@ class Progress(ProgressCallback):
 
     @property
     def stream(self) -> TextIO:
-        """Where to; looked up anew each time, because notebooks and tests replace stderr."""
+        """Where to; looked up each time, because notebooks and tests replace stderr."""
         return self._stream or sys.stderr
 
     @property

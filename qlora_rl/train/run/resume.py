@@ -1,8 +1,8 @@
 """`Resumable`: a mixin for transformers' trainers. A run that was killed goes on from its last checkpoint, bit for bit.
 
 transformers keeps weights, optimizer, scheduler, random numbers and the place in the data. What it leaves out, and TRL too, is
-kept beside them: completions that several steps use, the loss and metrics since the last line of the log, the order of the data
-after the first epoch, what both sides of the engine have counted. And what the run *is*, so that another one is refused.
+kept with them: completions that several steps use, the loss and metrics since the last line of the log, the order of the data
+after the first epoch, what both sides of the engine have counted. And what the run *is*, so that another one is rejected.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Resumable:
 
     run: RunDirectory | None
     _staging: Path | None = None
-    _resumed: dict[str, Any] | None = None  # what lies beside the checkpoint that training is about to go on from
+    _resumed: dict[str, Any] | None = None  # what is stored with the checkpoint that training is about to go on from
     _groups: zero.Groups = ()  # of the optimizer that DeepSpeed was given
 
     # --- what a subclass adds ---------------------------------------------------------------------------------------
 
     def decisive(self) -> dict[str, Any]:
-        """Further settings that decide the numbers of a run, beside those of TRL's config."""
+        """Further settings that decide the numbers of a run, in addition to those of TRL's config."""
         return {}
 
     def _states(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Resumable:
         return saved["path"]
 
     def _chosen(self, wish: str | bool | None) -> dict[str, Any] | None:
-        """What lies beside the checkpoint, and its path; chosen by rank 0."""
+        """What is stored with the checkpoint, and its path; chosen by rank 0."""
         path = self._wished(wish)
         if path is None:
             return None
@@ -126,7 +126,7 @@ class Resumable:
         if saved["identity"].get("processes", 1) != ranks().size:
             if (path / ROLLOUTS).exists():
                 raise RunDirectoryError(
-                    f"resuming from {path} in {ranks().size} processes: it lies between two steps that share their rollouts, of which each of "
+                    f"resuming from {path} in {ranks().size} processes: it is between two steps that share their rollouts, of which each of "
                     f"{saved['identity'].get('processes', 1)} processes holds a part. Start as many, or choose another checkpoint."
                 )
             logger.warning("%s was written by another number of processes: random numbers differ from here on", path)
@@ -357,7 +357,7 @@ class Resumable:
         (directory / STATE).write_text(json.dumps(state, indent=1))
 
     def _uses_rollouts_again(self) -> bool:
-        """The next step trains on completions that were drawn for an earlier one."""
+        """The next step trains on completions that were generated for an earlier one."""
         if getattr(self, "_buffered_inputs", None) is None:
             return False
         return self._step % (self.args.steps_per_generation * self.num_iterations) != 0

@@ -50,7 +50,7 @@ class TrainedRun(Resumable):
             resume_from_checkpoint: as transformers has it: a checkpoint, or True for the last one, here the last whole one. With
                 existing_run="resume" it may be left out.
         """
-        checkpoint = self.resume_point(resume_from_checkpoint)  # what it refuses leaves the run directory as it is
+        checkpoint = self.resume_point(resume_from_checkpoint)  # what it rejects leaves the run directory as it is
         self._before_train()
         try:
             with ranks().one_outcome("training"):
@@ -74,10 +74,10 @@ class TrainedRun(Resumable):
         return source
 
     def close(self) -> None:
-        """Give back what the trainer holds beside its model; harmless when repeated."""
+        """Give back what the trainer holds in addition to its model; harmless when repeated."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, on the hub only: it calls a base that lies in a directory "None". `qlora-rl export` writes a card with the facts."""
+        """TRL's, on the hub only: it calls a base that is in a directory "None". `qlora-rl export` writes a card with the facts."""
         if self.hub_model_id is not None:
             super().create_model_card(*args, **kwargs)
 
@@ -213,7 +213,7 @@ def set_adapter_dtype(model: Any, dtype: torch.dtype, before: dict[str, torch.Te
 
 
 def check_optimizer(optimizer: Any, model: Any) -> None:
-    """Refuse an optimizer that was made for other parameters than those that are trained.
+    """Reject an optimizer that was made for other parameters than those that are trained.
 
     Raises:
         ConfigConflictError: it holds none of them.

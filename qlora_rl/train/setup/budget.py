@@ -1,4 +1,4 @@
-"""The memory of a run: planned before anything is allocated, refused where a limit was given that it cannot keep."""
+"""The memory of a run: planned before anything is allocated, rejected where a limit was given that it cannot keep."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 # Tokens of a prompt, where nothing bounds it: vllm_max_model_length says it exactly.
 ASSUMED_PROMPT = 512
-# Options of the engine that say how large the KV cache is, whatever the ledger finds.
+# Options of the engine that say how large the KV cache is, whatever the memory estimate finds.
 _CACHE_OPTIONS = ("kv_cache_gib", "kv_cache_memory_bytes", "gpu_memory_utilization")
 
 
@@ -37,9 +37,9 @@ class MemoryBudget:
     """What `gpu_memory=` asks for, and what comes of it.
 
     Attributes:
-        ledger: `None` where the run could not be planned.
+        `ledger`: `None` where the run could not be planned.
         reason: why not.
-        is_limit: the ledger had a limit.
+        is_limit: the memory estimate had a limit.
 
     Args:
         gpu_memory: "auto" (what is free on the card; no limit on the CPU) or GiB; on a GPU the size of a card, such as 24, is what
@@ -103,7 +103,7 @@ class MemoryBudget:
                 has_engine=has_engine,
                 gpu_memory_gib=limit,
                 device="cuda" if on_gpu else "cpu",
-                # On the CPU all parts lie in one memory.
+                # On the CPU all parts share one memory.
                 trainer_parts=args.world_size if on_gpu and shards_base(args) else 1,
                 engine_parts=options["tensor_parallel_size"] if on_gpu and has_engine else 1,
             )
@@ -146,7 +146,7 @@ class MemoryBudget:
 
 
 def expects_full_weights(model: Any, peft_config: Any, sync: str, *, trust_remote_code: bool = False) -> bool:
-    """Full weights will travel, as far as the arguments tell: then the engine holds the baked base beside the trainer's.
+    """Full weights will be sent, as far as the arguments tell: then the engine holds the baked base next to the trainer's.
 
     Args:
         model: as the trainer takes it.
@@ -170,7 +170,7 @@ def expects_full_weights(model: Any, peft_config: Any, sync: str, *, trust_remot
 
 
 def _limit(gpu_memory: str | float, on_gpu: bool) -> float | None:
-    """`gpu_memory_gib` of the ledger; `None` for no limit."""
+    """`gpu_memory_gib` of the memory estimate; `None` for no limit."""
     if gpu_memory == "auto":
         return torch.cuda.mem_get_info()[0] / GIB if on_gpu else None
     if isinstance(gpu_memory, bool) or not isinstance(gpu_memory, int | float) or not gpu_memory > 0:

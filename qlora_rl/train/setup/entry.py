@@ -99,12 +99,12 @@ def resolve_model(
         return _from_path(os.fspath(model), args, quantization_config)
     if quantization_config is not None:
         raise ConfigConflictError(
-            "reading the model: quantization_config beside a model object, which is quantised already or not at all. Pass it "
+            "reading the model: quantization_config with a model object, which is quantised already or not at all. Pass it "
             "where the model is loaded, or pass the model's name."
         )
     if args.model_init_kwargs:
         raise ConfigConflictError(
-            f"reading the model: args.model_init_kwargs={args.model_init_kwargs!r} beside a model object, which is loaded "
+            f"reading the model: args.model_init_kwargs={args.model_init_kwargs!r} with a model object, which is loaded "
             "already. Give them where the model is loaded, or pass the model's name."
         )
     if is_peft:
@@ -152,7 +152,7 @@ def base_of(model: Any, args: Any, processing_class: Any = None) -> PreparedBase
 
 
 def _check_trainable(model: Any, args: Any, refers: bool) -> None:
-    """Refuse a PeftModel whose adapter cannot be trained on."""
+    """Reject a PeftModel whose adapter cannot be trained on."""
     verdict = judge_adapter(model)
     if verdict.kind == "refuse":
         raise collected("reading the PeftModel", verdict.reasons, AdapterRefusedError)
@@ -198,14 +198,14 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> Source:
     if os.path.isfile(os.path.join(path, MANIFEST)):
         if config is not None:
             raise ConfigConflictError(
-                f"reading the model: quantization_config beside the prepared base {path}, which is quantised already. Leave it "
+                f"reading the model: quantization_config with the prepared base {path}, which is quantised already. Leave it "
                 "out, or pass the original model."
             )
         base = open_base(path)
         check_autocast(base.spec, args)
         if revision is not None or dtype not in (None, base.spec.compute_dtype):
             raise ConfigConflictError(
-                f"reading the model: revision={revision!r}, dtype={dtype!r} in args.model_init_kwargs beside the prepared base "
+                f"reading the model: revision={revision!r}, dtype={dtype!r} in args.model_init_kwargs with the prepared base "
                 f"{path}, which is one revision in {base.spec.compute_dtype}. Leave them out, or pass the original model."
             )
     else:
@@ -251,7 +251,7 @@ def check_autocast(spec: QuantSpec, args: Any) -> None:
     if not spec.is_4bit or spec.compute_dtype != "float16" or args.device.type != "cpu" or not args.bf16:
         return
     raise ConfigConflictError(
-        "reading the config: bf16=True multiplies in bfloat16 under autocast beside a 4-bit base whose linears compute in float16, which "
+        "reading the config: bf16=True multiplies in bfloat16 under autocast with a 4-bit base whose linears compute in float16, which "
         "torch's autocast does not join on a CPU. Set bf16=False in the config; or take a base with compute dtype bfloat16 "
         "(model_init_kwargs={'dtype': 'bfloat16'}, or prepare_base(..., compute_dtype='bfloat16'))."
     )
@@ -272,7 +272,7 @@ def _device(device_map: Any, default: Any) -> Any:
     if isinstance(device_map, dict) and list(device_map) == [""]:
         return device_map[""]
     raise ConfigConflictError(
-        f"reading the model: device_map={device_map!r} in args.model_init_kwargs; the base lies on one device. Use "
+        f"reading the model: device_map={device_map!r} in args.model_init_kwargs; the base is on one device. Use "
         "device_map={'': 0}, or leave it out."
     )
 
@@ -311,7 +311,7 @@ def spec_from_config(config: Any, dtype: Any = None) -> QuantSpec:
 
 
 def _refuse_lifted(model: Any) -> None:
-    """Refuse a 4-bit model whose other weights were lifted to float32.
+    """Reject a 4-bit model whose other weights were lifted to float32.
 
     Raises:
         ConfigConflictError: names the first one, and PEFT's function that does it.

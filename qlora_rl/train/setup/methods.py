@@ -26,7 +26,7 @@ def config_class(method: str) -> type:
 
 
 def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
-    """What the trainer of a method would refuse in its config, before it is made."""
+    """What the trainer of a method would reject in its config, before it is made."""
     if method in ("sft", "dpo"):
         return []
     from qlora_rl.train.setup import settings
@@ -46,7 +46,7 @@ def check_memory(model: str, args: Any, quantization: dict[str, Any], peft_confi
         args: TRL's config.
         quantization: transformers' `quantization_config` of the base.
         peft_config: the adapter to make.
-        ours: arguments of the trainer beside TRL's.
+        ours: arguments of the trainer in addition to TRL's.
 
     Raises:
         MemoryBudgetError: the run cannot fit into `gpu_memory`.

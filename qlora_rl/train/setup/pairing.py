@@ -71,7 +71,7 @@ def why_not_shared(source: Source, rollout: str | RolloutEngine, share_base: boo
 
 
 def expects_one_copy(model: Any, rollout: str | RolloutEngine, share_base: bool | str) -> bool:
-    """What the arguments alone tell, before anything is read: the ledger counts the base once or twice."""
+    """What the arguments alone tell, before anything is read: the memory estimate counts the base once or twice."""
     is_named = isinstance(model, str | os.PathLike)
     return share_base is not False and is_named and (rollout == "colocate" or share_base is True)
 
@@ -93,7 +93,7 @@ def make_pair(
         rollout: "colocate", "server", "ray", or the engine that was passed or connected to.
         share_base: "auto", True or False.
         peft_config: the adapter that will be made.
-        check: refuses an adapter by raising, and gives the reason why it needs an engine of its own, or ""; called before
+        check: rejects an adapter by raising, and gives the reason why it needs an engine of its own, or ""; called before
             the engine is started.
         start: starts an engine for adapters of this rank.
         reason: why it cannot be shared, if that is known already.
@@ -141,7 +141,7 @@ def make_pair(
 
 
 def _borrow(engine: Any, source: Source) -> Any:
-    """A model on the engine's tensors, if they are the right ones and lie on the right device."""
+    """A model on the engine's tensors, if they are the right ones and on the right device."""
     from qlora_rl.engine.local import borrow_base
 
     held, wanted = getattr(engine, "base", None), source.options.get("device")
@@ -150,7 +150,7 @@ def _borrow(engine: Any, source: Source) -> Any:
     model = borrow_base(engine, **{key: value for key, value in source.options.items() if key != "device"})
     if wanted is not None and not _is_same(torch.device(wanted), model.device):
         raise CannotShareError(
-            f"sharing the base: the engine's lies on {model.device}, the trainer's is wanted on {wanted}."
+            f"sharing the base: the engine's is on {model.device}, the trainer's is wanted on {wanted}."
         )
     return model
 

@@ -35,12 +35,12 @@ def sharding_of(args: Any) -> str:
 
 
 def check_processes(args: Any, doing: str, *, refused: str = "") -> None:
-    """Refuse what several processes cannot do yet.
+    """Reject what several processes cannot do yet.
 
     Args:
         args: TRL's config.
         doing: for the message.
-        refused: why this training is for one process; empty where several can do it.
+        `refused`: why this training is for one process; empty where several can do it.
 
     Raises:
         NotYetSupportedError: with what can be done instead.
@@ -57,7 +57,9 @@ def check_processes(args: Any, doing: str, *, refused: str = "") -> None:
         return
     if refused:
         raise NotYetSupportedError(
-            f"{doing}: {args.world_size} processes, and {refused}. Start it with plain python, on one GPU (CUDA_VISIBLE_DEVICES=0); "
+            f"{doing}: {args.world_size} processes, and "
+            + refused
+            + ". Start it with plain python, on one GPU (CUDA_VISIBLE_DEVICES=0); "
             "GRPO, RLOO, online DPO, SFT and DPO train in several (docs/distributed.md)."
         )
     if sharding not in SUPPORTED:
@@ -97,7 +99,7 @@ def _check_launch(args: Any, doing: str) -> None:
 
 
 def check_turns(args: Any, of_trl: Mapping[str, Any]) -> None:
-    """Refuse what asks an engine that all processes share more often on one of them than on another.
+    """Reject what asks an engine that all processes share more often on one of them than on another.
 
     Raises:
         NotYetSupportedError: with what can be done instead.
@@ -112,7 +114,7 @@ def check_turns(args: Any, of_trl: Mapping[str, Any]) -> None:
 
 
 def shards_base(args: Any) -> bool:
-    """The trainer's base lies in parts on the ranks."""
+    """The trainer's base is sharded over the ranks."""
     return sharding_of(args) in ("fsdp2", "zero3")
 
 
@@ -149,7 +151,7 @@ def check_common_base(digest: str) -> None:
 
 @torch.no_grad()
 def begin_alike(model: Any) -> None:
-    """What is trained begins on all ranks as on rank 0; the frozen base, which each of them has proven, stays where it is.
+    """What is trained begins on all ranks as on rank 0; the frozen base, which each of them has verified, stays where it is.
 
     DDP would send all of it to everybody when it wraps the model, and write over tensors that may be the engine's.
     """

@@ -26,7 +26,7 @@ _SERVER_FIELDS = (
     "vllm_server_timeout",
     "vllm_group_port",
 )
-# Fields that describe an engine that is built; meaningless beside an engine object.
+# Fields that describe an engine that is built; meaningless with an engine object.
 _BUILD_FIELDS = (
     "vllm_gpu_memory_utilization",
     "vllm_tensor_parallel_size",
@@ -37,8 +37,8 @@ _BUILD_FIELDS = (
 # Sampling arguments that a rollout cannot leave to the caller, and why.
 _OWN_SAMPLING = {
     "n": "every prompt is repeated num_generations times",
-    "seed": "one seed for all requests would draw the same completion again and again; set GRPOConfig(seed=...)",
-    "logprobs": "those of the drawn tokens are needed, no others",
+    "seed": "one seed for all requests would sample the same completion again and again; set GRPOConfig(seed=...)",
+    "logprobs": "those of the sampled tokens are needed, no others",
     "output_kind": "whole completions are needed",
 }
 _CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -106,7 +106,7 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
         )
     if isinstance(rollout, str) and rollout not in STARTED and not is_url(rollout):
         raise ConfigConflictError(
-            f"choosing the engine: rollout={rollout!r} is none of 'colocate' (vLLM in this process), 'server' (one is started beside "
+            f"choosing the engine: rollout={rollout!r} is none of 'colocate' (vLLM in this process), 'server' (one is started next to "
             "it), 'ray' (in actors of a Ray cluster), a URL such as 'http://127.0.0.1:8000' (or several, in a list), or an engine object."
         )
     if args.world_size > 1 and hasattr(rollout, "url"):
@@ -123,7 +123,7 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
     reasons = []
     if args.vllm_mode != "colocate":
         reasons.append(
-            f"vllm_mode={args.vllm_mode!r}: leave it out. rollout='server' starts a server beside the trainer, rollout='http://host:port' asks one of "
+            f"vllm_mode={args.vllm_mode!r}: leave it out. rollout='server' starts a server next to the trainer, rollout='http://host:port' asks one of "
             "`qlora-rl serve`"
         )
     if changed:
@@ -134,7 +134,7 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
         for name in _BUILD_FIELDS:
             if _is_set(args, name):
                 reasons.append(
-                    f"{name}={getattr(args, name)!r} beside an engine object or a URL: set it where the engine is made"
+                    f"{name}={getattr(args, name)!r} with an engine object or a URL: set it where the engine is made"
                 )
     taken = sorted(set(args.generation_kwargs or {}) & set(_OWN_SAMPLING))
     if taken:
@@ -165,7 +165,7 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
 
 
 def check_logprobs(args: GRPOConfig, rollout: str | list[str] | RolloutEngine, rollout_func: Any) -> None:
-    """Reject settings of importance sampling beside an engine without logprobs; TRL's defaults and ours are not taken for a wish.
+    """Reject settings of importance sampling with an engine without logprobs; TRL's defaults and ours are not taken for a wish.
 
     Raises:
         ConfigConflictError: names what was chosen.
@@ -185,7 +185,7 @@ def check_logprobs(args: GRPOConfig, rollout: str | list[str] | RolloutEngine, r
 
 
 def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
-    """vLLM takes the sampling arguments; asked where it is installed, and, beside an engine elsewhere, where `generation_kwargs` are set.
+    """vLLM takes the sampling arguments; asked where it is installed, and, with an engine elsewhere, where `generation_kwargs` are set.
 
     Raises:
         ConfigConflictError: what vLLM says of them.
@@ -215,7 +215,7 @@ def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -
 
 
 def check_datasets(*datasets: Any) -> None:
-    """Refuse images where the columns show them; what columns do not show, the bridge refuses.
+    """Reject images where the columns show them; what columns do not show, the bridge rejects.
 
     Raises:
         NotYetSupportedError: names the column.
@@ -251,7 +251,7 @@ def _completions(args: Any) -> int:
 
 
 def sampling_spec(args: GRPOConfig) -> SamplingSpec:
-    """How TRL's config wants completions drawn; without a seed, which the bridge gives to each call."""
+    """How TRL's config wants completions sampled; without a seed, which the bridge gives to each call."""
     extra: Mapping[str, Any] = args.generation_kwargs or {}
     return SamplingSpec(
         max_tokens=args.max_new_tokens if hasattr(args, "max_new_tokens") else args.max_completion_length,

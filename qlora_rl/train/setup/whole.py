@@ -1,4 +1,4 @@
-"""A model without PEFT: a base that is not 4-bit is trained itself, and its weights travel as full weights."""
+"""A model without PEFT: a base that is not 4-bit is trained itself, and its weights are sent as full weights."""
 
 from __future__ import annotations
 

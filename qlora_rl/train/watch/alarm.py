@@ -38,7 +38,7 @@ _BOUNDS = {
 _AUDIBLE = 0.25
 # The first batch, times this, is the threshold; noise that was examined, times the other.
 _FACTOR, _RAISED = 3.0, 2.0
-# Sequences, and tokens of each, that are scored anew.
+# Sequences, and tokens of each, that are scored again.
 SEQUENCES, TOKENS = 16, 64
 # At every push: so many, and four times as many tokens as one of them may have.
 _AGAIN = 8
@@ -49,7 +49,7 @@ class MismatchAlarm:
 
     Args:
         examine: finds the cause (`Examiner.examine`).
-        rescore: has both sides score completions anew (`Examiner.rescore`); for `observe_again`.
+        rescore: has both sides score completions again (`Examiner.rescore`); for `observe_again`.
         on_mismatch: "stop" raises `PolicyMismatchError`; "warn" logs it and goes on.
         dtype: in which the engine multiplies adapters.
         expected: why the sides are known to differ, such as "top_p=0.9": then only what is shown to be wrong stops a run.
@@ -84,7 +84,7 @@ class MismatchAlarm:
 
         Args:
             fidelity: of the batch.
-            drawn: gives some of its completions; called only if it is examined.
+            `drawn`: gives some of its completions; called only if it is examined.
 
         Returns:
             What an examination has found; `None` where there was no need of one.
@@ -95,10 +95,10 @@ class MismatchAlarm:
         self._looks += 1
         place, distance = f"batch {self._looks}", fidelity.scaled_diff
         gap = self._look_for_gaps(place, fidelity)
-        return self._look(place, distance, f"{fidelity.tokens} drawn tokens", drawn) or gap
+        return self._look(place, distance, f"{fidelity.tokens} sampled tokens", drawn) or gap
 
     def observe_gaps(self, fidelity: Fidelity) -> Diagnosis | None:
-        """Look at a batch that an older policy has drawn: its distance says nothing, a logprob that is missing does.
+        """Look at a batch that an older policy has sampled: its distance says nothing, a logprob that is missing does.
 
         Raises:
             PolicyMismatchError: some were missing in the batch before, too.
@@ -107,7 +107,7 @@ class MismatchAlarm:
         return self._look_for_gaps(f"batch {self._looks}", fidelity)
 
     def observe_again(self, drawn: Drawn) -> tuple[float, Diagnosis | None]:
-        """Look at completions that an older policy has drawn: scored anew by the engine, under what serves now.
+        """Look at completions that an older policy has sampled: scored again by the engine, under what serves now.
 
         Returns:
             Their distance, and as `observe`.
@@ -117,11 +117,11 @@ class MismatchAlarm:
         """
         self._looks += 1
         again, distance = self._rescore(drawn)
-        tokens = f"{sum(map(len, again.completions))} tokens of the batch before, scored anew"
+        tokens = f"{sum(map(len, again.completions))} tokens of the batch before, scored again"
         place = "after the newest push"
         is_gap = math.isnan(distance) and any(map(bool, again.completions))
         gap = self._count_gap(
-            "again", place, "of the tokens that were scored anew some have no logprob" if is_gap else ""
+            "again", place, "of the tokens that were scored again some have no logprob" if is_gap else ""
         )
         return distance, self._look(place, distance, tokens, lambda: again) or gap
 
@@ -143,13 +143,13 @@ class MismatchAlarm:
     def _look_for_gaps(self, place: str, fidelity: Fidelity) -> Diagnosis | None:
         said = ""
         if fidelity.masked_share:
-            said = f"for {100 * fidelity.masked_share:.3g} % of the drawn tokens a side has no logprob"
+            said = f"for {100 * fidelity.masked_share:.3g} % of the sampled tokens a side has no logprob"
         elif fidelity.tokens and math.isnan(fidelity.scaled_diff):
-            said = "a logprob of a drawn token is infinite"
+            said = "a logprob of a sampled token is infinite"
         return self._count_gap("batch", place, said)
 
     def _count_gap(self, kind: str, place: str, said: str) -> Diagnosis | None:
-        """`said` is of drawn tokens for which a side has no number, if there are any: no distance tells of them."""
+        """`said` is of sampled tokens for which a side has no number, if there are any: no distance tells of them."""
         self._gaps[kind] = self._gaps[kind] + 1 if said else 0
         if not said:
             return None
@@ -169,7 +169,7 @@ class MismatchAlarm:
 
     def _look(self, place: str, distance: float, tokens: str, drawn: Callable[[], Drawn]) -> Diagnosis | None:
         if math.isnan(distance):
-            return None  # nothing was drawn, or nothing reported
+            return None  # nothing was sampled, or nothing reported
         limit = self._bounds["usual"] if self.threshold is None else self.threshold
         if distance <= limit:
             self._unexplained, self._suspected = 0, ""
@@ -184,7 +184,7 @@ class MismatchAlarm:
             f"{place}: trainer and engine are {distance:.2g} apart (scaled, mean over {tokens}; up to "
             f"{limit:.2g} is normal for them): {found.sentence}"
         )
-        is_noise = found.cause in ("noise", "dropout")  # scored anew, the sides agree
+        is_noise = found.cause in ("noise", "dropout")  # scored again, the sides agree
         is_large = distance > self._bounds["most"] and not is_noise and not self.expected
         self._unexplained = self._unexplained + 1 if is_large else 0
         is_shown = found.is_fault and (found.is_proven or found.cause == self._suspected)
@@ -207,8 +207,8 @@ class MismatchAlarm:
             logger.warning("%s (on_mismatch='warn': going on)", said)
             return
         error = PolicyMismatchError(
-            f"watching the rollouts: {said}. The policy would learn from what another one has drawn. The run directory holds the last "
-            "adapter; mend the cause, or pass on_mismatch='warn' to go on.",
+            f"watching the rollouts: {said}. The policy would learn from what another one has sampled. The run directory holds the last "
+            "adapter; fix the cause, or pass on_mismatch='warn' to go on.",
             reasons=[found.sentence],
             module=found.module,
         )
@@ -217,7 +217,7 @@ class MismatchAlarm:
 
 
 def check_word(on_mismatch: str) -> None:
-    """Refuse another word.
+    """Reject another word.
 
     Raises:
         ConfigConflictError: it is none of `ON_MISMATCH`.
@@ -227,7 +227,7 @@ def check_word(on_mismatch: str) -> None:
 
 
 def filters_of(sampling: SamplingSpec) -> tuple[str, ...]:
-    """What shapes the engine's distribution beside the temperature, and the trainer does not know of."""
+    """What shapes the engine's distribution other than the temperature, and the trainer does not know of."""
     plain = SamplingSpec()
     names = ("top_p", "top_k", "min_p", "repetition_penalty", "regex")
     set_here = {name: getattr(sampling, name) for name in names if getattr(sampling, name) != getattr(plain, name)}
@@ -250,7 +250,7 @@ def drawn_from(
 
     Args:
         output: of TRL's `_generate_and_score_completions`.
-        mask_BT: nonzero where the policy drew.
+        mask_BT: nonzero where the policy sampled.
         temperature: by which the trainer divides its logits.
         filters: see `filters_of`.
         sequences: at most so many.
@@ -280,7 +280,7 @@ def few_of(output: Mapping[str, Any], mask_BT: torch.Tensor) -> Drawn:
 
 
 def merged(parts: Sequence[Drawn]) -> Drawn:
-    """What several ranks have drawn, as one; no more of it than one would examine."""
+    """What several ranks have sampled, as one; no more of it than one would examine."""
     if len(parts) == 1:
         return parts[0]
     rows = [row for part in parts for row in zip(part.prompts, part.completions, part.logprobs, strict=True)]
@@ -306,7 +306,7 @@ def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_fu
         model: the policy.
         args: of TRL: precision.
         on_mismatch: as the trainer takes it.
-        rollout_func: TRL's: what it returns was not drawn by the bridge.
+        rollout_func: TRL's: what it returns was not sampled by the bridge.
     """
     if not link.bridge.knows_logprobs(rollout_func):
         logger.warning(
@@ -327,7 +327,7 @@ def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_fu
     def examine(drawn: Drawn, limit: float) -> Diagnosis:
         # All ranks look at the same tokens, each with its own engine, and believe the same.
         drawn = merged(ranks().gather(drawn, "examining the rollouts"))
-        with link.bridge.alone():  # threads may be drawing
+        with link.bridge.alone():  # threads may be sampling
             found = examiner.examine(drawn, limit)
         return worst(ranks().gather(found, "examining the rollouts"))
 

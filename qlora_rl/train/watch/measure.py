@@ -87,7 +87,7 @@ class MeasuredSteps:
             self._record.add(**measured)
 
     def _compare(self, mode: str, output: dict[str, Any]) -> None:
-        """What was drawn, with what the trainer thinks of it."""
+        """What was sampled, with what the trainer thinks of it."""
         self._look_at(mode, output, self._trainer_logprobs(output, mode))
 
     def _look_at(self, mode: str, batch: dict[str, Any], logprobs_BT: torch.Tensor) -> None:
@@ -142,7 +142,7 @@ class MeasuredSteps:
             logger.warning("%s", error)
 
     def _trainer_logprobs(self, output: Any, mode: str) -> torch.Tensor:
-        """[B, T] natural logs under the policy that drew the tokens; TRL has them unless its correction is off."""
+        """[B, T] natural logs under the policy that sampled the tokens; TRL has them unless its correction is off."""
         if "old_per_token_logps" in output:
             return output["old_per_token_logps"]
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
@@ -168,7 +168,7 @@ class MeasuredSteps:
 
 
 def drawn_mask(batch: dict[str, Any]) -> torch.Tensor:
-    """[B, T], nonzero where the policy drew: what a tool wrote was not drawn."""
+    """[B, T], nonzero where the policy sampled: what a tool wrote was not sampled."""
     tool_mask_BT = batch.get("tool_mask")
     return batch["completion_mask"] if tool_mask_BT is None else batch["completion_mask"] * tool_mask_BT
 
