@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from qlora_rl import LocalEngine, bake_base, compare, fingerprint_base, load_base, prepare_base, prove_base
+from qlora_rl import LocalEngine, bake_base, compare, fingerprint_base, load_base, prepare_base, verify_base
 from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo import task
 from qlora_rl.demo.job import quieten
@@ -98,7 +98,7 @@ def fingerprint_large() -> dict[str, float]:
             started = time.perf_counter()
             repaired = engine.repair_base()
             repair = time.perf_counter() - started
-            proof = prove_base(ours, engine)
+            proof = verify_base(ours, engine)
     return {
         "parameters": parameters,
         "state_as_loaded": compare(ours, theirs).state,
@@ -130,12 +130,12 @@ def main() -> None:
     with LocalEngine(base, repair_scales=False, **options) as engine:
         as_loaded = compare(ours, engine.describe_base())
         before = distances(model, engine)
-        proof = prove_base(model, engine)
+        proof = verify_base(model, engine)
         after = distances(model, engine)
     baked = bake_base(base, "float32")
     with LocalEngine(baked, **options) as engine:
         exact = load_base(baked)
-        baked_proof = prove_base(exact, engine)
+        baked_proof = verify_base(exact, engine)
         floor = distances(exact, engine)
     commit = measured_at()
     keys = ("mismatch_kl", "logprob_diff_mean", "logprob_diff_max")
@@ -149,7 +149,7 @@ def main() -> None:
         "differences_as_loaded": sorted({entry.how for entry in as_loaded.entries}),
         "largest_relative_scale_error": max(proof.repaired.values()),
         "state_after_repair": proof.diff.state,
-        "float32_baked_is_proven": baked_proof.is_proven,
+        "float32_baked_is_proven": baked_proof.is_verified,
         "fingerprint_seconds": fingerprint_seconds,
         "fingerprint_0.4b": fingerprint_large(),
         "as_loaded": {k: median(before, k) for k in keys},

@@ -19,7 +19,7 @@ _HOMES = {
     "QuantSpec": "qlora_rl.base.quant",
     "fingerprint_base": "qlora_rl.base.fingerprint",
     "compare": "qlora_rl.base.fingerprint",
-    "prove_base": "qlora_rl.sync.admission",
+    "verify_base": "qlora_rl.sync.admission",
     "judge_adapter": "qlora_rl.adapter.verdict",
     "export_adapter": "qlora_rl.adapter.export",
     "read_adapter": "qlora_rl.adapter.export",
@@ -54,7 +54,7 @@ _HOMES = {
 }
 _ERRORS = [
     "AccessDeniedError",
-    "AdapterRefusedError",
+    "AdapterRejectedError",
     "BaseIncompleteError",
     "BaseMismatchError",
     "CanaryError",

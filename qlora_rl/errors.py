@@ -10,7 +10,7 @@
     ├── BaseMismatchError        (ValueError)           trainer and engine hold different bases
     ├── ConfigConflictError      (ValueError)           arguments that contradict each other or this project
     ├── MemoryBudgetError        (ValueError)           a run that cannot fit into the memory it may use
-    ├── AdapterRefusedError      (ValueError)           an adapter that cannot be served as asked
+    ├── AdapterRejectedError     (ValueError)           an adapter that cannot be served as asked
     ├── EngineUnsupportedError   (ValueError)           a model or setting that the engine cannot run
     ├── PromptTooLongError       (ValueError)           a prompt that leaves no room for a completion
     ├── EngineBrokenError        (RuntimeError)         the engine failed in the middle of its work
@@ -84,7 +84,7 @@ class MemoryBudgetError(QloraRLError, ValueError):
     """A run needs more memory than it may use; names the numbers, and what to lower by how much."""
 
 
-class AdapterRefusedError(QloraRLError, ValueError):
+class AdapterRejectedError(QloraRLError, ValueError):
     """The adapter cannot be served in the way that was asked for."""
 
 

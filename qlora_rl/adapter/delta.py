@@ -21,7 +21,7 @@ from qlora_rl.adapter.subject import is_lora_layer, own_name
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.quant import dequantised_rows, dequantised_weight
 from qlora_rl.distributed import gathered, is_sharded, ranks
-from qlora_rl.errors import AdapterRefusedError, collected
+from qlora_rl.errors import AdapterRejectedError, collected
 
 # Makes a weight, given the dtype that is wanted; module and name of each parameter that it reads.
 Maker = Callable[[torch.dtype], torch.Tensor]
@@ -44,7 +44,7 @@ def iter_weights(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tu
         Name and weight. At most one module's weights exist in addition to the model's, if they are not kept.
 
     Raises:
-        AdapterRefusedError: no weights give this function; names every reason, or the layer.
+        AdapterRejectedError: no weights give this function; names every reason, or the layer.
     """
     dtype = dtype or torch.float32
     for name, weight, parts in _walk(model):
@@ -70,7 +70,7 @@ def _walk(model: Any) -> Iterator[tuple[str, Maker, Parts]]:
     if hasattr(model, "peft_config"):
         verdict = judge_adapter(model)
         if verdict.kind == "refuse":
-            raise collected("making full weights", verdict.reasons, AdapterRefusedError)
+            raise collected("making full weights", verdict.reasons, AdapterRejectedError)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with torch.no_grad():
         left_out = _tied_head(base)
@@ -260,7 +260,7 @@ def _probe(layer: Any, base: Any, path: str) -> tuple[torch.Tensor, torch.Tensor
     """What a float32 stand-in of the layer makes of the identity (of every token, where it is an embedding).
 
     Raises:
-        AdapterRefusedError: it is no linear and no embedding, or not affine, or has a bias that the base has no place for.
+        AdapterRejectedError: it is no linear and no embedding, or not affine, or has a bias that the base has no place for.
     """
     weight = dequantised_weight(base.weight)
     device = weight.device
@@ -276,7 +276,7 @@ def _probe(layer: Any, base: Any, path: str) -> tuple[torch.Tensor, torch.Tensor
         elif isinstance(base, torch.nn.Linear):
             plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
         else:
-            raise AdapterRefusedError(
+            raise AdapterRejectedError(
                 f"making full weights: {path} is a {type(base).__name__}, neither a linear nor an embedding. Leave it out of "
                 "target_modules.",
                 module=path,
@@ -299,13 +299,13 @@ def _probe(layer: Any, base: Any, path: str) -> tuple[torch.Tensor, torch.Tensor
         x_TI = torch.randn(3, size, generator=torch.Generator().manual_seed(0)).to(device)
         there_TO, here_TO = stand_in(x_TI[None])[0], x_TI @ weight_OI.T + zero_O
     if not float((there_TO - here_TO).abs().max()) <= _AFFINE * max(1.0, float(there_TO.abs().max())):
-        raise AdapterRefusedError(
+        raise AdapterRejectedError(
             f"making full weights: {path} is not affine in its input under this adapter, so no weight computes the same. Use "
             "LoraConfig(target_modules='all-linear').",
             module=path,
         )
     if bias is None and bool(zero_O.any()):
-        raise AdapterRefusedError(
+        raise AdapterRejectedError(
             f"making full weights: the adapter adds a bias at {path}, whose layer has no bias. Leave it out of "
             "target_modules.",
             module=path,
@@ -333,7 +333,7 @@ def _tied_head(base: Any) -> str | None:
     """Name of the output head's weight where the config ties it to the embedding: it is not sent.
 
     Raises:
-        AdapterRefusedError: the adapter has made the two different, which an engine that ties them cannot hold.
+        AdapterRejectedError: the adapter has made the two different, which an engine that ties them cannot hold.
     """
     config = getattr(base, "config", None)
     if config is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):
@@ -351,7 +351,7 @@ def _tied_head(base: Any) -> str | None:
         with gathered([*of_ours, *of_theirs], "gathering head and embedding"):
             is_equal = torch.equal(ours(torch.float32).float(), theirs(torch.float32).float())
         if not is_equal:
-            raise AdapterRefusedError(
+            raise AdapterRejectedError(
                 f"making full weights: the model ties {where} to {names[id(embedding)]} (tie_word_embeddings), and the adapter "
                 "has made them different; an engine that ties them too cannot hold both. Adapt both in the same way (PEFT: "
                 "ensure_weight_tying), or leave them out.",

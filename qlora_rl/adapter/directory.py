@@ -20,7 +20,7 @@ from qlora_rl.adapter.rules import Finding, judge_method
 from qlora_rl.adapter.store import CONFIG, ORIGIN, WEIGHTS
 from qlora_rl.adapter.subject import active_adapter, method_of
 from qlora_rl.base.checkpoint import models_are_whole
-from qlora_rl.errors import AdapterRefusedError
+from qlora_rl.errors import AdapterRejectedError
 
 _PREFIX = "base_model.model."
 _OTHER_BASE = "This adapter was made for another base, or for another part of it."
@@ -89,15 +89,15 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
     """Open a PEFT directory; see `judge_adapter`.
 
     Raises:
-        AdapterRefusedError: there is no such directory, or `base` holds no config.
+        AdapterRejectedError: there is no such directory, or `base` holds no config.
     """
     path = Path(directory)
     if not _exists(path.is_dir):
-        raise AdapterRefusedError(
+        raise AdapterRejectedError(
             f"opening the adapter {path}: no such directory. Pass one that `save_pretrained` has written."
         )
     if base is not None and not _exists((Path(base) / "config.json").is_file):
-        raise AdapterRefusedError(
+        raise AdapterRejectedError(
             f"opening the adapter {path}: base={base} holds no config.json. Pass a model's directory."
         )
     if not (path / CONFIG).is_file():

@@ -22,7 +22,7 @@ from qlora_rl.adapter.directory import open_adapter
 from qlora_rl.adapter.subject import Subject, active_adapter, ranks_of
 from qlora_rl.adapter.verdict import Verdict, judge_adapter, judge_opened
 from qlora_rl.contracts import AdapterBundle
-from qlora_rl.errors import AdapterRefusedError, collected
+from qlora_rl.errors import AdapterRejectedError, collected
 
 
 def export_adapter(model: Any, *, dtype: torch.dtype | None = None, verdict: Verdict | None = None) -> AdapterBundle:
@@ -37,11 +37,11 @@ def export_adapter(model: Any, *, dtype: torch.dtype | None = None, verdict: Ver
         CPU tensors A [R, I] and B [O, R] for each module, R the largest rank.
 
     Raises:
-        AdapterRefusedError: it is not plain LoRA; names every reason.
+        AdapterRejectedError: it is not plain LoRA; names every reason.
     """
     verdict = verdict or judge_adapter(model)
     if verdict.kind != "adapter":
-        raise collected("exporting the adapter", verdict.reasons, AdapterRefusedError)
+        raise collected("exporting the adapter", verdict.reasons, AdapterRejectedError)
     return export_subject(Subject(model, active_adapter(model)), dtype)
 
 
@@ -65,7 +65,7 @@ def export_subject(
         if wanted == torch.float16 and not bool(
             torch.isfinite(scaled_OR).all() & torch.isfinite(a_RI.to(wanted)).all()
         ):
-            raise AdapterRefusedError(
+            raise AdapterRejectedError(
                 f"exporting the adapter: A, or B times its scale={scale:g}, is too large for float16 at {name}. Use bfloat16, or a smaller "
                 "lora_alpha.",
                 module=name,
@@ -141,12 +141,12 @@ def read_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
         base: see `judge_adapter`.
 
     Raises:
-        AdapterRefusedError: it is not plain LoRA; names every reason.
+        AdapterRejectedError: it is not plain LoRA; names every reason.
     """
     opened = open_adapter(directory, base)
     verdict = judge_opened(opened)
     if verdict.kind != "adapter":
-        raise collected(f"reading the adapter {directory}", verdict.reasons, AdapterRefusedError)
+        raise collected(f"reading the adapter {directory}", verdict.reasons, AdapterRejectedError)
     return export_adapter(opened.model, verdict=verdict)
 
 

@@ -17,7 +17,7 @@ from qlora_rl.adapter.subject import Subject, active_adapter, not_finite
 from qlora_rl.adapter.verdict import Verdict, judge_adapter
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.distributed import shape_of, whole
-from qlora_rl.errors import AdapterRefusedError, collected
+from qlora_rl.errors import AdapterRejectedError, collected
 
 
 class LiveAdapter:
@@ -53,7 +53,7 @@ class LiveAdapter:
         """Check whether its structure is the same as at the last push.
 
         Raises:
-            AdapterRefusedError: it is not plain LoRA (any more); names every reason.
+            AdapterRejectedError: it is not plain LoRA (any more); names every reason.
         """
         self._bundle = self._gathered = None
         try:
@@ -69,7 +69,7 @@ class LiveAdapter:
         """Check that all of its numbers are finite; `look` has checked its structure.
 
         Raises:
-            AdapterRefusedError: it holds NaN or infinity.
+            AdapterRejectedError: it holds NaN or infinity.
         """
         if self._subject is None or self._first_not_finite() is not None:
             self._bind()
@@ -142,7 +142,7 @@ class LiveAdapter:
         self._subject, self._shape = None, ()
         verdict = judge_adapter(self.model)
         if verdict.kind != "adapter":
-            raise collected("exporting the adapter", verdict.reasons, AdapterRefusedError)
+            raise collected("exporting the adapter", verdict.reasons, AdapterRejectedError)
         self._verdict, self._subject = verdict, Subject(self.model, active_adapter(self.model))
         self._seen = self._signature()
         names = self._subject.layers

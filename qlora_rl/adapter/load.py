@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.adapter.verdict import judge_adapter
-from qlora_rl.errors import AdapterRefusedError, collected
+from qlora_rl.errors import AdapterRejectedError, collected
 
 
 def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> Any:
@@ -20,14 +20,14 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
         base: directory that the adapter is held against (names, shapes, the digest that it was trained on); `None`: none.
 
     Raises:
-        AdapterRefusedError: it is damaged, was made for another base, or does not fit the model.
+        AdapterRejectedError: it is damaged, was made for another base, or does not fit the model.
     """
     from peft import PeftConfig, PeftModel
 
     doing = f"loading the adapter {directory}"
     verdict = judge_adapter(Path(directory), base=base)
     if verdict.kind == "refuse":
-        raise collected(doing, verdict.reasons, AdapterRefusedError)
+        raise collected(doing, verdict.reasons, AdapterRejectedError)
     config = PeftConfig.from_pretrained(directory)
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # PiSSA and the like would be initialised again, and change the base once more
@@ -36,5 +36,5 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
         try:
             adapted = PeftModel.from_pretrained(model, directory, config=config)
         except (RuntimeError, ValueError, KeyError) as error:
-            raise AdapterRefusedError(f"{doing}: it does not fit {type(model).__name__}: {error}") from error
+            raise AdapterRejectedError(f"{doing}: it does not fit {type(model).__name__}: {error}") from error
     return adapted.eval()

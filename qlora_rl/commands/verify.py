@@ -46,11 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
         found |= {"file": "different", "differences": list(error.reasons)}
         return _tell(arguments, found, str(error), 1)
     from qlora_rl.base.fingerprint import fingerprint_stored
-    from qlora_rl.sync.admission import prove_base
+    from qlora_rl.sync.admission import verify_base
 
     try:
         with _holder(arguments, base) as holder:
-            proof = prove_base(
+            proof = verify_base(
                 fingerprint_stored(base), holder, allow_base_mismatch=True, repair=not arguments.as_loaded
             )
     except Exception as error:  # whatever stopped it: 1 would mean that the bases differ
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         "differences": [str(entry) for entry in proof.diff.entries],
         "digest": proof.ours.digest,
     }
-    if not proof.is_proven:
+    if not proof.is_verified:
         lines = "\n".join(f"  {entry}" for entry in proof.diff.entries)
         return _tell(arguments, found, f"{arguments.base}: {found['state']}\n{lines}", 1)
     how = f" after {found['repaired']} weights got their exact scales back" if proof.repaired else ""

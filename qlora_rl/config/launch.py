@@ -14,7 +14,7 @@ from qlora_rl.config.rewards import digest, load_reward
 from qlora_rl.config.schema import METHODS, PLANNED, Adapter, Rollout, RunConfig, default
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.distributed import join, ranks
-from qlora_rl.errors import AdapterRefusedError, ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
 
 RESOLVED = "run.toml"
 _OURS = ("kind", "start_from", "dtype")
@@ -30,7 +30,7 @@ def launch(config: RunConfig) -> Path:
 
     Raises:
         ConfigConflictError: a reward file or a dataset cannot be read.
-        AdapterRefusedError: the adapter to start from is damaged, or was trained on another base.
+        AdapterRejectedError: the adapter to start from is damaged, or was trained on another base.
         MemoryBudgetError: it cannot fit into [run] gpu_memory.
         NotYetSupportedError: this version has no trainer for the method.
     """
@@ -191,7 +191,7 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
         return base, lora
     verdict = judge_adapter(adapter.start_from, base=base.path)
     if verdict.kind == "refuse":
-        raise collected(f"reading [adapter] start_from = {adapter.start_from!r}", verdict.reasons, AdapterRefusedError)
+        raise collected(f"reading [adapter] start_from = {adapter.start_from!r}", verdict.reasons, AdapterRejectedError)
     options: dict[str, Any] = {
         "trust_remote_code": held.trust_remote_code,
         "attn_implementation": held.attn_implementation,

@@ -22,7 +22,7 @@ from qlora_rl.base.bake import bake_base, copy_plain
 from qlora_rl.base.checkpoint import load_base
 from qlora_rl.base.writer import write_weights
 from qlora_rl.contracts import rank_class
-from qlora_rl.errors import AdapterRefusedError, ConfigConflictError, ExportError
+from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError
 from qlora_rl.export.card import Card, write_card
 from qlora_rl.export.proof import Distance, Witness, choose_prompts
 from qlora_rl.policy.trained import TrainedRun, load_plain, open_trained
@@ -89,7 +89,7 @@ def export_run(
 
     Raises:
         RunDirectoryError, BaseIncompleteError, BaseMismatchError: see `open_trained`.
-        AdapterRefusedError: it cannot be written in this form; names every reason.
+        AdapterRejectedError: it cannot be written in this form; names every reason.
         ConfigConflictError: the target exists, or arguments contradict each other.
         ExportError: what was loaded again is not the policy; nothing is left.
         NotYetSupportedError: GGUF of this model; names the way out.
@@ -229,8 +229,8 @@ def _write_adapter(trained: TrainedRun, staging: Path, form: str) -> None:
     else:
         try:
             bundle = read_adapter(adapter, base)
-        except AdapterRefusedError as error:
-            raise AdapterRefusedError(
+        except AdapterRejectedError as error:
+            raise AdapterRejectedError(
                 f"exporting {trained.path}: this adapter is more than LoRA and has no canonical form: {'; '.join(r.rstrip('.') for r in error.reasons)}. Export it as PEFT "
                 "has saved it, for PEFT and not for vLLM (--form original), or as one plain model (--to merged).",
                 reasons=error.reasons,

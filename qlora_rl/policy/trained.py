@@ -75,7 +75,7 @@ class TrainedRun:
         """The policy as it was trained: the 4-bit base with the adapter; in eval mode.
 
         Raises:
-            AdapterRefusedError: the adapter is damaged, or of another base.
+            AdapterRejectedError: the adapter is damaged, or of another base.
         """
         if self.model is not None:
             return load_plain(self.model)

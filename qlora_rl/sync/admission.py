@@ -1,4 +1,4 @@
-"""`prove_base`: training starts only when both sides hold the same base, bit for bit; what can be repaired is."""
+"""`verify_base`: training starts only when both sides hold the same base, bit for bit; what can be repaired is."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Admission:
     diff: Diff
 
     @property
-    def is_proven(self) -> bool:
+    def is_verified(self) -> bool:
         """Both sides hold the same base."""
         return self.diff.state == "equal"
 
     def as_dict(self) -> dict[str, Any]:
         """For the run directory's fingerprints.json."""
         return {
-            "proven": self.is_proven,
+            "proven": self.is_verified,
             "repaired": dict(self.repaired),
             "differences": [str(entry) for entry in self.diff.entries],
             "ours": self.ours.as_dict(),
@@ -48,7 +48,7 @@ class Admission:
         }
 
 
-def prove_base(
+def verify_base(
     model: Any | BaseFingerprint, engine: BaseHolder, *, allow_base_mismatch: bool = False, repair: bool = True
 ) -> Admission:
     """Compare the trainer's base with the engine's; repair rounded scales and compare again.
@@ -89,7 +89,7 @@ def prove_base(
     if repaired:
         logger.info("scales of %d weights were rounded by the engine's loader and are exact again", len(repaired))
     admission = Admission(ours, theirs, repaired, diff)
-    if admission.is_proven:
+    if admission.is_verified:
         return admission
     message = explain(diff, engine.capabilities().name)
     if not allow_base_mismatch:

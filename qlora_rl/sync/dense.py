@@ -17,7 +17,7 @@ from qlora_rl.adapter.delta import follow_weights, iter_weights
 from qlora_rl.base.fingerprint import digest_plain
 from qlora_rl.contracts import DenseEngine, Leaf, SyncReport
 from qlora_rl.distributed import here, ranks
-from qlora_rl.errors import AdapterRefusedError, SyncError
+from qlora_rl.errors import AdapterRejectedError, SyncError
 from qlora_rl.sync.canary import Canary
 
 
@@ -48,7 +48,7 @@ class DenseSync:
         """Hand the current policy to the engine as the next version.
 
         Raises:
-            AdapterRefusedError: no weights give the live policy. SyncError: not all of them arrived. In both cases the old version
+            AdapterRejectedError: no weights give the live policy. SyncError: not all of them arrived. In both cases the old version
                 serves if the engine is a server (which loads what has arrived whole) or nothing had been sent; otherwise nothing is
                 served. The push can be repeated.
             CanaryError: they arrived, but the engine computes something else; nothing is served.
@@ -113,7 +113,7 @@ class DenseSync:
         """Before anything is sent: whatever is trained, by an adapter or itself, must be finite."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not _is_finite(here(parameter)):
-                raise AdapterRefusedError(
+                raise AdapterRejectedError(
                     f"pushing weights: {name} holds NaN or infinity. Lower the learning rate, or clip gradients.",
                     module=name.rpartition(".")[0],
                 )
@@ -176,7 +176,7 @@ class DenseStream:
             made = time.perf_counter()
             self.seconds += made - started
             if not _is_finite(weight):
-                raise AdapterRefusedError(
+                raise AdapterRejectedError(
                     f"pushing weights: {name} comes to NaN or infinity in {str(self._dtype).removeprefix('torch.')}. Lower the "
                     "learning rate, or clip gradients.",
                     module=name.rpartition(".")[0],

@@ -76,14 +76,14 @@ class Diagnosis:
         module: the affected module, if there is one.
         distance: mean scaled difference (fidelity.scaled_differences) of the tokens, scored again without dropout; NaN if that was not
             needed.
-        is_proven: verified by bytes or fingerprints; otherwise it was tried, and should be found a second time.
+        is_verified: verified by bytes or fingerprints; otherwise it was tried, and should be found a second time.
     """
 
     cause: str
     sentence: str
     module: str | None = None
     distance: float = float("nan")
-    is_proven: bool = False
+    is_verified: bool = False
 
     @property
     def is_fault(self) -> bool:
@@ -126,7 +126,7 @@ class Examiner:
         """
         proven = self._anywhere(self._held) if self._sends_adapter else None
         proven = proven or self._anywhere(self._bases)
-        return replace(proven, is_proven=True) if proven else self._tried(drawn, limit)
+        return replace(proven, is_verified=True) if proven else self._tried(drawn, limit)
 
     def _anywhere(self, look: Callable[[], Diagnosis | None]) -> Diagnosis | None:
         """What any rank finds at its own engine. All ranks run the same checks in the same order, because the next steps are collective."""

@@ -9,7 +9,7 @@ from qlora_rl.adapter.verdict import Verdict
 from qlora_rl.base.fingerprint import Diff
 from qlora_rl.contracts import EngineCapabilities
 from qlora_rl.errors import (
-    AdapterRefusedError,
+    AdapterRejectedError,
     BaseMismatchError,
     ConfigConflictError,
     collected,
@@ -71,18 +71,18 @@ def plan_sync(
 
     Raises:
         BaseMismatchError: an adapter is nothing without its base, and the engine holds another one.
-        AdapterRefusedError: the adapter cannot be synced as `wish` says; names every reason and the way out.
+        AdapterRejectedError: the adapter cannot be synced as `wish` says; names every reason and the way out.
         ConfigConflictError: an unknown wish, an engine without LoRA, or one that cannot take full weights where they are needed.
     """
     if wish not in WISHES:
         raise ConfigConflictError(f"planning the sync: sync={wish!r} is not one of {WISHES}. Use 'auto'.")
     if verdict.kind == "refuse":
-        raise collected("planning the sync", verdict.reasons, AdapterRefusedError)
+        raise collected("planning the sync", verdict.reasons, AdapterRejectedError)
     if verdict.kind == "full_weights" and wish == "lora_adapter":
         raise collected(
             "planning the sync: sync='lora_adapter', but this adapter cannot be synced alone. Use sync='weights'",
             verdict.reasons,
-            AdapterRefusedError,
+            AdapterRejectedError,
         )
     if wish == "weights" or verdict.kind == "full_weights":
         return _dense(verdict, capabilities, diff, allow_base_mismatch)

@@ -56,7 +56,7 @@ class AdapterSync:
         """Hand the current adapter to the engine as the version after the one it serves.
 
         Raises:
-            AdapterRefusedError: the live adapter is no longer plain LoRA, or holds NaN; the old version serves.
+            AdapterRejectedError: the live adapter is no longer plain LoRA, or holds NaN; the old version serves.
             SyncError: it did not arrive; the old version serves, and the push can be repeated.
             CanaryError: it arrived, but the engine does not multiply with it; the old version serves again (the bare base, if it was the first).
             BaseMismatchError: the base is shared, and was written to; the old version serves.

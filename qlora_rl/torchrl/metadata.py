@@ -10,7 +10,7 @@ import torch
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.adapter.export import export_adapter
 from qlora_rl.adapter.verdict import judge_adapter
-from qlora_rl.errors import AdapterRefusedError, collected
+from qlora_rl.errors import AdapterRejectedError, collected
 
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
@@ -29,11 +29,11 @@ def get_model_metadata(
         is_dense: full weights, also of plain LoRA; by default as the verdict is.
 
     Raises:
-        AdapterRefusedError: nothing can carry it; names every reason.
+        AdapterRejectedError: nothing can carry it; names every reason.
     """
     verdict = judge_adapter(model)
     if verdict.kind == "refuse":
-        raise collected("reading the model's metadata", verdict.reasons, AdapterRefusedError)
+        raise collected("reading the model's metadata", verdict.reasons, AdapterRejectedError)
     wanted = dtype or _dtype(model)
     if verdict.kind == "full_weights" or is_dense:
         tensors: Iterable[tuple[str, torch.Tensor]] = iter_weights(model, dtype=wanted)

@@ -1,6 +1,6 @@
 """The receiver's engine, as the sender sees it: what a push and its canary need of an engine, over the RPC layer.
 
-`AdapterSync`, `DenseSync`, `Canary` and `prove_base` use it like an engine of their own process.
+`AdapterSync`, `DenseSync`, `Canary` and `verify_base` use it like an engine of their own process.
 """
 
 from __future__ import annotations

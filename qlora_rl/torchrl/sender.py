@@ -11,7 +11,7 @@ import torch
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.contracts import SyncReport, SyncStrategy
 from qlora_rl.errors import ConfigConflictError, PeerLostError, QloraRLError, SyncError
-from qlora_rl.sync.admission import Admission, prove_base
+from qlora_rl.sync.admission import Admission, verify_base
 from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.dense import DenseSync
 from qlora_rl.sync.plan import SyncPlan, plan_sync
@@ -85,7 +85,7 @@ class AdapterSender:
             model_metadata: of `get_model_metadata`; made of the registered model where it is left out.
 
         Raises:
-            BaseMismatchError, AdapterRefusedError, ConfigConflictError: the two do not fit; raised in the receiver too.
+            BaseMismatchError, AdapterRejectedError, ConfigConflictError: the two do not fit; raised in the receiver too.
             PeerLostError: there is no receiver within the time limit.
         """
         self._metadata = model_metadata
@@ -102,7 +102,7 @@ class AdapterSender:
         Raises:
             PeerLostError: the receiver is gone, or silent for longer than the time limit; names the stage. The push can be repeated: a
                 restarted receiver is joined again first.
-            AdapterRefusedError, SyncError, CanaryError: as a push without TorchRL; the version before still serves.
+            AdapterRejectedError, SyncError, CanaryError: as a push without TorchRL; the version before still serves.
         """
         model = self._model()
         if weights is not None and policy_of(weights) is not model:
@@ -198,7 +198,7 @@ class AdapterSender:
         capabilities = self._engine.capabilities()
         plan_sync(verdict, capabilities, wish=self._scheme.sync)  # before the bases are read
         self._asking.stage = "prove"
-        self.admission = prove_base(model, self._engine, allow_base_mismatch=self._scheme.allow_base_mismatch)
+        self.admission = verify_base(model, self._engine, allow_base_mismatch=self._scheme.allow_base_mismatch)
         self.plan = plan_sync(
             verdict,
             capabilities,
@@ -237,7 +237,7 @@ class AdapterSender:
         return strategy
 
     def _make_canary(self, model: Any) -> Canary | None:
-        if not self._scheme.canary_every or not self.admission.is_proven:
+        if not self._scheme.canary_every or not self.admission.is_verified:
             return None
         engine: Any = self._engine
         canary = Canary(weakref.proxy(model), engine, every=self._scheme.canary_every, autocast=self._scheme.autocast)

@@ -133,7 +133,7 @@ def attach(
 
     Raises:
         ConfigConflictError: another trainer, one with vLLM of TRL's, without an adapter, or attached already.
-        BaseMismatchError, AdapterRefusedError, EngineUnsupportedError: as there.
+        BaseMismatchError, AdapterRejectedError, EngineUnsupportedError: as there.
     """
     _check(trainer, canary_every)
     check_word(on_mismatch)

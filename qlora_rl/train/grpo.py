@@ -58,7 +58,7 @@ class QLoRAGRPOTrainer(OnlineTrainer, OnePass, MeasuredSteps, GRPOTrainer):
         allow_base_mismatch: train although the engine holds another base; every metric and the report are marked.
 
     Raises:
-        BaseMismatchError, CannotShareError, ConfigConflictError, AdapterRefusedError, UnsupportedQuantError, MissingDependencyError, EngineUnsupportedError,
+        BaseMismatchError, CannotShareError, ConfigConflictError, AdapterRejectedError, UnsupportedQuantError, MissingDependencyError, EngineUnsupportedError,
         NotYetSupportedError, RunDirectoryError, MemoryBudgetError: before anything is trained, each with the way out.
     """
 

@@ -170,7 +170,7 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
             goes on from its last whole checkpoint, or begins where there is none yet.
 
     Raises:
-        BaseMismatchError, ConfigConflictError, AdapterRefusedError, UnsupportedQuantError, NotYetSupportedError, RunDirectoryError:
+        BaseMismatchError, ConfigConflictError, AdapterRejectedError, UnsupportedQuantError, NotYetSupportedError, RunDirectoryError:
             before anything is trained.
     """
 

@@ -104,7 +104,7 @@ def test_vllm_serves_both_ranks_and_is_pushed_to_once_per_step(rollout, on_vllm)
     assert [said(out, rank)["pushes"] for rank in (0, 1)] == [3, 3]
     config = json.loads((out / "config.json").read_text())
     assert config["base_held"]["copies"] == (1 if rollout == "colocate" else 2)
-    assert all(step["mismatch_kl"] < 1e-2 and step["base_is_proven"] for step in lines(out))
+    assert all(step["mismatch_kl"] < 1e-2 and step["base_verified"] for step in lines(out))
     assert all(step["rollout_tokens"] > 0 for step in lines(out))
     # A server and a fleet are rank 0's; the prompts of all are drawn by it.
     assert [said(out, rank)["owns_engine"] for rank in (0, 1)] == [True, rollout == "colocate"]

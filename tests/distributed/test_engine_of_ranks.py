@@ -41,7 +41,7 @@ def test_an_engine_over_trainer_processes_is_proven_by_parts_and_pushed_to_once_
     assert all(push["canary_difference"] is not None for push in pushes)
     assert json.loads((out / "fingerprints.json").read_text())["proven"]
     # What the ranks multiply with is in float32, as in the trainer.
-    assert all(step["base_is_proven"] and step["mismatch_kl"] < 1e-8 for step in lines(out))
+    assert all(step["base_verified"] and step["mismatch_kl"] < 1e-8 for step in lines(out))
     owners = [True, False] if run == "colocate" else [True, False, True, False]
     assert [said(out, rank)["owns_engine"] for rank in range(len(owners))] == owners
     config = json.loads((out / "config.json").read_text())

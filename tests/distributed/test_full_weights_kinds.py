@@ -143,5 +143,5 @@ def test_vllm_is_given_full_weights(way, rollout, base, tmp_path):
     assert [push["version"] for push in lines(out, "sync.jsonl")] == [1, 2]
     assert ends[0]["held"] == ends[1]["held"]
     assert [end["pushes"] for end in ends] == [3, 3]
-    assert all(step["mismatch_kl"] < 1e-2 and step["base_is_proven"] for step in lines(out))
+    assert all(step["mismatch_kl"] < 1e-2 and step["base_verified"] for step in lines(out))
     assert json.loads((out / "config.json").read_text())["plan"]["strategy"] == "weights"

@@ -169,7 +169,7 @@ def test_actors_of_ray_draw_for_both_ranks(stage, base, tmp_path):
     config = json.loads((out / "config.json").read_text())
     assert config["engine"].startswith("2 replicas: vllm")
     assert config["plan"]["transport"] == "object_store"
-    assert all(step["mismatch_kl"] < 1e-2 and step["base_is_proven"] for step in lines(out))
+    assert all(step["mismatch_kl"] < 1e-2 and step["base_verified"] for step in lines(out))
     assert all(step["rollout_tokens"] > 0 for step in lines(out))
 
 

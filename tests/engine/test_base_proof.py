@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import FULL_MATRIX, MATRIX, make_model, score
 
-from qlora_rl import BaseMismatchError, LocalEngine, compare, fingerprint_base, load_base, prepare_base, prove_base
+from qlora_rl import BaseMismatchError, LocalEngine, compare, fingerprint_base, load_base, prepare_base, verify_base
 
 
 def check(tmp_path, architecture, tied, kv_heads, quant, double, blocksize, skip):
@@ -18,8 +18,8 @@ def check(tmp_path, architecture, tied, kv_heads, quant, double, blocksize, skip
     with LocalEngine(base, max_lora_rank=8, max_model_length=32, max_num_seqs=4, repair_scales=False) as engine:
         as_loaded = compare(fingerprint_base(model), engine.describe_base())
         assert as_loaded.state == ("repairable" if double and quant != "none" else "equal"), as_loaded.entries[:3]
-        admission = prove_base(model, engine)
-        assert admission.is_proven
+        admission = verify_base(model, engine)
+        assert admission.is_verified
         assert set(admission.repaired) == set(as_loaded.modules)
         quantised = [n for n, leaf in admission.ours.leaves.items() if leaf.kind in ("nf4", "fp4")]
         assert len(quantised) == (0 if quant == "none" else 14 - len(skip))
@@ -47,7 +47,7 @@ def test_after_the_repair_the_dequantised_weights_are_equal(base, engine):
     import bitsandbytes.functional as functional
 
     model = load_base(base)
-    prove_base(model, engine)
+    verify_base(model, engine)
     runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
     compared = 0
     for name, parameter in runner.get_model().named_parameters():
@@ -72,7 +72,7 @@ def test_an_engine_that_quantised_in_flight_is_refused(model_dir):
         prepare_base(model_dir, "none"), max_model_length=32, max_num_seqs=4, quantization="bitsandbytes"
     ) as engine:
         with pytest.raises(BaseMismatchError) as caught:
-            prove_base(model, engine)
+            verify_base(model, engine)
     text = str(caught.value)
     assert "type differ (ours fp4, theirs nf4)" in text
     assert "vLLM's own in-flight quantisation is always NF4 with double quantisation" in text
@@ -82,13 +82,13 @@ def test_an_engine_that_quantised_in_flight_is_refused(model_dir):
 def test_one_flipped_bit_inside_vllm_is_named(model_dir, what):
     base = prepare_base(model_dir)
     with LocalEngine(base, max_model_length=32, max_num_seqs=4) as engine:
-        assert prove_base(load_base(base), engine).repaired == {}  # alone, the engine repairs itself
+        assert verify_base(load_base(base), engine).repaired == {}  # alone, the engine repairs itself
         model = engine.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
         wanted = "layers.1.mlp.gate_up_proj" if what == "codes" else "layers.0.input_layernorm"
         parameter = next(p for n, p in model.named_parameters() if wanted in n)
         parameter.data.view(torch.uint8).flatten()[5] ^= 64
         with pytest.raises(BaseMismatchError) as caught:
-            prove_base(load_base(base), engine)
+            verify_base(load_base(base), engine)
     name = "model.layers.1.mlp.gate_proj.weight" if what == "codes" else "model.layers.0.input_layernorm.weight"
     assert caught.value.module == name
     assert f"{what} differ" in str(caught.value)

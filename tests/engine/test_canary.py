@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import randomise
 
-from qlora_rl import AdapterSync, Canary, CanaryError, LocalEngine, prove_base
+from qlora_rl import AdapterSync, Canary, CanaryError, LocalEngine, verify_base
 from qlora_rl.engine import compat
 from qlora_rl.sync.in_place import InPlaceTransport
 from qlora_rl.sync.transports import DirectoryTransport
@@ -16,7 +16,7 @@ from qlora_rl.sync.transports import DirectoryTransport
 def pair(base, adapted):
     """Trainer, engine and a strategy whose canary is calibrated."""
     with LocalEngine(base, max_lora_rank=16, max_model_length=32, max_num_seqs=8) as engine:
-        prove_base(adapted, engine)
+        verify_base(adapted, engine)
         canary = Canary(adapted, engine)
         canary.calibrate()
         strategy = AdapterSync(adapted, engine, DirectoryTransport(), canary)
@@ -268,7 +268,7 @@ def test_the_canary_works_on_every_architecture(tmp_path, architecture):
     base = prepare_base(make_model(tmp_path / "model", architecture=architecture))
     model = get_peft_model(load_base(base), LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     with LocalEngine(base, max_lora_rank=8, max_model_length=32, max_num_seqs=8) as engine:
-        prove_base(model, engine)
+        verify_base(model, engine)
         canary = Canary(model, engine)
         canary.calibrate()
         strategy = AdapterSync(model, engine, DirectoryTransport(), canary)

@@ -17,7 +17,7 @@ from support import make_model, randomise
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from qlora_rl import (
-    AdapterRefusedError,
+    AdapterRejectedError,
     AdapterSync,
     BaseMismatchError,
     Canary,
@@ -33,7 +33,7 @@ from qlora_rl import (
     load_base,
     plan_sync,
     prepare_base,
-    prove_base,
+    verify_base,
 )
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.sync.in_place import InPlaceTransport
@@ -89,7 +89,7 @@ def test_in_16_bits_every_kind_is_served_within_twice_the_noise_of_the_bare_base
 def test_a_4_bit_trainer_is_served_within_twice_the_noise_of_the_bare_base(untied):
     model = get_peft_model(load_base(untied), lora(use_dora=True))
     with LocalEngine(bake_base(untied), **OPTIONS) as engine:
-        assert prove_base(model, engine).is_proven
+        assert verify_base(model, engine).is_verified
         pair = Pair(engine, untied, None)
         with torch.no_grad(), model.disable_adapter():
             noise = pair.apart(model)
@@ -221,7 +221,7 @@ def test_a_push_that_fails_at_once_brings_nothing_back_that_was_lost(exact):
         lose()
         with pytest.raises(SyncError, match="Nothing is served"):
             engine.load_dense(breaking(iter_weights(model), 0, OSError("dead")), engine.version + 1)
-        with pytest.raises(AdapterRefusedError, match="NaN"):
+        with pytest.raises(AdapterRejectedError, match="NaN"):
             DenseSync(nan, engine).push()
         assert not engine.holds_dense
         with pytest.raises(EngineBrokenError):
@@ -341,7 +341,7 @@ def test_an_engine_on_a_4_bit_base_refuses_dense_weights(engine, adapted):
 def test_a_dense_engine_on_another_base_is_refused(exact, base):
     exact.engine.drop_adapter()
     with pytest.raises(BaseMismatchError):
-        prove_base(load_base(base), exact.engine)
+        verify_base(load_base(base), exact.engine)
 
 
 def test_after_a_failed_proof_or_a_loss_the_next_push_is_proven_whatever_the_cadence(exact, monkeypatch):
@@ -387,7 +387,7 @@ def test_nan_in_anything_that_is_trained_is_refused_and_the_old_version_serves(e
     version = exact.engine.version
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if part in n and p.requires_grad).view(-1)[0] = float("nan")
-    with pytest.raises(AdapterRefusedError, match="NaN or infinity"):
+    with pytest.raises(AdapterRejectedError, match="NaN or infinity"):
         strategy.push()
     assert exact.engine.version == version
     exact.engine.score(SEQUENCES)
@@ -400,7 +400,7 @@ def test_a_weight_that_becomes_infinite_when_it_is_made_is_refused_and_never_ser
     layer = model.get_base_model().model.layers[1].self_attn.o_proj
     with torch.no_grad():
         layer.lora_magnitude_vector["default"].weight.fill_(3e38)  # finite itself
-    with pytest.raises(AdapterRefusedError, match=r"o_proj.* comes to NaN or infinity in float32"):
+    with pytest.raises(AdapterRejectedError, match=r"o_proj.* comes to NaN or infinity in float32"):
         strategy.push()
     with pytest.raises(EngineBrokenError):
         exact.engine.score(SEQUENCES)
@@ -416,7 +416,7 @@ def test_nan_is_refused_before_anything_is_sent(exact):
     version = exact.engine.version
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if "lora_B" in n)[0, 0] = float("nan")
-    with pytest.raises(AdapterRefusedError, match="NaN"):
+    with pytest.raises(AdapterRejectedError, match="NaN"):
         DenseSync(model, exact.engine).push()
     assert exact.engine.version == version
     exact.engine.score(SEQUENCES)

@@ -34,8 +34,8 @@ from qlora_rl import (
     SyncError,
     bake_base,
     prepare_base,
-    prove_base,
     start_server,
+    verify_base,
 )
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.engine.stage import STAGES
@@ -108,7 +108,7 @@ def test_a_kind_that_full_weights_carry_is_served_exactly(pair, name):
 
 def test_pushes_are_proven_by_the_canary_and_a_failed_proof_is_served_to_nobody(far, server, monkeypatch):
     model = trained(far.base, FULL_WEIGHTS["dora"])
-    assert prove_base(model, far.engine).is_proven
+    assert verify_base(model, far.engine).is_verified
     canary = Canary(model, far.engine)
     canary.calibrate()
     strategy = DenseSync(model, far.engine, canary)

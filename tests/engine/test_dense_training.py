@@ -9,7 +9,7 @@ from peft import get_peft_model
 from test_training import lines, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qlora_rl import AdapterRefusedError, ConfigConflictError, prepare_base
+from qlora_rl import AdapterRejectedError, ConfigConflictError, prepare_base
 
 
 def test_a_model_without_peft_is_trained_itself_and_every_push_is_proven(model_dir, tmp_path):
@@ -39,7 +39,7 @@ def test_a_model_that_is_trained_itself_may_have_its_output_head_multiplied_in_f
     with make(
         base, tmp_path, peft_config=None, sync="weights", canary_every=1, learning_rate=1e-4, cast_lm_head_to_fp32=True
     ) as trainer:
-        assert trainer.admission.is_proven
+        assert trainer.admission.is_verified
         trainer.train()
         assert trainer.state.global_step == 3
     assert all(row["mismatch_kl"] < 1e-3 for row in lines(tmp_path))
@@ -59,7 +59,7 @@ def test_a_4_bit_base_itself_cannot_be_trained_and_a_bare_model_must_be_meant(ba
 
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
 def test_a_start_that_rewrites_the_base_is_refused_and_the_way_that_the_error_names_works(model_dir, tmp_path, start):
-    with pytest.raises(AdapterRefusedError, match="make the PeftModel from a transformers model object"):
+    with pytest.raises(AdapterRejectedError, match="make the PeftModel from a transformers model object"):
         make(prepare_base(model_dir), tmp_path / "refused", peft_config=lora(init_lora_weights=start))
     if start != "pissa":
         return
@@ -68,5 +68,5 @@ def test_a_start_that_rewrites_the_base_is_refused_and_the_way_that_the_error_na
     with make(None, tmp_path / "works", model=model, peft_config=None, canary_every=1) as trainer:
         trainer.train()
         assert trainer.plan.strategy == "weights"
-        assert trainer.admission.is_proven
+        assert trainer.admission.is_verified
     assert all(row["canary_difference"] is not None for row in lines(tmp_path / "works", "sync.jsonl"))

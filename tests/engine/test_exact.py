@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kinds import ADAPTER, KINDS, lora
 from pair import OPTIONS, Pair
 
-from qlora_rl import AdapterRefusedError, LocalEngine, bake_base, export_adapter, judge_adapter
+from qlora_rl import AdapterRejectedError, LocalEngine, bake_base, export_adapter, judge_adapter
 from qlora_rl.adapter.subject import Subject, active_adapter
 
 EXACT = 1e-5
@@ -181,7 +181,7 @@ def test_no_config_of_300_is_silently_wrong(exact):
             served.append(exact.apart(model, scaled=True))  # with one thread one of the 300 is 1.1e-5 apart in nats
             assert served[-1] < EXACT, config
         else:
-            with pytest.raises(AdapterRefusedError):
+            with pytest.raises(AdapterRejectedError):
                 export_adapter(model)
 
     run()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import randomise
 
-from qlora_rl import AdapterSync, Canary, LocalEngine, borrow_base, load_base, prove_base
+from qlora_rl import AdapterSync, Canary, LocalEngine, borrow_base, load_base, verify_base
 from qlora_rl.engine.linears.ways import RuledLinear
 from qlora_rl.sync.in_place import InPlaceTransport
 
@@ -45,7 +45,7 @@ def test_the_linears_are_changed_before_vllm_warms_up_and_it_is_said(measured):
 
 
 def test_it_holds_the_trainers_base_with_repaired_scales_and_scores_as_vllms_own_way(measured, base, wanted):
-    assert prove_base(load_base(base), measured).is_proven
+    assert verify_base(load_base(base), measured).is_verified
     assert torch.allclose(torch.tensor(measured.score(PROMPTS)), wanted, atol=0.05)
     with LocalEngine(base, **OPTIONS, base_compute="vllm") as engine:  # and the other way round
         assert torch.equal(torch.tensor(engine.score(PROMPTS)), wanted)

@@ -39,8 +39,8 @@ from qlora_rl import (
     load_base,
     plan_sync,
     prepare_base,
-    prove_base,
     start_server,
+    verify_base,
 )
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.adapter.store import pack_adapter, write_adapter
@@ -153,8 +153,8 @@ def test_a_body_that_is_too_large_is_refused(server, remote):
 
 def test_it_is_an_engine_and_holds_the_trainers_base(remote, base):
     assert isinstance(remote, RolloutEngine)
-    proof = prove_base(load_base(base), remote)
-    assert proof.is_proven
+    proof = verify_base(load_base(base), remote)
+    assert proof.is_verified
     assert not proof.repaired  # it has done so when it started
     assert remote.repair_base() == {}
 

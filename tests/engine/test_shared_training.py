@@ -93,7 +93,7 @@ def test_one_copy_is_the_default_and_the_run_says_what_was_repaired(base, tmp_pa
     with make(base, tmp_path, save_strategy="steps", save_steps=1) as trainer:
         assert trainer.model.get_base_model().qlora_loan.copied == {}
         assert own(trainer.model, trainer.engine) == set()
-        assert trainer.admission.is_proven
+        assert trainer.admission.is_verified
         assert len(trainer.admission.repaired) == 14
         trainer.train()
         trainer.evaluate(trainer.train_dataset.select(range(8)))

@@ -29,8 +29,8 @@ from qlora_rl import (
     borrow_base,
     load_base,
     prepare_base,
-    prove_base,
     start_server,
+    verify_base,
 )
 from qlora_rl.base.fingerprint import fingerprint_stored
 from qlora_rl.errors import ConfigConflictError
@@ -126,8 +126,8 @@ def damage(engine, name, rank):
 
 
 def test_the_ranks_of_a_4_bit_base_hold_its_decoded_weights_and_prove_each_part(ranks, exact):
-    proof = prove_base(load_base(exact), ranks)
-    assert proof.is_proven
+    proof = verify_base(load_base(exact), ranks)
+    assert proof.is_verified
     baked = bake_base(exact)
     assert proof.theirs == fingerprint_stored(baked)
     assert baked.parent == exact.identity
@@ -149,13 +149,13 @@ def test_a_number_that_is_wrong_in_one_rank_is_found_with_its_weight_and_the_ran
     damage(ranks, name, rank)
     try:
         with pytest.raises(BaseMismatchError) as caught:
-            prove_base(model, ranks)
+            verify_base(model, ranks)
     finally:
         damage(ranks, name, rank)
     assert caught.value.module == name
     assert where in str(caught.value)
     assert len(caught.value.reasons) == 1
-    assert prove_base(model, ranks).is_proven
+    assert verify_base(model, ranks).is_verified
 
 
 def test_they_draw_what_the_trainer_would(ranks, exact, prompts):
@@ -187,7 +187,7 @@ def test_it_says_what_it_cannot_do_in_parts(ranks):
 
 @pytest.fixture
 def strategy(ranks, trainer):
-    prove_base(trainer, ranks)
+    verify_base(trainer, ranks)
     canary = Canary(trainer, ranks)
     canary.calibrate()
     assert canary.threshold <= 1e-3
@@ -274,7 +274,7 @@ def test_a_rank_that_is_killed_ends_the_call_and_the_engine_comes_back_with_its_
         # A context that is collected with an open socket is waited for, without an end.
         assert len(sockets) >= 6
         assert all(socket.closed for socket in sockets)
-        assert prove_base(trainer, engine).is_proven
+        assert verify_base(trainer, engine).is_verified
         strategy.close()
     assert children(os.getpid()) == others
 
@@ -291,7 +291,7 @@ def test_other_shapes_are_proven_and_served_in_parts(tmp_path, architecture, tie
 
     model = get_peft_model(load_base(base), LoraConfig(r=8, target_modules="all-linear"))
     with started(base) as engine:
-        assert prove_base(model, engine).is_proven
+        assert verify_base(model, engine).is_verified
         canary = Canary(model, engine)
         canary.calibrate()
         strategy = AdapterSync(model, engine, DirectoryTransport(), canary)
@@ -317,7 +317,7 @@ def test_16_bits_are_as_close_in_parts_as_they_are_in_one(model_dir, quant, prom
     model = load_base(base)
     prompts = prompts * 4
     with started(base) as engine:
-        assert prove_base(model, engine).is_proven
+        assert verify_base(model, engine).is_verified
         two = kl(model, prompts, engine.generate(prompts, max_tokens=24, seed=1))
     with LocalEngine(bake_base(base) if quant == "nf4" else base, **SIZES) as engine:
         one = kl(model, prompts, engine.generate(prompts, max_tokens=24, seed=1))
@@ -330,7 +330,7 @@ def test_a_training_on_two_ranks(base, tmp_path):
     others = children(os.getpid())
     with make(base, tmp_path, max_steps=4, vllm_tensor_parallel_size=2) as trainer:
         trainer.train()
-        assert trainer.admission.is_proven
+        assert trainer.admission.is_verified
     metrics, pushes = lines(tmp_path), lines(tmp_path, "sync.jsonl")
     assert [push["version"] for push in pushes] == [1, 2, 3, 4]
     assert {push["transport"] for push in pushes} == {"directory"}
@@ -346,7 +346,7 @@ def test_a_server_of_two_ranks_is_proven_pushed_to_and_ends_whole(exact, trainer
     with start_server(exact, tensor_parallel_size=2, timeout_s=300, **SIZES) as server:
         running = children(server.process.pid)
         with ServerEngine(server.url, api_key=server.key, wait_s=1.0) as remote:
-            assert prove_base(trainer, remote).is_proven
+            assert verify_base(trainer, remote).is_verified
             canary = Canary(trainer, remote)
             canary.calibrate()
             strategy = AdapterSync(trainer, remote, HttpTransport(), canary)

@@ -247,7 +247,7 @@ def test_a_trainer_that_nobody_closed_gives_its_engine_back(base, tmp_path):
 
 
 def test_an_old_version_serves_when_a_push_fails(base, adapted, prompts):
-    from qlora_rl import AdapterRefusedError, SyncError
+    from qlora_rl import AdapterRejectedError, SyncError
 
     with LocalEngine(base, max_lora_rank=8, max_model_length=64, max_num_seqs=8) as engine:
         strategy = AdapterSync(adapted, engine, DirectoryTransport())
@@ -258,7 +258,7 @@ def test_an_old_version_serves_when_a_push_fails(base, adapted, prompts):
         good = weight.detach().clone()
         with torch.no_grad():
             weight[0, 0] = float("inf")
-        with pytest.raises(AdapterRefusedError, match="NaN or infinite"):
+        with pytest.raises(AdapterRejectedError, match="NaN or infinite"):
             strategy.push()
         with torch.no_grad():
             weight.copy_(good)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from qlora_rl import LocalEngine, borrow_base, load_base, plan_memory, prepare_base, prove_base
+from qlora_rl import LocalEngine, borrow_base, load_base, plan_memory, prepare_base, verify_base
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ def test_the_demo_learns(tmp_path):
 def test_a_woken_engine_holds_the_base_that_fell_asleep(base):
     model = load_base(base)
     with LocalEngine(base, max_model_length=64, max_num_seqs=8, enable_sleep=True) as engine:
-        proof = prove_base(model, engine)
+        proof = verify_base(model, engine)
         free_awake = torch.cuda.mem_get_info()[0]
         engine.sleep()
         assert torch.cuda.mem_get_info()[0] > free_awake
@@ -58,7 +58,7 @@ def test_the_trainer_computes_on_the_engines_own_tensors(model_dir, quant):
         assert all(place == lent[name].values.data_ptr() for name, place in places(model).items())
         assert {p.device for p in model.parameters()} == {p.device for p in loaded.parameters()}
         assert torch.equal(logits(model), logits(loaded))
-        assert prove_base(model, engine).is_proven
+        assert verify_base(model, engine).is_verified
         del model
 
 

@@ -13,7 +13,7 @@ from test_torchrl_pairs import apart
 from torchrl.weight_update import WeightSyncScheme
 
 from qlora_rl import (
-    AdapterRefusedError,
+    AdapterRejectedError,
     BaseMismatchError,
     CanaryError,
     ConfigConflictError,
@@ -148,7 +148,7 @@ def test_what_cannot_travel_is_refused_before_anybody_is_waited_for(base32):
     sender.register_model(model)
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if "lora_B" in n).fill_(float("nan"))
-    with pytest.raises(AdapterRefusedError, match="NaN"):
+    with pytest.raises(AdapterRejectedError, match="NaN"):
         sender.init_all_workers_group()
 
 
@@ -156,7 +156,7 @@ def test_full_weights_take_the_dense_path_by_the_same_layers(base32, baked32, tm
     model, engine = policy(base32, modules_to_save=["norm"]), dense_engine(baked32)
     scheme = AdapterSyncScheme(transfer=DirectoryTransfer(tmp_path, shard_bytes=2**16), timeout_s=60.0)
     sender, receiver = joined(model, engine, scheme, get_model_metadata(model, torch.float32))
-    assert (sender.plan.strategy, sender.admission.is_proven) == ("weights", True)
+    assert (sender.plan.strategy, sender.admission.is_verified) == ("weights", True)
     for version in (1, 2):
         move(model, version)
         report = sender.update_weights()
@@ -190,8 +190,8 @@ def test_an_adapter_that_has_changed_its_shape_is_refused_until_both_sides_agree
 
 
 def test_an_error_crosses_with_its_class_and_nothing_else_is_made_of_a_name():
-    crossed = unpack_error(pack_error(AdapterRefusedError("no", reasons=["one", "two"], module="here")))
-    assert (type(crossed), crossed.reasons, crossed.module) == (AdapterRefusedError, ("one", "two"), "here")
+    crossed = unpack_error(pack_error(AdapterRejectedError("no", reasons=["one", "two"], module="here")))
+    assert (type(crossed), crossed.reasons, crossed.module) == (AdapterRejectedError, ("one", "two"), "here")
     for name in ("collected", "Sequence", "no such thing", "ValueError"):
         packed = {"type": name, "text": "text", "reasons": [], "module": None}
         assert type(unpack_error(packed)) is SyncError

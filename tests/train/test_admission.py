@@ -28,7 +28,7 @@ def test_a_mismatch_that_is_allowed_marks_metrics_and_report(make_trainer, other
     trainer.train()
     run = tmp_path / "run"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [m["base_is_proven"] for m in metrics] == [0.0]
+    assert [m["base_verified"] for m in metrics] == [0.0]
     assert json.loads((run / "config.json").read_text())["base_proof"]["proven"] is False
     assert json.loads((run / "fingerprints.json").read_text())["differences"]
     assert "held different bases" in write_report(run).read_text()
@@ -41,7 +41,7 @@ def test_a_proven_base_stands_in_the_run_directory(make_trainer, tmp_path):
     proof = json.loads((run / "fingerprints.json").read_text())
     assert proof["proven"] is True
     assert proof["ours"] == proof["theirs"]
-    assert json.loads((run / "metrics.jsonl").read_text())["base_is_proven"] == 1.0
+    assert json.loads((run / "metrics.jsonl").read_text())["base_verified"] == 1.0
     assert "held different bases" not in write_report(run).read_text()
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from qlora_rl import (
-    AdapterRefusedError,
+    AdapterRejectedError,
     BaseMismatchError,
     ConfigConflictError,
     NotYetSupportedError,
@@ -42,7 +42,7 @@ def test_only_the_adapter_moves_and_every_step_is_pushed_and_measured(kind, make
     steps = lines(trainer.run)
     assert [s["step"] for s in steps] == [1, 2, 3]
     # Both compute in bf16 here, by the same kernels: what an engine one version behind would differ by is far above.
-    assert all(0 <= s["mismatch_kl"] < 1e-4 and s["base_is_proven"] == 1 for s in steps)
+    assert all(0 <= s["mismatch_kl"] < 1e-4 and s["base_verified"] == 1 for s in steps)
     assert all(s["reward"] == 0.5 and s["rollout_tokens"] > 0 and s["sync_bytes"] > 0 for s in steps)
     assert len(lines(trainer.run, "sync.jsonl")) == 3
     assert trainer.state.log_history[0]["qlora_rl/mismatch_kl"] < 1e-4
@@ -75,7 +75,7 @@ def test_another_base_a_frozen_adapter_and_a_second_run_are_refused(kind, make_o
     frozen = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]))
     for parameter in frozen.parameters():
         parameter.requires_grad_(False)
-    with pytest.raises(AdapterRefusedError, match="is_trainable=True"):
+    with pytest.raises(AdapterRejectedError, match="is_trainable=True"):
         make_online(kind, model=frozen, peft_config=None)
     with pytest.raises(ConfigConflictError, match="vllm_server_host"):
         make_online(kind, {"vllm_server_host": "10.0.0.1"})
@@ -216,7 +216,7 @@ def test_attach_gives_an_engine_to_a_trainer_of_trl_and_takes_it_back(kind, buil
         assert isinstance(trainer, kind)
         trainer.train()
         assert engine_in_flight.version == version + 2
-        assert held.admission.is_proven
+        assert held.admission.is_verified
         assert held.plan.strategy == "lora_adapter"
         assert len(held.fidelity.history) == 2
         assert held.fidelity.last.mismatch_kl < 1e-4

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from recorded import Recorded
 
 from qlora_rl import load_base
-from qlora_rl.errors import AdapterRefusedError, CannotShareError, ConfigConflictError
+from qlora_rl.errors import AdapterRejectedError, CannotShareError, ConfigConflictError
 from qlora_rl.train.setup.pairing import _is_same
 
 
@@ -72,7 +72,7 @@ def test_a_model_object_is_its_own_copy(make_trainer, colocate, base, lora, kind
     ids=["DoRA", "rank", "an initialisation that needs values"],
 )
 def test_an_adapter_that_cannot_travel_is_refused_before_the_engine_is_started(make_trainer, colocate, config):
-    with pytest.raises((AdapterRefusedError, ConfigConflictError, TypeError, ValueError)):
+    with pytest.raises((AdapterRejectedError, ConfigConflictError, TypeError, ValueError)):
         make_trainer(rollout="colocate", peft_config=config)
     assert not colocate
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from qlora_rl import load_base, prepare_base
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.errors import (
-    AdapterRefusedError,
+    AdapterRejectedError,
     ConfigConflictError,
     NotYetSupportedError,
     PromptTooLongError,
@@ -75,7 +75,7 @@ def test_a_peft_model_and_a_peft_config_are_two_adapters(make_trainer, adapted, 
 
 def test_a_peft_model_that_was_loaded_frozen_is_refused(make_trainer, peft_model, base, tmp_path):
     peft_model().save_pretrained(tmp_path / "adapter")
-    with pytest.raises(AdapterRefusedError, match="is_trainable=True"):
+    with pytest.raises(AdapterRejectedError, match="is_trainable=True"):
         make_trainer(model=PeftModel.from_pretrained(load_base(base), tmp_path / "adapter"), peft_config=None)
 
 

@@ -292,7 +292,7 @@ def test_what_another_ranks_engine_is_shown_to_hold_is_the_cause_on_all(make_tra
         monkeypatch.setattr(examiner, proof, lambda: None)
     monkeypatch.setattr(examiner, "_tried", lambda *_: pytest.fail("it went on alone"))
     found = examiner.examine(Drawn([], [], []), 0.1)
-    assert (found.cause, found.is_proven) == ("stale", True)
+    assert (found.cause, found.is_verified) == ("stale", True)
 
 
 def test_ranks_that_share_an_engine_ask_it_the_same_whatever_they_find(make_trainer, config, monkeypatch):

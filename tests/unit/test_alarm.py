@@ -19,17 +19,17 @@ LIKE = measure(torch.zeros(2, 8), torch.zeros(2, 8), torch.ones(2, 8))
 class Examined:
     """An examination that finds what it is told to, and counts."""
 
-    def __init__(self, cause="noise", is_proven=False):
-        self.cause, self.is_proven, self.limits = cause, is_proven, []
+    def __init__(self, cause="noise", is_verified=False):
+        self.cause, self.is_verified, self.limits = cause, is_verified, []
 
     def __call__(self, drawn, limit):
         self.limits.append(limit)
         module = "layers.0" if self.cause == "layer" else None
-        return Diagnosis(self.cause, f"it is {self.cause}", module, is_proven=self.is_proven)
+        return Diagnosis(self.cause, f"it is {self.cause}", module, is_verified=self.is_verified)
 
 
-def alarm_that_saw(*distances, cause="noise", is_proven=False, **arguments):
-    examined = Examined(cause, is_proven)
+def alarm_that_saw(*distances, cause="noise", is_verified=False, **arguments):
+    examined = Examined(cause, is_verified)
     alarm = MismatchAlarm(examined, **arguments)
     for distance in distances:
         see(alarm, distance)
@@ -81,14 +81,14 @@ def test_a_first_batch_that_is_far_off_is_examined_before_it_calibrates():
     assert examined.limits == [0.01]
     assert alarm.threshold == pytest.approx(0.04)
     with pytest.raises(PolicyMismatchError):
-        alarm_that_saw(0.02, cause="scale", is_proven=True)
+        alarm_that_saw(0.02, cause="scale", is_verified=True)
 
 
 @pytest.mark.parametrize("cause", ["scale", "stale", "layer", "bare", "adapter", "base", "sampling"])
-@pytest.mark.parametrize("is_proven", [True, False], ids=["by bytes", "by tokens"])
-def test_what_was_shown_to_be_wrong_stops_at_once_by_bytes_and_in_the_second_step_by_tokens(cause, is_proven):
-    alarm, _ = alarm_that_saw(1e-3, cause=cause, is_proven=is_proven)
-    if not is_proven:
+@pytest.mark.parametrize("is_verified", [True, False], ids=["by bytes", "by tokens"])
+def test_what_was_shown_to_be_wrong_stops_at_once_by_bytes_and_in_the_second_step_by_tokens(cause, is_verified):
+    alarm, _ = alarm_that_saw(1e-3, cause=cause, is_verified=is_verified)
+    if not is_verified:
         assert see(alarm, 4e-3).cause == cause
         assert alarm.threshold == pytest.approx(3e-3)  # what may be a fault is not learnt as noise
     with pytest.raises(PolicyMismatchError, match=f"it is {cause}.*on_mismatch='warn'") as stopped:
@@ -140,12 +140,12 @@ def test_filters_and_dropout_make_a_distance_that_stops_nothing():
     alarm_that_saw(0.3, 0.5, 0.3, cause="unknown", expected=["top_p=0.9"])
     alarm_that_saw(0.3, 0.3, 0.3, cause="dropout")
     with pytest.raises(PolicyMismatchError):  # what is shown to be wrong stops all the same
-        alarm_that_saw(0.3, cause="stale", is_proven=True, expected=["top_p=0.9"])
+        alarm_that_saw(0.3, cause="stale", is_verified=True, expected=["top_p=0.9"])
 
 
 def test_warn_says_it_and_goes_on(caplog):
     with caplog.at_level(logging.WARNING):
-        alarm, _ = alarm_that_saw(1e-3, 0.2, 0.2, 0.2, cause="scale", is_proven=True, on_mismatch="warn")
+        alarm, _ = alarm_that_saw(1e-3, 0.2, 0.2, 0.2, cause="scale", is_verified=True, on_mismatch="warn")
     assert "it is scale" in caplog.text
     assert len(alarm.diagnoses) == 1
     with pytest.raises(ConfigConflictError, match="on_mismatch='ignore'"):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from qlora_rl import BaseMismatchError, ConfigConflictError, FakeEngine, bake_base, load_base, prepare_base, prove_base
+from qlora_rl import BaseMismatchError, ConfigConflictError, FakeEngine, bake_base, load_base, prepare_base, verify_base
 from qlora_rl.base.quant import dequantize_exactly, exact_absmax
 
 PROMPT = torch.tensor([[40, 41, 42, 43, 44]])
@@ -49,12 +49,12 @@ def test_a_baked_base_names_its_parent_and_keeps_the_tokenizer(base, tmp_path):
 
 def test_the_4_bit_trainer_is_admitted_to_the_baked_engine_and_to_no_other(model_dir, base):
     model = load_base(base)
-    assert prove_base(model, FakeEngine(load_base(bake_base(base)))).is_proven
-    assert prove_base(model, FakeEngine(load_base(bake_base(base, "float32")))).is_proven
+    assert verify_base(model, FakeEngine(load_base(bake_base(base)))).is_verified
+    assert verify_base(model, FakeEngine(load_base(bake_base(base, "float32")))).is_verified
     with pytest.raises(BaseMismatchError):
-        prove_base(model, FakeEngine(load_base(prepare_base(model_dir, "none"))))
+        verify_base(model, FakeEngine(load_base(prepare_base(model_dir, "none"))))
     with pytest.raises(BaseMismatchError):
-        prove_base(model, FakeEngine(load_base(bake_base(prepare_base(model_dir, "fp4")))))
+        verify_base(model, FakeEngine(load_base(bake_base(prepare_base(model_dir, "fp4")))))
 
 
 def test_what_is_not_4_bit_is_not_baked(model_dir):

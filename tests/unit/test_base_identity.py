@@ -20,7 +20,7 @@ from qlora_rl import (
     judge_adapter,
     load_base,
     prepare_base,
-    prove_base,
+    verify_base,
 )
 from qlora_rl.adapter.store import ORIGIN, write_origin
 from qlora_rl.base.checkpoint import MANIFEST, open_base
@@ -211,7 +211,7 @@ def test_sides_whose_scales_differ_are_told_what_helps(base, apart):
     with pytest.raises(
         BaseMismatchError, match=r"scales differ.*Copy the directory of one side to the other"
     ) as caught:
-        prove_base(load_base(base), FakeEngine(load_base(apart)))
+        verify_base(load_base(base), FakeEngine(load_base(apart)))
     assert len(caught.value.reasons) == 1
 
 

@@ -11,7 +11,7 @@ from pair import trained
 from peft import get_peft_model
 from support import make_model, randomise
 
-from qlora_rl import AdapterRefusedError, DenseSync, SyncError, judge_adapter, load_base
+from qlora_rl import AdapterRejectedError, DenseSync, SyncError, judge_adapter, load_base
 from qlora_rl.adapter import delta
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.base.checkpoint import adopt
@@ -67,7 +67,7 @@ def test_a_bare_model_with_these_weights_computes_the_same(bare, name):
 @pytest.mark.parametrize("name", [n for n, kind in REFUSED.items() if kind.is_built])
 def test_what_is_refused_gives_no_weights(bare, name):
     model = build(bare, REFUSED[name])
-    with pytest.raises(AdapterRefusedError):
+    with pytest.raises(AdapterRejectedError):
         next(iter_weights(model))
 
 
@@ -122,7 +122,7 @@ def test_a_tied_head_with_an_adapter_on_one_side_only_is_refused(base, target):
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.1)
-    with pytest.raises(AdapterRefusedError, match="tie_word_embeddings"):
+    with pytest.raises(AdapterRejectedError, match="tie_word_embeddings"):
         list(iter_weights(model))
 
 

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from trained import TEXT, make_bpe_model, make_run
 
 from qlora_rl import (
-    AdapterRefusedError,
+    AdapterRejectedError,
     BaseIncompleteError,
     BaseMismatchError,
     ConfigConflictError,
@@ -114,7 +114,7 @@ def test_dora_is_merged_and_travels_in_its_own_form_only(base, tmp_path):
     run = make_run(base, tmp_path / "run", LoraConfig(r=8, use_dora=True, target_modules="all-linear"))
     assert export(run, "merged", out=tmp_path / "merged").distance.kl_mean < LIMIT
     assert export(run, "adapter", out=tmp_path / "adapter", form="original").distance.kl_mean < LIMIT
-    with pytest.raises(AdapterRefusedError, match="DoRA"):
+    with pytest.raises(AdapterRejectedError, match="DoRA"):
         export(run, "adapter", out=tmp_path / "canonical")
     assert not (tmp_path / "canonical").exists()
 
@@ -152,7 +152,7 @@ def test_an_adapter_of_another_base_is_refused(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     (copy / "adapter" / "qlora_adapter.json").write_text(json.dumps({"base_identity": "0" * 64}))
-    with pytest.raises(AdapterRefusedError, match="identity 0000"):
+    with pytest.raises(AdapterRejectedError, match="identity 0000"):
         export(copy, out=tmp_path / "a")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
-from qlora_rl import BaseMismatchError, FakeEngine, compare, fingerprint_base, load_base, prepare_base, prove_base
+from qlora_rl import BaseMismatchError, FakeEngine, compare, fingerprint_base, load_base, prepare_base, verify_base
 from qlora_rl.base.checkpoint import FINGERPRINT, open_base
 from qlora_rl.base.fingerprint import fingerprint_stored
 from qlora_rl.base.quant import exact_absmax
@@ -137,8 +137,8 @@ def test_any_single_bit_of_any_stored_tensor_fails_the_file_digest(base, tmp_pat
 
 
 def test_training_on_an_equal_base_is_admitted(base, loaded):
-    admission = prove_base(loaded, FakeEngine(load_base(base)))
-    assert admission.is_proven
+    admission = verify_base(loaded, FakeEngine(load_base(base)))
+    assert admission.is_verified
     assert admission.repaired == {}
     assert admission.as_dict()["proven"] is True
 
@@ -146,7 +146,7 @@ def test_training_on_an_equal_base_is_admitted(base, loaded):
 def test_another_base_is_refused_with_name_values_and_way_out(model_dir, loaded):
     engine = FakeEngine(load_base(prepare_base(model_dir, "fp4")))
     with pytest.raises(BaseMismatchError) as caught:
-        prove_base(loaded, engine)
+        verify_base(loaded, engine)
     text = str(caught.value)
     assert "model.layers.0.mlp.down_proj.weight: type differ (ours nf4, theirs fp4)" in text
     assert "and so do 13 more" in text
@@ -154,8 +154,8 @@ def test_another_base_is_refused_with_name_values_and_way_out(model_dir, loaded)
     assert "allow_base_mismatch=True" in text
     assert caught.value.module == "model.layers.0.mlp.down_proj.weight"
     assert len(caught.value.reasons) == 14
-    admission = prove_base(loaded, engine, allow_base_mismatch=True)
-    assert not admission.is_proven
+    admission = verify_base(loaded, engine, allow_base_mismatch=True)
+    assert not admission.is_verified
     assert admission.as_dict()["differences"]
 
 
@@ -164,7 +164,7 @@ def test_one_changed_norm_is_enough(base, loaded):
     with torch.no_grad():
         other.model.norm.weight[3] *= 1.01
     with pytest.raises(BaseMismatchError, match=r"model\.norm\.weight: values differ"):
-        prove_base(loaded, FakeEngine(other))
+        verify_base(loaded, FakeEngine(other))
 
 
 def test_another_tokenizer_template_or_config_is_named(base, tmp_path):

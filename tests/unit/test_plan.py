@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from qlora_rl import AdapterRefusedError, BaseMismatchError, ConfigConflictError, plan_sync
+from qlora_rl import AdapterRejectedError, BaseMismatchError, ConfigConflictError, plan_sync
 from qlora_rl.adapter.verdict import Verdict
 from qlora_rl.base.fingerprint import Diff, LeafDiff
 from qlora_rl.contracts import LORA_RANK_CLASSES, EngineCapabilities, rank_class
@@ -39,10 +39,10 @@ def test_the_shortest_way_that_the_engine_has_is_taken_and_named(fields, transpo
         (GOOD, "fastest", (ConfigConflictError, "sync='fastest' is not one of")),
         (DORA, "auto", (ConfigConflictError, "It is DoRA.")),
         (DORA, "weights", (ConfigConflictError, "rollout='colocate'")),
-        (DORA, "lora_adapter", (AdapterRefusedError, "It is DoRA.")),
-        (PROMPT, "auto", (AdapterRefusedError, "And merged.")),
-        (PROMPT, "lora_adapter", (AdapterRefusedError, "It is a prompt.")),
-        (PROMPT, "weights", (AdapterRefusedError, "It is a prompt.")),
+        (DORA, "lora_adapter", (AdapterRejectedError, "It is DoRA.")),
+        (PROMPT, "auto", (AdapterRejectedError, "And merged.")),
+        (PROMPT, "lora_adapter", (AdapterRejectedError, "It is a prompt.")),
+        (PROMPT, "weights", (AdapterRejectedError, "It is a prompt.")),
     ],
 )
 def test_the_plan_for_every_verdict_and_wish(verdict, wish, result):
@@ -62,7 +62,7 @@ def test_full_weights_travel_to_an_engine_that_takes_them_and_the_plan_says_why(
         plan = plan_sync(verdict, capabilities, EQUAL, wish)
         assert (plan.strategy, plan.transport) == ("weights", "stream")
         assert (verdict.reasons or ("was asked for",))[0] in str(plan)
-    with pytest.raises(AdapterRefusedError, match="Use sync='weights'"):
+    with pytest.raises(AdapterRejectedError, match="Use sync='weights'"):
         plan_sync(DORA, dense, wish="lora_adapter")
     with pytest.raises(BaseMismatchError):
         plan_sync(DORA, dense, OTHER)

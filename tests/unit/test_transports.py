@@ -11,7 +11,7 @@ from kinds import ADAPTER, lora
 from peft import get_peft_model
 from support import randomise
 
-from qlora_rl import AdapterRefusedError, AdapterSync, Canary, CanaryError, FakeEngine, SyncError, export_adapter
+from qlora_rl import AdapterRejectedError, AdapterSync, Canary, CanaryError, FakeEngine, SyncError, export_adapter
 from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.sync.in_place import InPlaceTransport, _copied
 from qlora_rl.sync.transports import DirectoryTransport
@@ -93,7 +93,7 @@ def test_the_version_before_is_whole_until_the_next_push(dense):
                 return nbytes
 
             strategy._adapter.write_into = partly
-        with pytest.raises(AdapterRefusedError if fault == "nan" else CanaryError):
+        with pytest.raises(AdapterRejectedError if fault == "nan" else CanaryError):
             strategy.push()
         assert engine.version == 2
         assert engine.held_adapter(8) == before
@@ -109,7 +109,7 @@ def test_the_bare_base_serves_again_when_the_first_push_fails(dense):
     model, engine, strategy = pair(dense, InPlaceTransport(), canary=True)
     next(p for n, p in model.named_parameters() if "lora_A" in n).data[0, 0] = float("inf")
     for _ in range(2):
-        with pytest.raises(AdapterRefusedError, match="infinite"):
+        with pytest.raises(AdapterRejectedError, match="infinite"):
             strategy.push()
         assert engine.version == 0
     strategy.close()
@@ -134,7 +134,7 @@ def test_what_happened_to_the_live_adapter_since_the_last_push_is_seen(dense, ch
         assert agrees(model, engine)
     else:
         model.merge_adapter() if change == "merge" else model.base_model.disable_adapter_layers()
-        with pytest.raises(AdapterRefusedError, match="merged" if change == "merge" else "disabled"):
+        with pytest.raises(AdapterRejectedError, match="merged" if change == "merge" else "disabled"):
             strategy.push()
         assert engine.version == 2
     strategy.close()
@@ -207,7 +207,7 @@ def test_a_failed_proof_after_the_slots_were_lent_anew_brings_back_the_version_b
             strategy.canary.every = 1
         else:
             strategy.canary._compare_held = lambda bundle: (_ for _ in ()).throw(KeyboardInterrupt)
-        with pytest.raises((AdapterRefusedError, CanaryError, KeyboardInterrupt)):
+        with pytest.raises((AdapterRejectedError, CanaryError, KeyboardInterrupt)):
             strategy.push()
         assert serves_what_it_did(engine, before)
     assert len(list(strategy.transport.store.root.iterdir())) <= 4  # refused versions do not pile up
@@ -228,7 +228,7 @@ def test_an_engine_whose_last_version_cannot_be_brought_back_serves_nothing(dens
     held = next(p for n, p in model.named_parameters() if "lora_B" in n)
     kept = held.detach().clone()
     held.data[0, 0] = float("nan")
-    with pytest.raises(AdapterRefusedError):
+    with pytest.raises(AdapterRejectedError):
         strategy.push()
     with pytest.raises(EngineBrokenError, match="could not be loaded"):
         engine.generate(PROMPT, max_tokens=2)

@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from support import make_model
 from transformers import AutoModelForCausalLM
 
-from qlora_rl import AdapterRefusedError, export_adapter, judge_adapter
+from qlora_rl import AdapterRejectedError, export_adapter, judge_adapter
 from qlora_rl.adapter import methods
 from qlora_rl.adapter.export import read_adapter
 from qlora_rl.adapter.rules import judge_method
@@ -87,7 +87,7 @@ def test_what_decides_is_said_first(model_dir):
 
 @pytest.mark.parametrize("name", [n for n, k in BUILT.items() if k.verdict != "adapter"])
 def test_what_is_not_plain_lora_is_not_exported(build, name):
-    with pytest.raises(AdapterRefusedError):
+    with pytest.raises(AdapterRejectedError):
         export_adapter(build(KINDS[name]))
 
 
@@ -251,9 +251,9 @@ def test_an_adapter_on_its_own_base_baked_is_at_home(build, base, tmp_path):
 def test_a_directory_that_is_none_is_said_to_be_none(build, model_dir, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    with pytest.raises(AdapterRefusedError, match="no such directory"):
+    with pytest.raises(AdapterRejectedError, match="no such directory"):
         judge_adapter(tmp_path / "nothing")
-    with pytest.raises(AdapterRefusedError, match=r"holds no config\.json"):
+    with pytest.raises(AdapterRejectedError, match=r"holds no config\.json"):
         judge_adapter(tmp_path, base=tmp_path)
     assert "holds no adapter_config.json" in judge_adapter(tmp_path).reasons[0]
     (tmp_path / "adapter_config.json").write_text("{")
@@ -550,7 +550,7 @@ def test_a_run_keeps_what_the_live_layers_multiplied_with(build, model_dir, tmp_
 
 def test_a_scale_that_float16_cannot_hold_is_refused(build):
     model = build(ADAPTER["plain"].__class__("", lambda: lora(lora_alpha=2_000_000), "adapter"))
-    with pytest.raises(AdapterRefusedError, match="too large for float16 at model"):
+    with pytest.raises(AdapterRejectedError, match="too large for float16 at model"):
         export_adapter(model, dtype=torch.float16)
 
 
@@ -596,7 +596,7 @@ def test_damaged_notes_get_a_verdict(build, base, tmp_path, content):
     verdict = judge_adapter(tmp_path, base=base.path)
     assert verdict.kind == "refuse"
     assert "damaged" in verdict.reasons[0]
-    with pytest.raises(AdapterRefusedError, match="no such directory"):
+    with pytest.raises(AdapterRejectedError, match="no such directory"):
         judge_adapter("a" * 5000)
 
 

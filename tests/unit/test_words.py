@@ -73,7 +73,7 @@ def test_prose_uses_the_words_of_the_field(path):
 
 
 def test_the_check_finds_a_word_in_prose_and_leaves_names_alone():
-    code = 'x = "drawn"  # a rollout is drawn\n"""Nobody refuses `prove_base`."""\nrefused = f"{x} was mended, {x}"\n'
+    code = 'x = "drawn"  # a rollout is drawn\n"""Nobody refuses `verify_base`."""\nrefused = f"{x} was mended, {x}"\n'
     assert stumbles(prose_of_code(code)) == ["drawn", "refuses", "mended"]
     assert stumbles(prose_of_page("Sampled.\n```\ndrawn\n```\n`ledger` is a name; a ledger is not.")) == ["ledger"]
     assert stumbles("a chart is drawn and lies there", draws=True) == ["lies"]

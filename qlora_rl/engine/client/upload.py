@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from qlora_rl.engine.stage import encode_part, part_name
-from qlora_rl.errors import AdapterRefusedError, EngineBrokenError, QloraRLError, ServerTakenError, SyncError
+from qlora_rl.errors import AdapterRejectedError, EngineBrokenError, QloraRLError, ServerTakenError, SyncError
 
 # Small weights are sent together until they are so large; a larger one is a part of its own. In bytes.
 PART_BYTES = 4 * 2**20
@@ -24,7 +24,7 @@ PIECE_BYTES = 8 * 2**20
 # The name of a directory of `Stage`.
 _DIRECTORY = re.compile("qlora-rl-weights-[0-9a-f]{1,64}")
 # Errors that say by their type what is wrong.
-_UNCHANGED = (AdapterRefusedError, EngineBrokenError, ServerTakenError)
+_UNCHANGED = (AdapterRejectedError, EngineBrokenError, ServerTakenError)
 
 Ask = Callable[..., dict[str, Any]]
 

@@ -330,14 +330,14 @@ class Replicas:
 
     def _take_back(self, each: Replica, lost: _Lost) -> None:
         """If it is there, on the same base, and holds what the others hold."""
-        started, reason, is_proven = time.monotonic(), lost.reason, False
+        started, reason, is_verified = time.monotonic(), lost.reason, False
         # A push to it that nobody waits for any more must not arrive behind the one that takes it back.
         is_busy = any(not future.done() for future in self._overdue.get(each, ()))
         try:
             # One that is generating has no time for a look, and is not silent.
             if not is_busy and each.is_there(_PROBE_S):
                 self._prove(each)
-                is_proven = True
+                is_verified = True
         except QloraRLError as error:
             reason = str(error)
             if reason != lost.reason:
@@ -345,7 +345,7 @@ class Replicas:
         with self._losing:
             if self._lost.get(each) is not lost:  # dropped once more by another thread, after what was verified here
                 return
-            if not is_proven:
+            if not is_verified:
                 pause = min(_LOOK_SELDOM_S, 2 * max(lost.pause_s, time.monotonic() - started))
                 self._lost[each] = _Lost(reason, time.monotonic() + pause, pause)
                 return

@@ -10,7 +10,7 @@ import torch
 
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import EngineCapabilities
-from qlora_rl.errors import AdapterRefusedError, EngineBrokenError, EngineUnsupportedError, SyncError
+from qlora_rl.errors import AdapterRejectedError, EngineBrokenError, EngineUnsupportedError, SyncError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -46,7 +46,7 @@ class DenseWeights:
             missing = llm.collective_rpc("qlora_load_dense", args=(counted,))[0]
             if missing:
                 raise SyncError(f"no value came for {len(missing)} weights of the engine, first {missing[0]}")
-        except AdapterRefusedError:  # the policy's own fault, and said so by its type
+        except AdapterRejectedError:  # the policy's own fault, and said so by its type
             raise
         except Exception as error:
             after = (

@@ -11,7 +11,7 @@ from typing import Any, cast
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
 from qlora_rl.products import Float32Products
-from qlora_rl.sync.admission import Admission, prove_base
+from qlora_rl.sync.admission import Admission, verify_base
 from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.dense import DenseSync
 from qlora_rl.sync.plan import SyncPlan, plan_sync
@@ -73,7 +73,7 @@ class Link:
         """What was sampled and pushed since the last call, for the step's record; the pushes also go to `run`."""
         reports, tokens, seconds = self.bridge.drain()
         facts: dict[str, float] = {
-            "base_is_proven": float(self.admission.is_proven),
+            "base_verified": float(self.admission.is_verified),
             "rollout_tokens": tokens,
             "rollout_seconds": seconds,
             "rollout_tokens_per_s": tokens / seconds if seconds else float("nan"),
@@ -94,7 +94,7 @@ class Link:
             "sync": self.plan.strategy,
             "plan": self.plan.as_dict(),
             "base_proof": {
-                "proven": self.admission.is_proven,
+                "proven": self.admission.is_verified,
                 "digest": self.admission.ours.digest,
                 "repaired": len(self.admission.repaired),
                 "largest_relative_error": max(self.admission.repaired.values(), default=0.0),
@@ -130,7 +130,7 @@ def link_policy(
         sync, sync_dir, canary_every, allow_base_mismatch: as the trainers take them.
 
     Raises:
-        AdapterRefusedError, BaseMismatchError, CanaryError, ConfigConflictError: with the way out.
+        AdapterRejectedError, BaseMismatchError, CanaryError, ConfigConflictError: with the way out.
     """
     strategy = None
     products = products_of(model, base, args)
@@ -141,11 +141,11 @@ def link_policy(
         if engine is None:
             engine = choice.start_dense(base) if is_dense else choice.start(base, verdict.rank)
         plan_sync(verdict, engine.capabilities(), wish=sync)  # before the bases are read
-        admission = prove_base(model, engine, allow_base_mismatch=allow_base_mismatch)
+        admission = verify_base(model, engine, allow_base_mismatch=allow_base_mismatch)
         check_common_base(admission.ours.digest)
         plan = plan_sync(verdict, engine.capabilities(), admission.diff, sync, allow_base_mismatch=allow_base_mismatch)
         canary = None
-        if canary_every and admission.is_proven:
+        if canary_every and admission.is_verified:
             canary = Canary(model, engine, every=canary_every, autocast=autocast_dtype(args))
             canary.calibrate()
         strategy = (

@@ -15,7 +15,7 @@ from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
 from qlora_rl.base.fingerprint import base_parameters
 from qlora_rl.base.quant import QuantSpec, spec_of, store_as
-from qlora_rl.errors import AdapterRefusedError, ConfigConflictError, UnsupportedQuantError, collected
+from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, UnsupportedQuantError, collected
 from qlora_rl.ledger.shape import read_config
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def resolve_model(
 
     Raises:
         ConfigConflictError: nothing to train, or two adapters.
-        AdapterRefusedError: an adapter whose start would change the base.
+        AdapterRejectedError: an adapter whose start would change the base.
         UnsupportedQuantError: 8 bits, or another method.
     """
     is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
@@ -90,7 +90,7 @@ def resolve_model(
         )
     start = getattr(peft_config, "init_lora_weights", None)
     if isinstance(start, str) and start.lower().startswith(BASE_CHANGING_INITS):
-        raise AdapterRefusedError(
+        raise AdapterRejectedError(
             f"reading peft_config: init_lora_weights={start!r} rewrites the base when PEFT starts the adapter, and the engine would hold "
             "the one from before. Use init_lora_weights=True; or make the PeftModel from a transformers model object (not "
             "load_base's) and pass that: its base is written down as the start has left it, and both sides hold it."
@@ -155,10 +155,10 @@ def _check_trainable(model: Any, args: Any, refers: bool) -> None:
     """Reject a PeftModel whose adapter cannot be trained on."""
     verdict = judge_adapter(model)
     if verdict.kind == "refuse":
-        raise collected("reading the PeftModel", verdict.reasons, AdapterRefusedError)
+        raise collected("reading the PeftModel", verdict.reasons, AdapterRejectedError)
     name = active_adapter(model)
     if verdict and not any(p.requires_grad for n, p in model.named_parameters() if f".{name}." in n):
-        raise AdapterRefusedError(
+        raise AdapterRejectedError(
             f"reading the PeftModel: its adapter {name!r} is frozen, so nothing would be trained. Load it with "
             "PeftModel.from_pretrained(base, path, is_trainable=True)."
         )

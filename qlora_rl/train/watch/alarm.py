@@ -187,7 +187,7 @@ class MismatchAlarm:
         is_noise = found.cause in ("noise", "dropout")  # scored again, the sides agree
         is_large = distance > self._bounds["most"] and not is_noise and not self.expected
         self._unexplained = self._unexplained + 1 if is_large else 0
-        is_shown = found.is_fault and (found.is_proven or found.cause == self._suspected)
+        is_shown = found.is_fault and (found.is_verified or found.cause == self._suspected)
         self._suspected = found.cause if found.is_fault else ""
         if is_shown or self._unexplained >= 2:
             self._stop(said, found)
@@ -291,7 +291,7 @@ def merged(parts: Sequence[Drawn]) -> Drawn:
 
 def worst(found: Sequence[Diagnosis]) -> Diagnosis:
     """Of what several ranks have found the one that tells most."""
-    return min(found, key=lambda d: (not d.is_proven, not d.is_fault, d.cause in ("noise", "dropout")))
+    return min(found, key=lambda d: (not d.is_verified, not d.is_fault, d.cause in ("noise", "dropout")))
 
 
 def _rows(output: Mapping[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
@@ -321,7 +321,7 @@ def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_fu
     autocast = autocast_dtype(args)
     expected = list(filters_of(link.bridge.sampling))
     expected += ["rollout_func"] if rollout_func is not None else []
-    expected += [] if link.admission.is_proven else ["another base is allowed"]
+    expected += [] if link.admission.is_verified else ["another base is allowed"]
     examiner = Examiner(model, link.engine, link.strategy, link.admission, autocast)
 
     def examine(drawn: Drawn, limit: float) -> Diagnosis:
