@@ -157,7 +157,7 @@ def test_warn_says_it_and_goes_on(caplog):
     [
         ({"masked_share": 0.001}, "for 0.1 % of the sampled tokens a side has no logprob"),
         ({"masked_share": 1.0, "tokens": 0, "scaled_diff": float("nan")}, "for 100 % of"),
-        ({"scaled_diff": float("nan")}, "a logprob of a drawn token is infinite"),
+        ({"scaled_diff": float("nan")}, "a logprob of a sampled token is infinite"),
     ],
     ids=["some", "all", "infinite"],
 )
