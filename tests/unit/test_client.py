@@ -583,6 +583,42 @@ def test_a_refused_push_stays_out_of_the_phases(own, server):
     assert own._state.phase is Phase.KNOWN
 
 
+def test_a_push_that_was_cancelled_after_it_arrived_leaves_doubt(own, server):
+    own.load_packed(b"old", 1)
+    real = server.content
+
+    def content(request):
+        real(request)
+        server.content = real
+        own.cancel()
+        raise httpx.ReadError("cut", request=request)
+
+    server.content = content
+    with pytest.raises(errors.RolloutCancelledError):
+        own.load_packed(b"new", 2)
+    assert (server.version, own._state.phase) == (2, Phase.IN_DOUBT)
+    assert own.generate([[1, 2]], max_tokens=1).version == 1
+
+
+def test_a_recovery_that_is_interrupted_as_it_begins_verifies_nothing_and_the_next_one_does(own, server, monkeypatch):
+    own.load_packed(b"old", 1)
+    server.start, server.version = "two", 0
+    begin = own._state.begin_recovery
+
+    def interrupted(start):
+        begin(start)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(own._state, "begin_recovery", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        own.wake()
+    server.asked.clear()
+    assert own.generate([[1, 2]], max_tokens=1).version == 1
+    assert ("GET", "/base") in server.asked
+    assert (own._state.phase, own.start, own.incarnation) == (Phase.KNOWN, "two", 2)
+
+
 @pytest.mark.parametrize("before", ["nothing", "withdrawn"])
 def test_who_asks_for_nothing_pushes_nothing_to_a_restarted_server(own, server, before):
     if before == "withdrawn":

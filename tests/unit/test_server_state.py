@@ -3,7 +3,7 @@
 import pytest
 
 from qlora_rl.engine.client.state import UNPROVEN, Phase, ServerState
-from qlora_rl.errors import EngineBrokenError, EngineClosedError, SyncError
+from qlora_rl.errors import EngineBrokenError, EngineClosedError, RolloutCancelledError, SyncError
 
 NEW, KNOWN, IN_DOUBT, RECOVERING, CLOSED = Phase
 BRINGS_TO = {
@@ -81,7 +81,13 @@ def test_doubt_during_a_recovery_is_there_after_it():
 @pytest.mark.parametrize("has_pushed", [False, True])
 @pytest.mark.parametrize(
     ("error", "leads_to"),
-    [(SyncError, KNOWN), (EngineBrokenError, IN_DOUBT), (KeyboardInterrupt, IN_DOUBT), (OSError, IN_DOUBT)],
+    [
+        (SyncError, KNOWN),
+        (EngineBrokenError, IN_DOUBT),
+        (RolloutCancelledError, IN_DOUBT),
+        (KeyboardInterrupt, IN_DOUBT),
+        (OSError, IN_DOUBT),
+    ],
 )
 def test_only_a_push_without_an_answer_leaves_doubt(has_pushed, error, leads_to):
     state = in_phase(KNOWN)

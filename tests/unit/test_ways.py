@@ -103,7 +103,7 @@ def test_the_product_is_one_operator_for_torchs_compiler():
         (lambda weight: setattr(weight.bnb_quant_state[0], "nested", True), "scales are quantised"),
         (lambda weight: setattr(weight.bnb_quant_state[1], "blocksize", 128), "quantised differently"),
         (lambda weight: setattr(weight.bnb_quant_state[1], "quant_type", "fp4"), "quantised differently"),
-        (lambda weight: weight.bnb_shard_offsets.add_(1), "one after another"),
+        (lambda weight: weight.bnb_shard_offsets.add_(1), "not contiguous"),
     ],
 )
 def test_parts_that_are_not_one_weight_are_left_alone(change, why):

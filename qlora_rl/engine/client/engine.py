@@ -426,8 +426,8 @@ class ServerEngine:
         is_in_doubt = self._state.is_in_doubt
         why = "is in doubt" if is_in_doubt else "was restarted"
         logger.warning("the server at %s %s: its base is verified and the policy pushed again", self.url, why)
-        self._state.begin_recovery(found.start)
         try:
+            self._state.begin_recovery(found.start)  # an interrupt in it must not leave a start that nobody verifies
             self._version = 0
             about = self._ask("GET", "/state")
             if is_in_doubt and about.get("takes_dense"):  # weights may have replaced the base

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from enum import Enum
 
-from qlora_rl.errors import EngineBrokenError, EngineClosedError, QloraRLError
+from qlora_rl.errors import EngineBrokenError, EngineClosedError, QloraRLError, RolloutCancelledError
 from qlora_rl.versions import Versions
 
 UNPROVEN = "unproven"  # no server's start
@@ -115,7 +115,7 @@ class ServerState:
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, QloraRLError) or isinstance(error, EngineBrokenError):
+            if not isinstance(error, QloraRLError) or isinstance(error, EngineBrokenError | RolloutCancelledError):
                 self.doubt()
             elif is_first:
                 self.asked = Versions()
