@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -181,6 +182,16 @@ class Way:
 
     def before(self):
         return self.rank
+
+
+def test_an_engine_of_all_ranks_may_give_no_logprobs(pair):
+    class Silent(Draws):
+        def generate(self, prompts, sampling):
+            return replace(super().generate(prompts, sampling), logprobs=None)
+
+    engines = both(pair, lambda ranks: EngineForAll(lambda: Silent(ranks.rank), ranks))
+    drawn = both(pair, lambda ranks: engines[ranks.rank].generate([[ranks.rank]], SamplingSpec(first_place=ranks.rank)))
+    assert [(each.completion_ids, each.logprobs) for each in drawn] == [([[0, 0]], None), ([[1, 1]], None)]
 
 
 def test_each_group_of_ranks_draws_for_its_own_prompts_on_an_engine_of_its_own_as_one_engine_would():

@@ -106,7 +106,8 @@ class EngineForAll:
         rollout = self._ask(lambda engine: engine.generate(together, parts[0][1]), "generating")
         first = sum(len(part) for part, _ in parts[: self._ranks.rank - self._first])
         mine = slice(first, first + len(prompts))
-        return Rollout(rollout.completion_ids[mine], rollout.logprobs[mine], rollout.version, rollout.seconds)
+        logprobs = rollout.logprobs[mine] if rollout.logprobs else rollout.logprobs  # `None` where it gives none
+        return Rollout(rollout.completion_ids[mine], logprobs, rollout.version, rollout.seconds)
 
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
         """Of the sequences of the owner, which all ranks hold."""
