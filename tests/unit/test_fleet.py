@@ -524,7 +524,9 @@ def test_one_that_came_back_with_the_newest_version_alone_leaves_the_one_before_
 
 
 def test_several_threads_draw_while_one_replica_dies_and_every_prompt_is_drawn_once(connect, replicas, monkeypatch):
-    monkeypatch.setattr(team, "_LOOK_AGAIN_S", 600.0)  # a busy machine takes longer than five seconds, and it would be back
+    monkeypatch.setattr(
+        team, "_LOOK_AGAIN_S", 600.0
+    )  # a busy machine takes longer than five seconds, and it would be back
     for each in replicas.values():
         each.holds_two = True
     fleet = connect()
