@@ -43,6 +43,7 @@ ORDER = {
 # Of these, other packages import what their `__init__` hands on; but for what measures them.
 DOORS = {"local", "fleet", "client", "server", "run"}
 FILES = sorted(PACKAGE.rglob("*.py"))
+ROOMS = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
 
 
 def room(path: Path) -> str:
@@ -59,12 +60,20 @@ def imported_modules(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names} & MODULES.keys()
-        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
-            named = {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (source := absolute(node, path)) in MODULES:
+            named = {f"{source}.{alias.name}" for alias in node.names}
             found |= named & MODULES.keys()
             if not named <= MODULES.keys():
-                found.add(node.module)
+                found.add(source)
     return found
+
+
+def absolute(node: ast.ImportFrom, path: Path) -> str:
+    """The module that `from ... import` names, also by dots."""
+    if not node.level:
+        return node.module or ""
+    above = path.relative_to(PACKAGE.parent).parts[: -node.level]
+    return ".".join([*above, *([node.module] if node.module else [])])
 
 
 MODULES = {module(path): path for path in FILES}
@@ -76,8 +85,10 @@ def imports(path: Path) -> list[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.append(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            source = absolute(node, path)
+            # "from qlora_rl import train": the package is what is named.
+            found += [f"qlora_rl.{alias.name}" for alias in node.names] if source == "qlora_rl" else [source]
     return found
 
 
@@ -88,7 +99,7 @@ def test_imports_go_down_the_floors(path):
         return
     for name in imports(path):
         parts = name.split(".")
-        if parts[0] != "qlora_rl" or len(parts) < 2 or parts[1] == here:
+        if parts[0] != "qlora_rl" or len(parts) < 2 or parts[1] == here or parts[1] not in ROOMS:
             continue
         assert FLOORS[parts[1]] <= FLOORS[here], f"{path} imports {name}, which is above it"
         assert {here, parts[1]} != {"engine", "sync"}, f"{path} imports {name}: the two wings have no door"
@@ -127,6 +138,11 @@ def test_no_modules_import_each_other_in_a_circle():
     while free := {name for name, found in left.items() if not found & left.keys()}:
         left = {name: found for name, found in left.items() if name not in free}
     assert not left, f"in a circle, or on the way to one: {sorted(left)}"
+
+
+def test_a_folder_of_modules_is_a_package():
+    """Without `__init__` it is in no wheel, and the checks of subpackages do not see it."""
+    assert {path.parent for path in FILES} == {path.parent for path in PACKAGE.rglob("__init__.py")}
 
 
 def test_a_folder_can_be_seen_at_once():
