@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.errors import ConfigConflictError
+
 _SHOWN = 300  # characters of another column
 
 
@@ -35,35 +37,53 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
     from qlora_rl.config.launch import load_tokenizer, trl_config
     from qlora_rl.config.read import read_config
+    from qlora_rl.config.schema import METHODS
 
     config = read_config(arguments.file, arguments.overrides)
     args = trl_config(config)
     tokenizer = load_tokenizer(config)
     loaded = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
-    given = config.data.chat_template_kwargs
+    given, draws = config.data.chat_template_kwargs, METHODS[config.method].draws
     for name, dataset in zip(("train", "eval"), loaded, strict=True):
         if dataset is None:
             continue
         print(f"{name}: {len(dataset)} rows; columns: {', '.join(dataset.column_names)}")
         for number, row in enumerate(dataset.select(range(min(arguments.rows, len(dataset))))):
             print(f"\nrow {number}")
-            for line in _shown(tokenizer, row, given):
+            for line in _shown(tokenizer, row, given, draws):
                 print(line)
         print()
-        print(_lengths(dataset, tokenizer, given, _limit(args)))
+        print(_lengths(dataset, tokenizer, given, draws, _limit(args)))
     return 0
 
 
-def _sequences(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a row becomes tokens, by name: what the policy is asked, or what it is trained on."""
+def _sequences(row: Mapping[str, Any], draws: bool = False) -> dict[str, Any]:
+    """What of a row becomes tokens, by name: what the policy is asked (where it `draws`, that alone), or what it is trained on.
+
+    Raises:
+        ConfigConflictError: it holds nothing of that.
+    """
     if "input_ids" in row:
         return {"input_ids": row["input_ids"]}
     answers = [name for name in ("completion", "chosen", "rejected") if row.get(name) is not None]
     prompt = row.get("prompt")
-    if answers:
-        return {name: row[name] if prompt is None else prompt + row[name] for name in answers}
-    name = next(name for name in ("prompt", "messages", "text") if row.get(name) is not None)
+    if answers and not draws:
+        return {name: row[name] if prompt is None else _joined(prompt, row[name]) for name in answers}
+    names = ("prompt",) if draws else ("prompt", "messages", "text")
+    name = next((name for name in names if row.get(name) is not None), None)
+    if name is None:
+        raise ConfigConflictError(
+            f"reading the rows: one has nothing in {' or '.join(names)}: {str(dict(row))[:_SHOWN]}. Fill it in, or remove it."
+        )
     return {name: row[name]}
+
+
+def _joined(prompt: Any, answer: Any) -> Any:
+    if isinstance(prompt, str) != isinstance(answer, str):
+        raise ConfigConflictError(
+            "reading the rows: one has text and messages. Set [data] format = 'chat', which makes messages of the text."
+        )
+    return prompt + answer
 
 
 def _ids(tokenizer: Any, name: str, value: Any, given: Mapping[str, Any]) -> list[int]:
@@ -77,8 +97,8 @@ def _ids(tokenizer: Any, name: str, value: Any, given: Mapping[str, Any]) -> lis
     return list(made["input_ids"])
 
 
-def _shown(tokenizer: Any, row: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    sequences = _sequences(row)
+def _shown(tokenizer: Any, row: Mapping[str, Any], given: Mapping[str, Any], draws: bool) -> Iterator[str]:
+    sequences = _sequences(row, draws)
     for name, value in sequences.items():
         ids = _ids(tokenizer, name, value, given)
         yield f"  {name}, {len(ids)} tokens:"
@@ -97,12 +117,15 @@ def _limit(args: Any) -> tuple[int, str] | None:
             return None
         return whole - answer, f"vllm_max_model_length={whole} - max_completion_length={answer}"
     found = getattr(args, "max_length", None)
+    if found is not None and hasattr(args, "max_new_tokens"):
+        return found - args.max_new_tokens, f"max_length={found} - max_new_tokens={args.max_new_tokens}"
     return None if found is None else (found, f"max_length={found}")
 
 
-def _lengths(dataset: Any, tokenizer: Any, given: Mapping[str, Any], limit: tuple[int, str] | None) -> str:
+def _lengths(dataset: Any, tokenizer: Any, given: Mapping[str, Any], draws: bool, limit: tuple[int, str] | None) -> str:
     counts = sorted(
-        max(len(_ids(tokenizer, name, value, given)) for name, value in _sequences(row).items()) for row in dataset
+        max(len(_ids(tokenizer, name, value, given)) for name, value in _sequences(row, draws).items())
+        for row in dataset
     )
     said = f"tokens of a row: {counts[0]} to {counts[-1]}, median {statistics.median(counts):.0f}"
     if limit is None:

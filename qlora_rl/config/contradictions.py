@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from qlora_rl.config.data import columns_after, placeholders
+from qlora_rl.config.data import columns_after, placeholders, taken_names
 from qlora_rl.config.findings import Finding, show
 from qlora_rl.config.paths import is_file
 from qlora_rl.config.rewards import column_of
@@ -183,6 +183,8 @@ def _columns(said: _Said) -> Iterator[Finding]:
         unknown = [old for old in names.values() if old not in before]
         for old in unknown:
             yield Finding("[data] columns", f"{place} has no column {show(old)}, but {', '.join(before)}")
+        for text in taken_names(names, before):
+            yield Finding("[data] columns", f"{place}: {text}")
         if template is not None:
             try:
                 wanted = placeholders(template)

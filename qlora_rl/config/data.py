@@ -48,6 +48,17 @@ def columns_after(files: Any, names: Mapping[str, str]) -> list[str] | None:
     return [back.get(name, name) for name in _columns(first)]
 
 
+def taken_names(names: Mapping[str, str], columns: Sequence[str]) -> list[str]:
+    """Which of the new names two columns would have, and which columns would have two; each with the way out."""
+    olds = list(names.values())
+    twice = [f"{old} gets two names, and a column has one" for old in dict.fromkeys(olds) if olds.count(old) > 1]
+    return twice + [
+        f"there is a column {new} beside {old}, which is to get its name; name that one too: {new}_before = '{new}'"
+        for new, old in names.items()
+        if new in columns and new not in olds
+    ]
+
+
 def placeholders(template: str) -> list[str]:
     """The columns that a template names.
 
@@ -109,9 +120,11 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
         hub_reachable()
         return load_dataset(names[0], data.subset, split=split, revision=data.revision)
     except Exception as error:  # whatever the library finds: the file is the user's, and so is the way out
-        if not is_file(names[0]) and not hub_reachable():
-            raise ConfigConflictError(f"loading the data: [data] {place}: {why_missing(names[0])}.") from error
         reason = error.__cause__ or error
+        if not is_file(names[0]) and not hub_reachable():
+            raise ConfigConflictError(
+                f"loading the data: [data] {place}: {why_missing(names[0])} ({type(reason).__name__}: {reason})."
+            ) from error
         raise ConfigConflictError(
             f"loading the data: [data] {place}: {', '.join(names)} cannot be read ({type(reason).__name__}: {reason}). Fix it, "
             "or pass another one."
@@ -129,8 +142,15 @@ def _shaped(dataset: Any, data: Data, has_template_field: bool) -> Any:
             f"loading the data: it has no column {', '.join(missing)}, but {', '.join(dataset.column_names)}. Fix [data] columns "
             "or prompt_template."
         )
+    if taken := taken_names(data.columns, dataset.column_names):
+        raise ConfigConflictError(f"loading the data: [data] columns: {', '.join(taken)}.")
     if data.prompt_template is not None:
         template = data.prompt_template
+        for name in wanted:
+            if (row := next((i for i, value in enumerate(dataset[name]) if value is None), None)) is not None:
+                raise ConfigConflictError(
+                    f"loading the data: [data] prompt_template: row {row} has nothing in {name}. Fill it in, or remove the row."
+                )
         dataset = dataset.map(lambda row: {"prompt": template.format(**{name: row[name] for name in wanted})})
     if data.columns:
         dataset = dataset.rename_columns({old: new for new, old in data.columns.items()})
@@ -144,17 +164,25 @@ def _extracted(dataset: Any, name: str, pattern: re.Pattern[str]) -> Any:
         raise ConfigConflictError(
             f"loading the data: [data] extract: there is no column {name}, but {', '.join(dataset.column_names)}."
         )
-    found = [pattern.search(str(value)) for value in dataset[name]]
+    found = [_found(pattern, value) for value in dataset[name]]
     if missing := [number for number, each in enumerate(found) if each is None]:
         raise ConfigConflictError(
             f"loading the data: [data] extract: {name} = {pattern.pattern!r} is not found in {len(missing)} of {len(found)} rows, first in "
             f"row {missing[0]}: {str(dataset[name][missing[0]])[-80:]!r}. Change the expression, or remove these rows."
         )
-    values = [(each[1] if pattern.groups else each[0]).strip() for each in found if each is not None]
-    return dataset.remove_columns(name).add_column(name, values)
+    return dataset.remove_columns(name).add_column(name, found)
+
+
+def _found(pattern: re.Pattern[str], value: Any) -> str | None:
+    """Its group, or all of it; `None` also where the value is none, or the group took no part."""
+    match = None if value is None else pattern.search(str(value))
+    found = None if match is None else match[1 if pattern.groups else 0]
+    return None if found is None else found.strip()
 
 
 def _as_chat(dataset: Any, data: Data, has_template_field: bool) -> Any:
+    from pyarrow import ArrowException
+
     try:
         messages: list[dict[str, Any]] = [dict(as_conversation(row, data.system_prompt)) for row in dataset]
     except (TypeError, ValueError, AttributeError) as error:
@@ -162,24 +190,43 @@ def _as_chat(dataset: Any, data: Data, has_template_field: bool) -> Any:
             "loading the data: [data] format = 'chat': prompt, completion, chosen and rejected hold text or messages, messages holds messages "
             f'({{"role": ..., "content": ...}}): {error}.'
         ) from error
-    if data.chat_template_kwargs and not has_template_field:
-        for each in messages:
-            each[TEMPLATE_COLUMN] = data.chat_template_kwargs
-    names = list(messages[0]) if messages else []
-    if not set(names) - {TEMPLATE_COLUMN}:
+    names = list(dict.fromkeys(name for row in messages for name in row))
+    if not names:
         raise ConfigConflictError(
             f"loading the data: [data] format = 'chat' needs a column prompt, completion, messages, chosen or rejected; there are "
             f"{', '.join(dataset.column_names)}. Rename with columns, or use prompt_template."
         )
-    return dataset.map(
-        lambda _, index: messages[index],
-        with_indices=True,
-        remove_columns=[name for name in names if name in dataset.column_names],
-    )
+    for number, row in enumerate(messages):
+        if wrong := [name for name in names if not _is_talk(row.get(name))]:
+            raise ConfigConflictError(
+                f"loading the data: [data] format = 'chat': row {number} has in {', '.join(wrong)} neither text nor messages "
+                f'({{"role": ..., "content": ...}}), but {str(dataset[number][wrong[0]])[:80]}. Fix the row, or remove it.'
+            )
+    if data.chat_template_kwargs and not has_template_field:
+        for row in messages:
+            row[TEMPLATE_COLUMN] = data.chat_template_kwargs
+        names.append(TEMPLATE_COLUMN)
+    try:
+        return dataset.map(
+            lambda _, index: messages[index],
+            with_indices=True,
+            remove_columns=[name for name in names if name in dataset.column_names],
+        )
+    except ArrowException as error:
+        raise ConfigConflictError(
+            f"loading the data: [data] format = 'chat': messages of one column have contents of two kinds, such as text and lists of parts: "
+            f"{error}. Use one kind; beside parts, leave system_prompt out."
+        ) from error
+
+
+def _is_talk(messages: Any) -> bool:
+    return bool(messages) and all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages)
 
 
 def _under(system_prompt: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    has_own = bool(messages) and messages[0].get("role") == "system"
+    if not messages:  # a system message alone is no conversation
+        return []
+    has_own = messages[0].get("role") == "system"
     return [*([] if has_own else [{"role": "system", "content": system_prompt}]), *map(dict, messages)]
 
 

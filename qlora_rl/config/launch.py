@@ -114,7 +114,9 @@ def load_tokenizer(config: RunConfig) -> Any:
         )
     except Exception as error:
         why = (
-            why_missing(held.model) if not is_local(held.model) else f"{held.model} has none that can be read: {error}"
+            f"{why_missing(held.model)} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'})"
+            if not is_local(held.model)
+            else f"{held.model} has none that can be read: {error}"
         )
         raise ConfigConflictError(f"loading the tokenizer: {why}.") from error
     if config.data.format == "chat" and not tokenizer.chat_template:

@@ -199,6 +199,61 @@ def test_data_that_does_not_fit_is_rejected_with_the_row(data, said):
     assert said in str(error.value)
 
 
+TURN = {"role": "user", "content": "?"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "data", "said"),
+    [
+        ([{"prompt": "a"}, {"prompt": None}], {}, "row 1 has in prompt neither text nor messages"),
+        ([{"prompt": None}, {"prompt": "a"}], {}, "row 0 has in prompt neither text nor messages"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], {}, "row 1 has in completion"),
+        ([{"messages": [TURN]}, {"messages": []}], {"system_prompt": SYSTEM}, "row 1 has in messages"),
+        ([{"messages": [{"from": "human", "value": "?"}]}], {}, "row 0 has in messages"),
+        ([{"prompt": ["a"]}], {}, "row 0 has in prompt"),
+        (
+            [{"prompt": [TURN | {"content": [{"type": "text", "text": "?"}]}]}],
+            {"system_prompt": SYSTEM},
+            "contents of two kinds",
+        ),
+        ([{"q": "a"}, {"q": None}], {"prompt_template": "{q}!", "format": "plain"}, "row 1 has nothing in q"),
+        (
+            [{"prompt": "a", "n": None}, {"prompt": "a", "n": 1}],
+            {"extract": {"n": ".+"}},
+            "in 1 of 2 rows, first in row 0",
+        ),
+        ([{"prompt": "a", "n": "x"}], {"extract": {"n": r"x(\d)?"}}, "in 1 of 1 rows, first in row 0"),
+        ([{"a": "1", "b": "2"}], {"columns": {"a": "b"}, "format": "plain"}, "there is a column a beside b"),
+        ([{"a": "1"}], {"columns": {"x": "a", "y": "a"}, "format": "plain"}, "a gets two names"),
+    ],
+)
+def test_odd_rows_are_rejected_with_their_number(rows, data, said, tmp_path):
+    from qlora_rl.config.schema import Data
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ConfigConflictError, match="loading the data") as error:
+        load_data(Data(**{"train": str(file), "format": "chat"} | data))
+    assert said in str(error.value)
+
+
+def test_columns_may_swap_their_names(tmp_path):
+    from qlora_rl.config.schema import Data
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"a": "1", "b": "2"}))
+    assert load_data(Data(train=str(file), columns={"a": "b", "b": "a"}))[0][0] == {"a": "2", "b": "1"}
+
+
+def test_what_is_sampled_is_the_prompt_alone_whatever_else_a_row_has():
+    row = {"prompt": "a", "completion": "b"}
+    assert _sequences(row) == {"completion": "ab"}
+    assert _sequences(row, draws=True) == {"prompt": "a"}
+    for odd in ({"prompt": None}, {"prompt": "a", "completion": [TURN]}):
+        with pytest.raises(ConfigConflictError, match="reading the rows"):
+            _sequences(odd)
+
+
 def test_messages_keep_their_own_system_message():
     from qlora_rl.config.data import as_conversation
 
