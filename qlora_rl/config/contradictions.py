@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -197,8 +197,12 @@ def _columns(said: _Said) -> Iterator[Finding]:
                     )
                     unknown.append(name)
         after = set(columns_after(files, names) or ()) | ({"prompt"} if template is not None else set())
-        if said.method and not unknown and not any(set(each) <= after for each in METHODS[said.method].columns):
+        if said.method and not unknown and not any(set(each) <= after for each in _ways(said)):
             yield _lacks(said, place, after)
+        patterns = said.get("data", "extract")
+        for name in patterns if isinstance(patterns, Mapping) and not unknown else ():
+            if name not in after:
+                yield Finding("[data] extract", f"{place} has no column {show(name)}, but {', '.join(sorted(after))}")
         for reward in said.rewards if place == "train" else []:
             if not isinstance(reward, Mapping) or not isinstance(reward.get("use"), str):
                 continue
@@ -212,8 +216,14 @@ def _columns(said: _Said) -> Iterator[Finding]:
                 )
 
 
+def _ways(said: _Said) -> list[Sequence[str]]:
+    """The columns that a method can learn from, each way by itself; of a whole text, or of tokens, no messages are made."""
+    is_chat = said.get("data", "format") == "chat"
+    return [each for each in METHODS[said.method].columns if not (is_chat and each[0] in ("text", "input_ids"))]
+
+
 def _lacks(said: _Said, place: str, there: set[str]) -> Finding:
-    ways = " or ".join(" and ".join(each) for each in METHODS[said.method].columns)
+    ways = " or ".join(" and ".join(each) for each in _ways(said))
     text = (
         f"method = '{said.method}' needs the columns {ways}; there are {', '.join(sorted(there))}. Rename with columns"
     )

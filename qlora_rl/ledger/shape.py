@@ -110,9 +110,12 @@ def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = Fals
             hub_reachable()
         return AutoConfig.from_pretrained(os.fspath(model), trust_remote_code=trust_remote_code)
     except Exception as error:
-        if not is_local(model):
-            raise ConfigConflictError(f"reading the config of {model}: {why_missing(os.fspath(model))}.") from error
         lines = str(error).strip().splitlines()
+        if not is_local(model):
+            reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason'}"
+            raise ConfigConflictError(
+                f"reading the config of {model}: {why_missing(os.fspath(model))} ({reason})."
+            ) from error
         raise ConfigConflictError(
             f"reading the config of {model}: {lines[0] if lines else type(error).__name__}. Pass a checkpoint directory, a "
             "config.json, or the name of a hub model that can be reached from here."

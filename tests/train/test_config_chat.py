@@ -237,6 +237,21 @@ def test_odd_rows_are_rejected_with_their_number(rows, data, said, tmp_path):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({}, "needs the columns messages or prompt and completion; there are other, text"),
+        ({"columns": {"prompt": "text", "completion": "other"}, "extract": {"answer": "."}}, "[data] extract"),
+        ({"columns": {"other": "text"}}, "there is a column other beside text"),
+    ],
+)
+def test_columns_that_do_not_fit_are_known_before_anything_is_loaded(data, said, read, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a", "other": "b"}))
+    with pytest.raises(ConfigConflictError) as error:
+        read("sft", {"train": str(tmp_path / "rows.jsonl"), "format": "chat"} | data)
+    assert said in str(error.value)
+
+
 def test_columns_may_swap_their_names(tmp_path):
     from qlora_rl.config.schema import Data
 

@@ -21,7 +21,7 @@ def asked(monkeypatch):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             monkeypatch.setattr(datasets.config, name, False)
-        for name in hub._PROXIES:
+        for name in (*hub._PROXIES, "HF_HUB_OFFLINE"):
             monkeypatch.delenv(name, raising=False)
         for name, value in proxies.items():
             monkeypatch.setenv(name, value)
@@ -43,6 +43,14 @@ def test_one_that_does_not_switches_both_libraries_to_their_caches(asked, caplog
     assert asked(f"http://127.0.0.1:{port}") == (False, (True, True))
     assert "only what is cached here can be used" in caplog.text
     assert "is not in the local cache, and the hub cannot be reached" in hub.why_missing("a/b")
+
+
+def test_who_has_switched_the_hub_off_is_told_so(asked, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "is not in the local cache, and HF_HUB_OFFLINE is set. Unset it" in hub.why_missing("a/b")
 
 
 def test_behind_a_proxy_nothing_is_tried(asked):
