@@ -53,7 +53,7 @@ def taken_names(names: Mapping[str, str], columns: Sequence[str]) -> list[str]:
     olds = list(names.values())
     twice = [f"{old} gets two names, and a column has one" for old in dict.fromkeys(olds) if olds.count(old) > 1]
     return twice + [
-        f"there is a column {new} beside {old}, which is to get its name; name that one too: {new}_before = '{new}'"
+        f"there is a column {new} already, and {old} is to be renamed to it; rename that one too: {new}_before = '{new}'"
         for new, old in names.items()
         if new in columns and new not in olds
     ]
@@ -215,7 +215,7 @@ def _as_chat(dataset: Any, data: Data, has_template_field: bool) -> Any:
     except ArrowException as error:
         raise ConfigConflictError(
             f"loading the data: [data] format = 'chat': messages of one column have contents of two kinds, such as text and lists of parts: "
-            f"{error}. Use one kind; beside parts, leave system_prompt out."
+            f"{error}. Use one kind; with parts, leave system_prompt out."
         ) from error
 
 

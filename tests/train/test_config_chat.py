@@ -223,7 +223,7 @@ TURN = {"role": "user", "content": "?"}
             "in 1 of 2 rows, first in row 0",
         ),
         ([{"prompt": "a", "n": "x"}], {"extract": {"n": r"x(\d)?"}}, "in 1 of 1 rows, first in row 0"),
-        ([{"a": "1", "b": "2"}], {"columns": {"a": "b"}, "format": "plain"}, "there is a column a beside b"),
+        ([{"a": "1", "b": "2"}], {"columns": {"a": "b"}, "format": "plain"}, "there is a column a already, and b"),
         ([{"a": "1"}], {"columns": {"x": "a", "y": "a"}, "format": "plain"}, "a gets two names"),
     ],
 )
@@ -242,7 +242,7 @@ def test_odd_rows_are_rejected_with_their_number(rows, data, said, tmp_path):
     [
         ({}, "needs the columns messages or prompt and completion; there are other, text"),
         ({"columns": {"prompt": "text", "completion": "other"}, "extract": {"answer": "."}}, "[data] extract"),
-        ({"columns": {"other": "text"}}, "there is a column other beside text"),
+        ({"columns": {"other": "text"}}, "there is a column other already, and text"),
     ],
 )
 def test_columns_that_do_not_fit_are_known_before_anything_is_loaded(data, said, read, tmp_path):
