@@ -21,10 +21,11 @@ from qlora_rl import (
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.client import ServerEngine
+from qlora_rl.engine.linears.decoded import DecodedLinear
 from qlora_rl.engine.linears.linear import AdaptedLinear, AdapterProducts
 from qlora_rl.engine.sampling import sampling_params
 from qlora_rl.engine.server import serve, start_server
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.errors import BaseMismatchError, ConfigConflictError
 from qlora_rl.sync.in_place import InPlaceTransport
 
 
@@ -192,6 +193,15 @@ def test_a_training_on_one_base_with_a_baked_engine_is_proven_at_every_push(base
         trainer.train()
         threshold = trainer.bridge.strategy.canary.threshold
         assert compare(fingerprint_base(trainer.model), trainer.engine.describe_base()).state == "equal"
+        vllm_model = trainer.engine.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+        found = [getattr(getattr(m, "quant_method", None), "apply", None) for m in vllm_model.modules()]
+        copies = [each for each in found if isinstance(each, DecodedLinear)]
+        held = copies[-1]._packed
+        copies[-1]._packed = lambda x, bias: held(x, bias) * 1.01
+        with pytest.raises(BaseMismatchError, match="down_proj multiplies with a dequantised copy"):
+            trainer.engine.describe_base()
+        with pytest.raises(BaseMismatchError, match="down_proj multiplies with a dequantised copy"):
+            [trainer.engine.held_adapter(8) for _ in copies]  # one of them at each push
     pushes = lines(tmp_path, "sync.jsonl")
     scored = [p["canary_difference"] for p in pushes if p["canary_difference"] is not None]
     assert len(pushes) == 6

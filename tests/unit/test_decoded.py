@@ -265,3 +265,23 @@ def test_what_was_installed_is_said_in_one_line():
     assert str(found) == (
         "linears multiply with: baked, 1.00 GiB of copies (asked for); adapters: direct; lm_head is left to vLLM: no kernel"
     )
+
+
+def test_a_copy_that_is_not_what_the_codes_say_is_found_whichever_of_them_was_written_to(way):
+    weight = fused()
+    linear = linear_of(weight, way=way)
+    assert linear.wrong_column() is None  # no copy yet
+    copies = []
+    linear.bake(lambda decoded: copies.append(decoded) or pack(decoded))
+    assert [linear.wrong_column(start) for start in range(0, IN, decoded.CHECKED_COLUMNS)] == [None] * 4
+    kept = copies[0][100, 70].clone()
+    copies[0][100, 70] += 1  # a row of the second part
+    assert [linear.wrong_column(start) for start in range(0, IN, decoded.CHECKED_COLUMNS)] == [None, None, 70, None]
+    assert linear.wrong_column(IN + 64) == 70
+    copies[0][100, 70] = kept
+    weight.data.view(-1)[0] ^= 0xF0  # the code of the first weight
+    assert linear.wrong_column() == 0
+    linear.refresh()
+    assert linear.wrong_column() is None
+    weight.bnb_quant_state[2].absmax[-1] *= 2
+    assert linear.wrong_column(IN - 32) == IN - 32

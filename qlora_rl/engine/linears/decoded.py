@@ -23,6 +23,8 @@ from qlora_rl.products import COLUMNS_ALIKE, lifted_rows
 SLICE = 2**21
 # The same where they are lifted to float32 as well.
 LIFTED_SLICE = 2**20
+# Of a decoded copy, read back at a time: as many as tokens are sampled at once, in one product.
+CHECKED_COLUMNS = 32
 
 
 @dataclass
@@ -124,6 +126,31 @@ class DecodedLinear:
         """Make the copy again, where there is one: the codes or scales under it have changed."""
         if self._packed is not None:
             self.bake(self._pack)
+
+    @property
+    def is_baked(self) -> bool:
+        """A decoded copy is multiplied, in the place of the codes."""
+        return self._packed is not None
+
+    def wrong_column(self, start: int = 0) -> int | None:
+        """The first column in which the copy does not hold what the codes and scales say; `None` where all agree, or there is no copy.
+
+        Read through the product that samples: with one 1 and else zeros it is exact, up to the sign of a zero.
+
+        Args:
+            start: the first of `CHECKED_COLUMNS` columns that are read, modulo I.
+        """
+        if self._packed is None:
+            return None
+        if self._joined.renew():
+            self._cut()
+        columns = torch.arange(start, start + min(CHECKED_COLUMNS, self._columns)) % self._columns
+        one_hot = torch.zeros(len(columns), self._columns, dtype=torch.bfloat16)
+        one_hot[torch.arange(len(columns)), columns] = 1
+        held = self._packed(one_hot, None)
+        wanted = torch.cat([self._decoded(part)[:, columns] for part in self._slices]).t()
+        differs = (held != wanted).any(dim=1)
+        return int(columns[differs][0]) if bool(differs.any()) else None
 
     def unbake(self) -> None:
         """Decode again in every product."""

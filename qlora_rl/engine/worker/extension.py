@@ -21,11 +21,13 @@ from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, f
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 from qlora_rl.engine.linears.base_compute import install
+from qlora_rl.engine.linears.decoded import CHECKED_COLUMNS, DecodedLinear
 from qlora_rl.engine.linears.linear import read_products, same_values
 from qlora_rl.engine.stage import read_parts
 from qlora_rl.engine.worker.held import parts, quantised, shard_names, unquantised
 from qlora_rl.engine.worker.parallel import adapted_layers, held_pieces, held_shards
 from qlora_rl.engine.worker.reload import reload_dense
+from qlora_rl.errors import BaseMismatchError
 from qlora_rl.products import Float32Products
 
 
@@ -62,12 +64,18 @@ class BaseExtension:
 
     model_runner: Any
     parallel_config: Any
+    _qlora_copies_checked = 0
 
     def qlora_describe_base(self) -> dict[str, Any]:
         """The *function* of the base as this worker holds it (`BaseFingerprint.as_dict`); of one among several ranks its parts.
 
-        `parallel.described` reads the answers of all of them.
+        `parallel.described` reads the answers of all of them. Of each dequantised copy that is multiplied in the place of its codes, some
+        columns are read back.
+
+        Raises:
+            BaseMismatchError: a copy holds other values than its codes.
         """
+        self._qlora_check_copies()
         model = self.model_runner.get_model()
         config = self.model_runner.model_config
         if self.parallel_config.tensor_parallel_size > 1:
@@ -111,6 +119,23 @@ class BaseExtension:
             return installed[0].as_dict()
         done, self.qlora_decoded = install(self.model_runner, wish, **facts)
         return done.as_dict()
+
+    def _qlora_check_copies(self, count: int | None = None) -> None:
+        """Compare some columns of the next `count` dequantised copies (by default of all) with what their codes and scales say."""
+        named = self.model_runner.get_model().named_modules()
+        products = [(name, getattr(getattr(layer, "quant_method", None), "apply", None)) for name, layer in named]
+        copies = [(name, each) for name, each in products if isinstance(each, DecodedLinear) and each.is_baked]
+        for _ in range(len(copies) if count is None else min(count, len(copies))):
+            turn, number = divmod(self._qlora_copies_checked, len(copies))
+            name, product = copies[number]
+            column = product.wrong_column(turn * CHECKED_COLUMNS)
+            if column is not None:
+                raise BaseMismatchError(
+                    f"checking the base: {name} multiplies with a dequantised copy whose values are not those of its 4-bit codes (column "
+                    f"{column}). Something has written to one of them. Start the engine again; base_compute='nf4' makes no copies.",
+                    module=name,
+                )
+            self._qlora_copies_checked += 1
 
     def qlora_lend_base(self) -> Lending:
         """The base as vLLM's own tensors, fused ones as views of their shards; nothing is copied. A rank among several lends none."""
@@ -178,8 +203,12 @@ class BaseExtension:
 
         Read from what the layers multiply with, not from the file: from the buffers, or through the products of packed copies where
         those are multiplied (`linear.AdapterProducts`). Parts that are all zero are left out. One among several ranks gives its
-        pieces of them; `parallel.held_digests` reads the answers of all.
+        pieces of them; `parallel.held_digests` reads the answers of all. With each call one of the base's dequantised copies is checked too.
+
+        Raises:
+            BaseMismatchError: that copy holds other values than its codes.
         """
+        self._qlora_check_copies(1)
         places = self._qlora_multiplied(self.qlora_lend_adapter(adapter_id, rank), adapter_id, rank)
         size = self.parallel_config.tensor_parallel_size
         if size == 1:
