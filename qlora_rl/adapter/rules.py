@@ -12,6 +12,7 @@ import torch
 
 from qlora_rl.adapter import methods
 from qlora_rl.adapter.subject import Subject, is_lora_layer, method_of, not_finite, ranks_of
+from qlora_rl.base.kinds import vision_parts
 from qlora_rl.contracts import LORA_RANK_CLASSES
 from qlora_rl.distributed import shape_of
 
@@ -134,6 +135,19 @@ def _is_untouched(subject: Subject) -> Iterator[Finding]:
 def _has_modules(subject: Subject) -> Iterator[Finding]:
     if subject.method == "LORA" and not subject.layers:
         yield "refuse", "The adapter reaches no linear module. Set target_modules='all-linear'."
+
+
+def _is_on_the_language_model(subject: Subject) -> Iterator[Finding]:
+    """vLLM serves an adapter of a vision tower as the bare tower: the same tokens and logprobs, no error."""
+    parts = tuple(f"{part}." for part in vision_parts(subject.base))
+    there = [name for name in subject.tuned if parts and name.startswith(parts)]
+    if there:
+        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
+        yield (
+            "refuse",
+            f"{there[0]}{more} belong to the vision tower, on which the engine would leave the adapter out without an error. Adapt the language "
+            "model alone: target_modules=r'model\\.language_model\\..*_proj'.",
+        )
 
 
 def _rank_fits(subject: Subject) -> Iterator[Finding]:
@@ -331,6 +345,7 @@ RULES: tuple[Rule, ...] = (
     _is_on,
     _is_untouched,
     _has_modules,
+    _is_on_the_language_model,
     _rank_fits,
     _is_plain,
     _is_linear,

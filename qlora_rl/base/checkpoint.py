@@ -25,6 +25,7 @@ import torch
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
 from qlora_rl.base.hub import hub_reachable, why_missing
 from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, digest_parts, digest_tokenizer
+from qlora_rl.base.kinds import auto_class, check_vision_type
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
 from qlora_rl.base.writer import write_checkpoint, write_tokenizer
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
@@ -148,11 +149,13 @@ def prepare_base(
 
 def _load_source(source: Path, trust_remote_code: bool) -> Any:
     """The model of a checkpoint directory, all of it: transformers gives random values to what is not there."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        check_vision_type(config)
         with models_are_whole():
-            model, told = AutoModelForCausalLM.from_pretrained(
+            model, told = auto_class(config).from_pretrained(
                 source,
                 dtype="auto",
                 trust_remote_code=trust_remote_code,
@@ -181,6 +184,7 @@ def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.P
     known = getattr(base, "qlora_base", None)
     if isinstance(known, PreparedBase) and out is None:
         return open_base(known)
+    check_vision_type(base.config)
     live = spec_of(base)
     written = live if live.is_4bit else spec
     inputs = _digest_inputs(digest_model(base), written, digest_tokenizer(tokenizer))
@@ -263,13 +267,11 @@ def load_base(
     Raises:
         BaseIncompleteError: see `open_base`.
     """
-    from transformers import AutoModelForCausalLM
-
     prepared = open_base(base)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     with models_are_whole():
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto_class(json.loads((prepared.path / "config.json").read_text())).from_pretrained(
             prepared.path,
             dtype=prepared.spec.dtype,
             device_map={"": device},
@@ -310,10 +312,8 @@ def empty_model(
     config: Any, *, dtype: torch.dtype = torch.bfloat16, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """The model of a transformers config, every tensor on the meta device."""
-    from transformers import AutoModelForCausalLM
-
     with models_are_whole(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def adopt(model: PreTrainedModel, base: PreparedBase) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from qlora_rl.base.kinds import directory_takes_images
 from qlora_rl.base.quant import dequantize_exactly, exact_absmax, plain_name
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
@@ -143,10 +144,19 @@ def facts_of(directory: str | os.PathLike[str]) -> dict[str, str]:
         found = [file for name in names for file in sorted(Path(directory).glob(name))]
         if found:
             parts[fact] = b"".join(file.read_bytes() for file in found)
+    if directory_takes_images(directory):
+        parts["processor"] = _processor(Path(directory))
     parts["special_tokens"] = _special_tokens(Path(directory))
     parts["code"] = b"".join(file.read_bytes() for file in sorted(Path(directory).glob("*.py")))
     parts = {fact: content for fact, content in parts.items() if content}
     return {fact: hashlib.sha256(content).hexdigest()[:32] for fact, content in parts.items()}
+
+
+def _processor(directory: Path) -> bytes:
+    """How many tokens an image becomes, and with what numbers: of the files that a processor is loaded from."""
+    names = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+    found = [json.loads((directory / name).read_text()) for name in names if (directory / name).is_file()]
+    return json.dumps(found, sort_keys=True).encode()
 
 
 def _special_tokens(directory: Path) -> bytes:
@@ -179,9 +189,11 @@ def identify(found: BaseFingerprint, compute_dtype: str) -> str:
 
 
 def linear_names(directory: str | os.PathLike[str]) -> list[str]:
-    """Last names of the linears of a base directory (`q_proj`, ...), embeddings and head left out, and of their fused forms."""
+    """Last names of the linears of a base directory's language model (`q_proj`, ...), embeddings and head left out, and of their fused forms."""
     described = json.loads((Path(directory) / "fingerprint.json").read_text())["leaves"]
     owners = {name.removesuffix(".weight") for name, leaf in described.items() if len(leaf["shape"]) == 2}
+    if directory_takes_images(directory):
+        owners = {name for name in owners if name.startswith("model.language_model.")}
     names = {owner.split(".")[-1] for owner in owners} - {
         "embed_tokens",
         "lm_head",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qlora_rl.base.kinds import directory_takes_images, vision_parts
 from qlora_rl.base.quant import QuantSpec, plain_name, quantize_linear
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
 
@@ -32,8 +33,11 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
     if spec.is_4bit and not is_quantized:
         head = model.get_output_embeddings()
         skip = set(spec.skip_modules)
+        vision = vision_parts(model)
+        # transformers matches the beginning of a name, vLLM, which calls these parts otherwise, one component of it.
+        skip |= {*vision, *(part.rpartition(".")[2] for part in vision)}
         for name, module in model.named_modules():
-            if not isinstance(module, torch.nn.Linear):
+            if not isinstance(module, torch.nn.Linear) or name.startswith(tuple(f"{part}." for part in vision)):
                 continue
             if module is head or any(name == ending or name.endswith(f".{ending}") for ending in spec.skip_modules):
                 skip.add(name)
@@ -162,4 +166,10 @@ def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_
                 f"preparing a base: {source} has no tokenizer ({type(error).__name__}). The engine needs one next to the "
                 "weights; pass tokenizer= (processing_class= of the trainer)."
             ) from error
+    if directory_takes_images(directory):
+        from transformers import AutoProcessor
+
+        tokenizer = tokenizer if hasattr(tokenizer, "image_processor") else AutoProcessor.from_pretrained(source)
+        tokenizer.save_pretrained(directory)
+        return
     getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(directory)

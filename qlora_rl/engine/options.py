@@ -14,6 +14,7 @@ import torch
 from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase, open_base
 from qlora_rl.base.fingerprint import linear_names
+from qlora_rl.base.kinds import image_tokens
 from qlora_rl.contracts import rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.cache import kv_cache_needed
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 OWN = frozenset(
     {"model", "dtype", "enable_lora", "load_format", "logprobs_mode", "lora_target_modules", "worker_extension_cls"}
 )
+# Images of one prompt.
+MOST_IMAGES = 8
 # And those that cut weights or adapters in ways that `parallel.places_of` does not know.
 _UNKNOWN_CUTS = {
     "fully_sharded_loras": False,
@@ -47,6 +50,7 @@ class StartOptions:
         is_cpu: vLLM runs on the CPU.
         max_lora_rank: one of vLLM's classes; 0 without LoRA.
         max_model_length: prompt plus completion, in tokens.
+        image_tokens: what stands for images and videos in the ids of a vision-language model, and is never sampled; empty for a text model.
     """
 
     arguments: dict[str, Any]
@@ -57,6 +61,7 @@ class StartOptions:
     is_cpu: bool
     max_lora_rank: int
     max_model_length: int
+    image_tokens: tuple[int, ...] = ()
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -173,7 +178,15 @@ def start_options(
         arguments["distributed_executor_backend"] = "mp"  # also where Ray runs, which would place them by itself
     if kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-    return StartOptions(arguments | vllm_options, base, ranks, version, is_4bit, is_cpu, rank, length)
+    if images := image_tokens(base):
+        if ranks > 1:
+            raise EngineUnsupportedError(
+                f"starting vLLM: tensor_parallel_size={ranks} with a model that takes images: what each rank holds of its vision tower cannot be "
+                "told here, and so not verified. Use tensor_parallel_size=1."
+            )
+        # Without its cache of processed images: one that is rejected half-way would be missing from the other half of it. `images` processes each once.
+        arguments |= {"limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0}, "mm_processor_cache_gb": 0}
+    return StartOptions(arguments | vllm_options, base, ranks, version, is_4bit, is_cpu, rank, length, tuple(images))
 
 
 def _for_ranks(prepared: PreparedBase, ranks: int, vllm_options: Mapping[str, Any]) -> PreparedBase:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from qlora_rl.contracts import SamplingSpec
@@ -31,13 +32,18 @@ def as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[int(token) for token in row] for row in rows]
 
 
-def sampling_params(spec: SamplingSpec, places: Sequence[int]) -> list[Any]:
+def sampling_params(spec: SamplingSpec, places: Sequence[int], *, never: Sequence[int] = ()) -> list[Any]:
     """vLLM's parameters for the requests at `places` of a call.
+
+    Tokens of `never` are not sampled; their share of the probability goes to all others.
 
     Raises:
         ConfigConflictError: vLLM rejects them, or a field of `extra` is ours.
     """
     try:
+        if never:
+            bias = {**dict.fromkeys(never, -100.0), **(spec.extra.get("logit_bias") or {})}
+            spec = replace(spec, extra={**spec.extra, "logit_bias": bias})
         return [_params(spec, index) for index in places]
     except ConfigConflictError:
         raise

@@ -15,8 +15,9 @@ import torch
 
 from qlora_rl.base.checkpoint import MANIFEST, models_are_whole, open_base
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
+from qlora_rl.base.kinds import takes_images
 from qlora_rl.base.quant import QuantSpec
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,14 @@ def skeleton(config: Any) -> torch.nn.Module:
 
     Raises:
         ConfigConflictError: transformers makes no causal language model of it.
+        NotYetSupportedError: it takes images.
     """
     from transformers import AutoModelForCausalLM
 
+    if takes_images(config):
+        raise NotYetSupportedError(
+            f"planning memory: {type(config).__name__} is that of a model that takes images, whose vision tower the estimate does not know."
+        )
     try:
         with models_are_whole(), torch.device("meta"):
             # A copy: transformers writes into the config that it is given.

@@ -56,6 +56,7 @@ class Drawn:
         logprobs: those that the engine reported, `None` where it did not sample a token or has none.
         temperature: with which they were asked for.
         filters: what else shaped the distribution, such as "top_p=0.9".
+        has_images: some prompts hold images, which are not here.
     """
 
     prompts: list[list[int]]
@@ -63,6 +64,7 @@ class Drawn:
     logprobs: list[list[float | None]]
     temperature: float = 1.0
     filters: tuple[str, ...] = ()
+    has_images: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,9 @@ class Examiner:
 
     def _tried(self, drawn: Drawn, limit: float) -> Diagnosis:
         """Score the tokens under what may have sampled them."""
+        if drawn.has_images:
+            said = "adapter and base are what they should be, byte for byte; completions of prompts with images are not scored again"
+            return Diagnosis("unknown", said)
         by_temperature = self._scaled(drawn, (drawn.temperature, *_TEMPERATURES))
         here = by_temperature.pop(drawn.temperature)
         now = float(here.mean())

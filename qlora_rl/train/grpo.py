@@ -65,6 +65,7 @@ class QLoRAGRPOTrainer(OnlineTrainer, OnePass, MeasuredSteps, GRPOTrainer):
     _tag_names = ["trl", "grpo", "qlora-rl"]
     _name = "GRPO"
     _config_name = "grpo"
+    _takes_images = True
 
     def __init__(
         self,

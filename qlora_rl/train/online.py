@@ -15,6 +15,7 @@ import torch
 
 from qlora_rl.adapter.subject import bare_model
 from qlora_rl.base.checkpoint import models_are_whole
+from qlora_rl.base.kinds import directory_takes_images, may_take_images
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
@@ -90,6 +91,8 @@ class OnlineTrainer(TrainedRun):
     _failures: list[RewardFunctionError] | None = None
     # The memory estimate knows the trainer's step.
     _is_planned = True
+    # Its prompts may hold images.
+    _takes_images = False
     # Why it trains in one process; empty where several can share it.
     _one_process = ""
 
@@ -134,7 +137,16 @@ class OnlineTrainer(TrainedRun):
                     "reading the config: cast_lm_head_to_fp32=True lifts the output head of the trainer's base to float32, and the engine "
                     "multiplies with the original. Leave it out, or pass allow_base_mismatch=True to train on two different bases."
                 )
-            settings.check_datasets(train_dataset, eval_dataset)
+            samples_images = self._takes_images and (rollout == "colocate" or not isinstance(rollout, str))
+            images = settings.check_datasets(
+                train_dataset,
+                eval_dataset,
+                why=""
+                if samples_images
+                else f"{type(self).__name__} with rollout={rollout!r} samples from text prompts only",
+            )
+            if images and not may_take_images(model):
+                settings.reject_images(images, f"{model} takes none")
             if rollout in settings.STARTED:
                 from qlora_rl.engine.compat import vllm_version
 
@@ -158,6 +170,8 @@ class OnlineTrainer(TrainedRun):
                 processing_class=processing_class,
                 is_whole=is_whole,
             )
+            if images and not directory_takes_images(self.base.path):
+                settings.reject_images(images, f"{self.base} takes none")
             if is_whole:
                 check_whole(self.base, options.share_base)
             if processing_class is None:

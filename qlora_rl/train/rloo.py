@@ -69,6 +69,7 @@ class QLoRARLOOTrainer(OnlineTrainer, MeasuredSteps, SampledLogprobs, RLOOTraine
     _tag_names = ["trl", "rloo", "qlora-rl"]
     _name = "RLOO"
     _config_name = "rloo"
+    _takes_images = True
     _refers = True
 
     def __init__(

@@ -14,6 +14,7 @@ import torch
 
 from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
 from qlora_rl.engine import compat
+from qlora_rl.engine.images import Prompt, engine_inputs, token_ids
 from qlora_rl.engine.linears.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.local.adapters import Adapters
 from qlora_rl.engine.local.borrowers import Borrowers
@@ -157,29 +158,29 @@ class LocalEngine:
         return EngineCapabilities(
             name=f"vllm {self._vllm_version} ({'cpu' if self._is_cpu else 'gpu'})",
             takes_adapters=bool(self.max_lora_rank),
-            takes_dense=not self._is_4bit and self._start.ranks == 1,
+            takes_dense=not self._is_4bit and self._start.ranks == 1 and not self._start.image_tokens,
             max_lora_rank=self.max_lora_rank,
             max_model_length=self._max_model_length,
             adapter_dtype=dtype,
             can_sleep=self._enable_sleep and not self._is_cpu,
             holds_two=bool(self.max_lora_rank),
             takes_in_place=bool(self.max_lora_rank) and self._start.ranks == 1,
+            takes_images=bool(self._start.image_tokens),
         )
 
-    def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
+    def score(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[float]]:
         """Natural logs of the probabilities of every token but the first.
 
         Args:
-            sequences: token ids.
+            sequences: token ids, or `ImagePrompt`s.
             bare: under the base alone, whatever adapter serves.
 
         Raises:
             PromptTooLongError: a sequence does not fit.
         """
         self.wake()
-        ids = [list(s) for s in sequences]
-        check_lengths(ids, self._max_model_length)
-        _, outputs = self._run(ids, sampling_params(SCORING, range(len(ids))), bare=bare)
+        check_lengths(ids := [token_ids(s) for s in sequences], self._max_model_length)
+        _, outputs = self._run(sequences, sampling_params(SCORING, range(len(ids))), bare=bare)
         return [
             [entry[token].logprob for token, entry in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
             for row, output in zip(ids, outputs, strict=True)
@@ -222,7 +223,7 @@ class LocalEngine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int] | str],
+        prompts: Sequence[Prompt | str],
         sampling: SamplingSpec | None = None,
         *,
         version: int | None = None,
@@ -239,7 +240,7 @@ class LocalEngine:
         rebuilt at the next use.
 
         Args:
-            prompts: B token-id lists or strings.
+            prompts: B token-id lists, strings, or `ImagePrompt`s.
             sampling: how to sample; or give its fields by name.
             version: of the adapter; that which serves, or the one before it while its slot has not been written again.
             places: number of each prompt in the whole of which these are a part; decides its seed. By default 0 to B - 1.
@@ -254,11 +255,11 @@ class LocalEngine:
             raise TypeError("generate: give either sampling= or its fields by name, not both.")
         sampling = sampling or SamplingSpec(**fields)
         self.wake()
-        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
-        check_lengths(ids, self._max_model_length)
+        asked = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+        check_lengths([token_ids(p) for p in asked], self._max_model_length)
         started = time.perf_counter()
-        params = sampling_params(sampling, range(len(ids)) if places is None else places)
-        version, outputs = self._run(ids, params, version=version)
+        params = sampling_params(sampling, places or range(len(asked)), never=self._start.image_tokens)
+        version, outputs = self._run(asked, params, version=version)
         return Rollout(
             completion_ids=[list(o.outputs[0].token_ids) for o in outputs],
             logprobs=[sampled_logprobs(o.outputs[0]) for o in outputs],
@@ -449,7 +450,7 @@ class LocalEngine:
             self._adapters.load_again(self._llm)
 
     def _run(
-        self, ids: list[list[int]], params: list[Any], *, bare: bool = False, version: int | None = None
+        self, asked: Sequence[Prompt], params: list[Any], *, bare: bool = False, version: int | None = None
     ) -> tuple[int, list[Any]]:
         """Drive the engine until all B requests are done; whatever happens, none of them stays behind.
 
@@ -462,8 +463,7 @@ class LocalEngine:
                 version = self.version if version is None else version
                 lora, salt = self._policy(version, bare=bare)
                 engine = self._llm.llm_engine
-                prompts = [{"prompt_token_ids": each, "cache_salt": salt} for each in ids]
-                call = self._driver.begin(engine, prompts, params, lora)
+                call = self._driver.begin(engine, engine_inputs(self._llm, asked, salt), params, lora)
             # From here on a push may take place between two steps: these requests go on with what they began with.
             finished = self._driver.finish(engine, call, raise_if_interrupted)
         if holds_nan(finished):

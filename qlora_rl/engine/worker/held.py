@@ -52,10 +52,21 @@ def parts(model: torch.nn.Module, name: str, weight: torch.Tensor, owner: Any) -
 
 def shard_names(model: torch.nn.Module, name: str) -> list[str]:
     """What transformers calls the parts of a vLLM parameter: q, k and v of `qkv_proj`, and so on."""
-    path, _, what = name.replace(".base_layer.", ".").rpartition(".")
+    path, _, what = _transformers_name(model, name.replace(".base_layer.", ".")).rpartition(".")
     parent, _, own = path.rpartition(".")
     packed = getattr(model, "packed_modules_mapping", {}).get(own)
     return [f"{parent}.{part}.{what}" for part in packed] if packed else [f"{path}.{what}" if path else what]
+
+
+def _transformers_name(model: torch.nn.Module, name: str) -> str:
+    """vLLM calls the parts of vision-language models otherwise, and maps the beginnings of names when it loads them: the inverse."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None or not getattr(model, "supports_multimodal", False):
+        return name
+    for theirs, own in mapper.orig_to_new_prefix.items():
+        if own and name.startswith(own):
+            return str(theirs) + name.removeprefix(own)  # the first is the name of today's transformers
+    return name
 
 
 def _as_loaded(weight: torch.Tensor, owner: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 from qlora_rl.contracts import Rollout, RolloutEngine, SamplingSpec, SyncReport, SyncStrategy
 from qlora_rl.distributed import ranks
+from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, NotYetSupportedError
 
 logger = logging.getLogger(__name__)
@@ -174,18 +175,22 @@ class EngineBridge:
         Args:
             version: that samples, of those that the engine holds (`holds_two`); by default what serves.
         """
+        asked: list[Any] = list(prompts)
         if images is not None and any(images):
-            raise NotYetSupportedError(
-                "generating: the prompts hold images, which this version does not hand to the engine. Use text prompts."
-            )
+            if not self.engine.capabilities().takes_images:
+                raise NotYetSupportedError(
+                    f"generating: the prompts hold images, which {self.engine.capabilities().name} does not take. Use rollout='colocate' and a base "
+                    "made of a vision-language model, or use text prompts."
+                )
+            asked = [ImagePrompt(ids, tuple(held)) if held else ids for ids, held in zip(prompts, images, strict=True)]
         self._width = self._width or len(prompts)
         # What is sampled does not depend on how many processes share the batch: each has its part of the places.
         spec = dataclasses.replace(self.sampling, seed=seed, first_place=ranks().rank * self._width)
         with self.alone():
             rollout = (
-                self.engine.generate(prompts, spec)
+                self.engine.generate(asked, spec)
                 if version is None
-                else self.engine.generate(prompts, spec, version=version)
+                else self.engine.generate(asked, spec, version=version)
             )
         with self._counting:
             self._tokens += rollout.tokens

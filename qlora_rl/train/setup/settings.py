@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -214,21 +214,30 @@ def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -
         ) from error
 
 
-def check_datasets(*datasets: Any) -> None:
-    """Reject images where the columns show them; what columns do not show, the bridge rejects.
+def check_datasets(*datasets: Any, why: str = "this trainer takes text prompts only") -> list[str]:
+    """Columns that hold images, as far as they show; what columns do not show, the bridge rejects.
+
+    Args:
+        datasets: of the trainer; `None` and dictionaries are fine.
+        why: images cannot be sampled from, in words; empty where they can.
 
     Raises:
-        NotYetSupportedError: names the column.
+        NotYetSupportedError: names the columns.
     """
     parts = [part for d in datasets if d is not None for part in (d.values() if isinstance(d, dict) else [d])]
     found = sorted(
         {name for part in parts for name in (getattr(part, "column_names", None) or []) if name in ("image", "images")}
     )
-    if found:
-        raise NotYetSupportedError(
-            f"reading the dataset: its column {', '.join(found)} holds images, which this version does not hand to the "
-            "engine. Remove the column and use text prompts."
-        )
+    if found and why:
+        reject_images(found, why)
+    return found
+
+
+def reject_images(columns: Sequence[str], why: str) -> NoReturn:
+    """Raise `NotYetSupportedError`."""
+    raise NotYetSupportedError(
+        f"reading the dataset: its column {', '.join(columns)} holds images, and {why}. Remove the column and use text prompts."
+    )
 
 
 def engine_options(args: GRPOConfig) -> dict[str, Any]:

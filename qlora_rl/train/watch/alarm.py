@@ -266,7 +266,8 @@ def drawn_from(
         values = output["sampling_per_token_logps"][i, :length].tolist()
         mask = mask_BT[i, :length].tolist()
         logprobs.append([None if not m or math.isnan(v) else v for v, m in zip(values, mask, strict=True)])
-    return Drawn(prompts, completions, logprobs, temperature or 1.0, filters)
+    has_images = output.get("pixel_values") is not None
+    return Drawn(prompts, completions, logprobs, temperature or 1.0, filters, has_images)
 
 
 def few_of(output: Mapping[str, Any], mask_BT: torch.Tensor) -> Drawn:
@@ -286,7 +287,9 @@ def merged(parts: Sequence[Drawn]) -> Drawn:
     rows = [row for part in parts for row in zip(part.prompts, part.completions, part.logprobs, strict=True)]
     rows = rows[:: max(1, math.ceil(len(rows) / SEQUENCES))]
     prompts, completions = [row[0] for row in rows], [row[1] for row in rows]
-    return Drawn(prompts, completions, [row[2] for row in rows], parts[0].temperature, parts[0].filters)
+    return Drawn(
+        prompts, completions, [row[2] for row in rows], parts[0].temperature, parts[0].filters, parts[0].has_images
+    )
 
 
 def worst(found: Sequence[Diagnosis]) -> Diagnosis:

@@ -1,0 +1,88 @@
+"""Which of transformers' classes a base is loaded with, and what of a vision-language model is not its language model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_rl.base.hub import is_local
+from qlora_rl.errors import MissingDependencyError, NotYetSupportedError
+
+# Whose names and numbers in vLLM were compared with transformers'. Gemma 3's tower has other names in checkpoints than in the model.
+VISION_TYPES = ("qwen2_5_vl", "qwen3_vl")
+
+
+def takes_images(config: Any) -> bool:
+    """The config is that of a vision-language model.
+
+    Args:
+        config: transformers' config, or the content of a config.json.
+    """
+    held = config if isinstance(config, dict) else config.to_dict()
+    return isinstance(held.get("vision_config"), dict)
+
+
+def directory_takes_images(directory: str | os.PathLike[str]) -> bool:
+    """The checkpoint in a directory is a vision-language model."""
+    return takes_images(json.loads((Path(directory) / "config.json").read_text()))
+
+
+def image_tokens(directory: str | os.PathLike[str]) -> list[int]:
+    """Token ids that stand for images and videos: a completion that holds one could not be scored. Empty for a text model."""
+    config = json.loads((Path(directory) / "config.json").read_text())
+    names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
+    return sorted({int(config[name]) for name in names if config.get(name) is not None}) if takes_images(config) else []
+
+
+def may_take_images(model: Any) -> bool:
+    """A model object, directory or hub name is, or may be, that of a vision-language model; nothing is loaded."""
+    if isinstance(model, str | os.PathLike):
+        file = Path(model) / "config.json"
+        return takes_images(json.loads(file.read_text())) if file.is_file() else not is_local(model)
+    return takes_images((model.get_base_model() if hasattr(model, "get_base_model") else model).config)
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' auto class for a config: `AutoModelForImageTextToText` where it takes images, else `AutoModelForCausalLM`."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+
+
+def check_vision_type(config: Any) -> None:
+    """Reject a vision-language model of a type that was not compared.
+
+    Raises:
+        NotYetSupportedError: names those that were.
+        MissingDependencyError: its processor cannot be loaded without torchvision.
+    """
+    if not takes_images(config):
+        return
+    if config.model_type not in VISION_TYPES:
+        raise NotYetSupportedError(
+            f"preparing a base: {config.model_type} takes images, and what vLLM makes of it has not been compared with transformers. Use one of "
+            f"{', '.join(VISION_TYPES)}, or a text model."
+        )
+    try:
+        import torchvision  # noqa: F401
+    except Exception as error:
+        raise MissingDependencyError(
+            f"preparing a base: {config.model_type} needs torchvision for its processor ({type(error).__name__}: {error}). Install the build that "
+            "belongs to the installed torch: pip install 'qlora-rl[vision]'"
+        ) from error
+
+
+def vision_parts(model: torch.nn.Module) -> list[str]:
+    """Names of the parts of a vision-language model that are not its language model: tower and projector, such as "model.visual"."""
+    if not takes_images(model.config):
+        return []
+    inner = getattr(model, "model", None)
+    return sorted(
+        f"model.{name}"
+        for name, child in ([] if inner is None else inner.named_children())
+        if name != "language_model" and any(True for _ in child.parameters())
+    )

@@ -1,0 +1,112 @@
+"""Prompts with images in real vLLM: the same base, the same numbers as the trainer's, and other tokens are never put in the place of ours."""
+
+import pytest
+import torch
+from transformers import AutoProcessor
+from vision import make_vision_model, picture
+
+from qlora_rl import EngineUnsupportedError, LocalEngine, bake_base, compare, fingerprint_base, load_base, prepare_base
+from qlora_rl.engine.images import ImagePrompt
+
+pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
+OPTIONS = {"max_model_length": 128, "max_num_seqs": 8, "max_lora_rank": 8}
+# Of a sum whose order differs.
+EXACT = 1e-5
+
+
+def asked(processor, images, text="what is it"):
+    """A prompt with these images, and the inputs of the trainer's model."""
+    content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+    )  # fmt: skip
+    ids = inputs["input_ids"][0].tolist()
+    return (ImagePrompt(ids, tuple(images)) if images else ids), inputs
+
+
+@torch.no_grad()
+def ours(model, inputs):
+    """Logprobs of every token but the first."""
+    inputs = {key: value.to(model.dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+    logprobs = model(**inputs).logits[0].float().log_softmax(-1)
+    return logprobs[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def base(request, tmp_path_factory):
+    made = make_vision_model(tmp_path_factory.mktemp("vision") / request.param, request.param)
+    return prepare_base(made, out=tmp_path_factory.mktemp("bases") / "base")
+
+
+@pytest.fixture(scope="module")
+def exact(base, tmp_path_factory):
+    """Trainer and engine on the float32 form of the base."""
+    baked = bake_base(base, "float32", out=tmp_path_factory.mktemp("baked") / "base")
+    with LocalEngine(baked, **OPTIONS) as engine:
+        yield engine, load_base(baked).eval(), AutoProcessor.from_pretrained(baked.path)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_both_sides_compute_the_same_logprobs(exact, count):
+    engine, model, processor = exact
+    prompt, inputs = asked(processor, [picture(i, 56 + 32 * i, 64) for i in range(count)])
+    theirs = torch.tensor(engine.score([prompt])[0])
+    assert (theirs - ours(model, inputs)).abs().max() < EXACT
+
+
+def test_a_batch_of_prompts_with_and_without_images_is_not_mixed_up(exact):
+    engine, model, processor = exact
+    made = [
+        asked(processor, images)
+        for images in ([picture(1)], [], [picture(2, 88)], [picture(1), picture(2, 88)], [picture(1)])
+    ]
+    for row, (_, inputs) in zip(engine.score([prompt for prompt, _ in made]), made, strict=True):
+        assert (torch.tensor(row) - ours(model, inputs)).abs().max() < EXACT
+
+
+def test_sampled_tokens_depend_on_seed_and_image_and_none_stands_for_an_image(exact):
+    engine, model, processor = exact
+    prompt, _ = asked(processor, [picture(3)])
+    first = engine.generate([prompt] * 6, max_tokens=40, seed=5)
+    assert engine.generate([prompt] * 6, max_tokens=40, seed=5).completion_ids == first.completion_ids
+    other, _ = asked(processor, [picture(4)])
+    assert engine.generate([other] * 6, max_tokens=40, seed=5).completion_ids != first.completion_ids
+    never = {model.config.image_token_id, model.config.video_token_id}
+    assert not never & {token for row in first.completion_ids for token in row}
+
+
+def test_other_tokens_than_the_processor_makes_are_rejected(exact):
+    engine, model, processor = exact
+    prompt, _ = asked(processor, [picture(3)])
+    image = model.config.image_token_id
+    short = [token for i, token in enumerate(prompt.ids) if token != image or prompt.ids[i - 1] != image]
+    with pytest.raises(EngineUnsupportedError, match="makes 4 tokens of image 0, and they are not in the prompt"):
+        engine.generate([ImagePrompt(short, prompt.images)])
+    with pytest.raises(EngineUnsupportedError, match="has 5 image tokens, and its 1 images make 4"):
+        engine.generate([ImagePrompt([*prompt.ids, image], prompt.images)])
+    with pytest.raises(EngineUnsupportedError, match="image 1, and they are not in the prompt"):
+        engine.generate([ImagePrompt(prompt.ids, prompt.images * 2)])
+    with pytest.raises(EngineUnsupportedError, match="vLLM rejects the images"):
+        engine.generate([ImagePrompt(prompt.ids, ("no image",))])
+    assert len(engine.generate([prompt], max_tokens=2).completion_ids) == 1  # nothing was left behind
+
+
+def test_the_4_bit_base_is_verified_with_its_tower(base):
+    model = load_base(base).eval()
+    processor = AutoProcessor.from_pretrained(base.path)
+    with LocalEngine(base, **OPTIONS) as engine:
+        theirs = engine.describe_base()
+        assert compare(fingerprint_base(model), theirs).state == "equal"
+        assert {leaf.kind for name, leaf in theirs.leaves.items() if name.startswith("model.visual.")} == {"bfloat16"}
+        assert engine.capabilities().takes_images
+        assert not engine.capabilities().takes_dense
+        for images in ([], [picture(5)]):
+            prompt, inputs = asked(processor, images)
+            difference = (torch.tensor(engine.score([prompt])[0]) - ours(model, inputs)).abs()
+            assert difference.mean() < 0.02  # 16-bit rounding; measured 0.004 to 0.008, with images and without
+        inner = engine.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+        with torch.no_grad():
+            inner.get_parameter("visual.blocks.0.attn.qkv.bias")[3] += 1
+        entries = compare(theirs, engine.describe_base()).entries
+        assert [entry.name for entry in entries] == ["model.visual.blocks.0.attn.qkv.bias"]

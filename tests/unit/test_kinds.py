@@ -1,0 +1,133 @@
+"""Vision-language models: what of them is 4-bit, what belongs to their identity, and what is rejected before anything starts."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from vision import make_vision_model, picture
+
+from qlora_rl import (
+    BaseIncompleteError,
+    BaseMismatchError,
+    FakeEngine,
+    NotYetSupportedError,
+    compare,
+    fingerprint_base,
+    judge_adapter,
+    load_base,
+    prepare_base,
+    verify_base,
+)
+from qlora_rl.base.checkpoint import open_base
+from qlora_rl.base.fingerprint import fingerprint_stored, linear_names, recorded_fingerprint
+from qlora_rl.engine.images import ImagePrompt, _find, followed_by, token_ids
+from qlora_rl.ledger.shape import read_config, skeleton
+
+pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
+LANGUAGE = r"model\.language_model\..*_proj"
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def source(request, tmp_path_factory):
+    return make_vision_model(tmp_path_factory.mktemp("vision") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def vision_base(source, tmp_path_factory):
+    return prepare_base(source, out=tmp_path_factory.mktemp("bases") / "base")
+
+
+def test_the_language_model_is_4_bit_and_the_tower_keeps_its_values(source, vision_base):
+    leaves = recorded_fingerprint(vision_base.path).leaves
+    kinds = {name: leaf.kind for name, leaf in leaves.items() if name.endswith("weight")}
+    tower = {name for name in kinds if name.startswith("model.visual.")}
+    assert tower
+    assert {kinds[name] for name in tower} == {"bfloat16"}
+    assert {name for name, kind in kinds.items() if kind == "nf4"} == {
+        n for n in kinds if "language_model.layers" in n and "_proj" in n
+    }
+    model = load_base(vision_base)
+    assert compare(fingerprint_base(model), recorded_fingerprint(vision_base.path)).state == "equal"
+    original = type(model).from_pretrained(source, dtype="auto")
+    for name in ("model.visual.blocks.0.attn.qkv.weight", "model.visual.blocks.1.attn.proj.weight"):
+        assert torch.equal(model.get_parameter(name), original.get_parameter(name))
+    assert set(linear_names(vision_base.path)) == {
+        "down_proj", "gate_proj", "gate_up_proj", "k_proj", "o_proj", "q_proj", "qkv_proj", "up_proj", "v_proj",
+    }  # fmt: skip
+
+
+def test_images_change_what_the_loaded_base_computes(vision_base):
+    from transformers import AutoProcessor
+
+    model, processor = load_base(vision_base), AutoProcessor.from_pretrained(vision_base.path)
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "2"}]}]
+    )
+    with torch.no_grad():
+        one, other = (
+            model(**processor(text=[text], images=[picture(seed)], return_tensors="pt")).logits for seed in (0, 1)
+        )
+    assert not torch.equal(one[0, -1], other[0, -1])
+
+
+def test_a_byte_of_the_tower_that_is_another_one_is_found(vision_base, tmp_path):
+    changed = tmp_path / "changed"
+    shutil.copytree(vision_base.path, changed)
+    file = changed / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.visual.blocks.1.mlp.gate_proj.weight"
+    name = name if name in tensors else "model.visual.blocks.1.mlp.linear_fc1.weight"
+    tensors[name].view(torch.uint8).view(-1)[0] ^= 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(BaseIncompleteError, match=r"model\.safetensors: its bytes differ"):
+        open_base(changed)
+    model = load_base(vision_base)
+    with torch.no_grad():
+        other = load_base(vision_base)
+        other.get_parameter(name).data.view(torch.uint8).view(-1)[0] ^= 1
+    with pytest.raises(BaseMismatchError, match=name.replace(".", r"\.")):
+        verify_base(model, FakeEngine(other, eos_token_id=1))
+
+
+def test_another_processor_config_is_another_base(vision_base, tmp_path):
+    changed = tmp_path / "changed"
+    shutil.copytree(vision_base.path, changed)
+    file = changed / "processor_config.json"
+    content = json.loads(file.read_text())
+    content["image_processor"]["size"] = {"longest_edge": 28 * 28 * 8, "shortest_edge": 28 * 28}
+    file.write_text(json.dumps(content))
+    entries = compare(recorded_fingerprint(vision_base.path), fingerprint_stored(changed)).entries
+    assert [entry.how for entry in entries] == ["processor"]
+
+
+def test_an_adapter_of_the_tower_is_rejected_by_name_and_one_of_the_language_model_is_not(vision_base):
+    everywhere = judge_adapter(get_peft_model(load_base(vision_base), LoraConfig(r=4, target_modules="all-linear")))
+    assert everywhere.kind == "refuse"
+    assert "model.visual.blocks.0.attn" in everywhere.reasons[0]
+    assert LANGUAGE in everywhere.reasons[0]
+    assert (
+        judge_adapter(get_peft_model(load_base(vision_base), LoraConfig(r=4, target_modules=LANGUAGE))).kind
+        == "adapter"
+    )
+
+
+def test_what_was_not_compared_is_rejected(tmp_path):
+    with pytest.raises(NotYetSupportedError, match=r"gemma3 takes images.*Use one of qwen2_5_vl, qwen3_vl"):
+        prepare_base(make_vision_model(tmp_path / "gemma", "gemma3"))
+
+
+def test_memory_is_not_planned_for_what_the_estimate_does_not_know(source):
+    with pytest.raises(NotYetSupportedError, match="takes images, whose vision tower the estimate does not know"):
+        skeleton(read_config(source))
+
+
+def test_a_prompt_keeps_its_images_when_its_completion_is_appended():
+    prompt = ImagePrompt([1, 2], ("image",))
+    assert token_ids(prompt) == [1, 2]
+    assert followed_by(prompt, [3]) == ImagePrompt([1, 2, 3], ("image",))
+    assert followed_by([1], [3]) == [1, 3]
+    assert _find([5, 5], [1, 5, 5, 5], 2) == 2
+    assert _find([5, 6], [1, 5, 5, 5], 0) == -1
