@@ -16,6 +16,7 @@ from typing import Any
 
 from qlora_rl.contracts import LEARNING_RATES
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.ledger.cards import card_size
 from qlora_rl.ledger.plan import GIB, MemoryLedger, largest_length, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
 
@@ -90,7 +91,7 @@ class Recommendation:
 def recommend(
     model: str | os.PathLike[str],
     task: str = "grpo",
-    gpu_memory: float | None = None,
+    gpu_memory: str | float | None = None,
     *,
     max_length: int = 2048,
     device: str | None = None,
@@ -116,17 +117,21 @@ def recommend(
     Args:
         model: checkpoint or base directory, config.json, or hub name; no weight is read.
         task: "grpo", "sft" or "dpo".
-        gpu_memory: all that the run may hold, in GiB; the size of a card, such as 24, is what these cards have, less a reserve
-            (`ledger/cards.py`); `None` for no limit.
+        gpu_memory: all that the run may hold, in GiB; the size of a card, such as 24 or "24GB", is what these cards have, less a
+            reserve (`ledger/cards.py`); `None` for no limit.
         max_length: prompt plus completion, in tokens, at most.
         device: "cuda" or "cpu"; by default CUDA where there is some, or a card was named.
         trust_remote_code: let the model's own code run.
 
     Raises:
-        ConfigConflictError: an unknown task, or nothing that transformers can read.
+        ConfigConflictError: an unknown task, a size that is none, or nothing that transformers can read.
     """
     if task not in TASKS:
         raise ConfigConflictError(f"recommending settings: task={task!r} is not one of {TASKS}.")
+    try:
+        gpu_memory = None if gpu_memory is None else card_size(gpu_memory)
+    except ValueError as error:
+        raise ConfigConflictError(f"recommending settings: gpu_memory={error}.") from None
     device = device or _device(gpu_memory)
     spec = stored_spec(model)
     optimizer = "paged_adamw_8bit" if device == "cuda" else "adamw_torch_fused"

@@ -7,6 +7,7 @@ from typing import Any
 
 from qlora_rl.commands.codes import DOES_NOT_FIT
 from qlora_rl.contracts import QUANT_TYPES
+from qlora_rl.ledger.cards import card_size
 
 
 def add(commands: Any) -> None:
@@ -15,9 +16,9 @@ def add(commands: Any) -> None:
     plan.add_argument("model", help="checkpoint or base directory, config.json, or hub name")
     plan.add_argument(
         "--gpu-memory",
-        type=float,
-        metavar="GIB",
-        help="size of the card in GB, such as 24, or GiB that the run may use (default: no limit)",
+        type=card_size,
+        metavar="SIZE",
+        help="size of the card, such as 24 or 24GB; another number is GiB that the run may use (default: no limit)",
     )
     plan.add_argument(
         "--max-length",

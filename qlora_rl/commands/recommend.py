@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from qlora_rl.commands.codes import DOES_NOT_FIT
+from qlora_rl.ledger.cards import card_size
 
 
 def add(commands: Any) -> None:
@@ -17,9 +18,9 @@ def add(commands: Any) -> None:
     recommend.add_argument("--task", choices=["grpo", "sft", "dpo"], default="grpo", help="(default: %(default)s)")
     recommend.add_argument(
         "--gpu-memory",
-        type=float,
-        metavar="GIB",
-        help="size of the card in GB, such as 24, or GiB that the run may use (default: no limit)",
+        type=card_size,
+        metavar="SIZE",
+        help="size of the card, such as 24 or 24GB; another number is GiB that the run may use (default: no limit)",
     )
     recommend.add_argument(
         "--max-length",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import tomllib
@@ -18,6 +19,7 @@ from qlora_rl.config.paths import anchored
 from qlora_rl.config.schema import DRAWING, METHODS, TABLES, TRAIN, Reward, RunConfig, default, options
 from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError, MissingDependencyError, collected
+from qlora_rl.ledger.cards import card_size
 
 
 def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, asks_trl: bool = True) -> RunConfig:
@@ -74,6 +76,10 @@ def _document(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], lis
     for override in overrides:
         problem = _apply(document, override)
         found += [Finding(f"--set {override}", problem)] if problem else []
+    run = document.get("run")
+    if isinstance(run, dict) and isinstance(run.get("gpu_memory"), str):
+        with contextlib.suppress(ValueError):  # its check says what it is instead
+            run["gpu_memory"] = card_size(run["gpu_memory"])
     return document, found
 
 

@@ -310,7 +310,7 @@ class Run:
     )
     seed: int = option("of adapter, data order and sampling", 42, at_least=0)
     gpu_memory: float | Literal["auto"] = option(
-        "size of the card in GB, such as 24, or GiB that the run may hold; `auto`: what is free",
+        "size of the card in GB, such as 24, with or without the unit; another number is GiB that the run may hold; `auto`: what is free",
         "auto",
         above=0.0,
         methods=PLANNED,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 # GB on the box -> GiB, rounded down, that the card of this size with the least of it reports to CUDA. Error correction, firmware and
 # driver take the rest. From the totals in PyTorch's out-of-memory messages in public issues: 24 is an A10G or L4 (RTX 4090: 23.6), 16 a T4.
 CARDS: dict[float, float] = {
@@ -21,6 +23,20 @@ CARDS: dict[float, float] = {
 }
 # Of a card: fragmentation of the allocator, which the estimate does not count, and other small processes.
 RESERVE_GIB = 0.5
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:g|gb|gib)?\s*", re.IGNORECASE)
+
+
+def card_size(given: str | float) -> float:
+    """The number of 24, "24", "24GB" and "24GiB": a unit changes nothing, as `usable_gib` knows the sizes of cards.
+
+    Raises:
+        ValueError: it is no number above 0.
+    """
+    found = _SIZE.fullmatch(given) if isinstance(given, str) else None
+    number = float(found[1]) if found else given
+    if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+        raise ValueError(f"{given!r} is not a size such as 24 or '24GB'")
+    return number
 
 
 def usable_gib(gpu_memory: float) -> float:

@@ -354,7 +354,7 @@ def _budget(
     *,
     is_whole: bool,
 ) -> MemoryBudget:
-    if is_whole and not isinstance(options.gpu_memory, str):
+    if is_whole and options.gpu_memory != "auto":
         raise ConfigConflictError(
             f"reading the arguments: gpu_memory={options.gpu_memory} with peft_config=None: the memory of training all weights "
             "is not planned. Leave gpu_memory out."

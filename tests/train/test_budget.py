@@ -58,7 +58,7 @@ def test_a_wish_that_cannot_be_kept_is_refused_before_anything_is_loaded(make_tr
     assert "base, engine" in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", ["all", 0, -3, True, None])
+@pytest.mark.parametrize("wrong", ["all", "24TB", 0, -3, True, None])
 def test_a_word_that_is_no_amount_of_memory_is_refused(wrong, make_trainer):
     with pytest.raises(ConfigConflictError, match="gpu_memory="):
         make_trainer(gpu_memory=wrong)

@@ -72,6 +72,13 @@ def test_the_command_and_the_function_plan_the_same_for_a_card_and_pass_its_size
     assert advice.trainer["gpu_memory"] == 24
     assert "card of 24 GB" in advice.reasons["gpu_memory"]
     assert recommend(path, "grpo", 22.5).reasons["gpu_memory"] == "as asked"
+    for command in ("recommend", "plan"):
+        main([command, path, "--gpu-memory", "24GB", "--json"])
+        said = json.loads(capsys.readouterr().out)
+        assert said.get("ledger", said)["budget_bytes"] == budgets[0]
+    assert recommend(path, "grpo", "24GiB").trainer["gpu_memory"] == 24
+    with pytest.raises(ConfigConflictError, match="gpu_memory='24TB' is not a size"):
+        recommend(path, "grpo", "24TB")
 
 
 def test_large_models_get_half_the_rate_in_sft_and_a_cpu_no_paged_optimizer(config_of):

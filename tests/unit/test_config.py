@@ -116,7 +116,7 @@ WRONG = {
         "dir": [(1, TEXT), (str(ROOT / "Makefile"), "is a file")],
         "existing": [("overwrit", "did you mean 'overwrite'")],
         "seed": [(-1, "at least 0"), ("0", WHOLE)],
-        "gpu_memory": [(0, "above 0"), ("aut", "did you mean 'auto'")],
+        "gpu_memory": [(0, "above 0"), ("aut", "did you mean 'auto'"), ("24TB", "'24TB' is not")],
     },
 }  # fmt: skip
 EVERY_FIELD = [(table, each.name) for table, kind in TABLES.items() for each in fields(kind)]
@@ -243,6 +243,13 @@ def test_a_data_file_that_is_none_is_found_by_its_first_line(content, said, tmp_
 
 
 # --- what is right --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", [24, "24GB", "24GiB"])
+def test_a_cards_size_is_read_with_its_unit(said, tmp_path):
+    file = written(tmp_path, with_field("run", "gpu_memory", said))
+    assert read_config(file, asks_trl=False).run.gpu_memory == 24
+    assert read_config(file, [f"run.gpu_memory={said}"], asks_trl=False).run.gpu_memory == 24
 
 
 def test_a_set_replaces_adds_and_needs_no_quotes(tmp_path):

@@ -10,7 +10,7 @@ from support import ARCHITECTURES, make_model
 from qlora_rl import ConfigConflictError, MemoryBudgetError, QuantSpec, load_base, plan_memory, prepare_base
 from qlora_rl.cli import main
 from qlora_rl.ledger import lines as count
-from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, usable_gib
+from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, card_size, usable_gib
 from qlora_rl.ledger.plan import MemoryRequest, largest_length
 from qlora_rl.ledger.shape import Cache, read_config, read_shape
 
@@ -321,6 +321,18 @@ def test_other_numbers_are_gib_as_they_stand_and_so_is_memory_that_is_no_cards()
     assert plan_memory(known("Qwen3-8B")[0], gpu_memory_gib=22.5).budget_bytes == int(22.5 * GIB)
     assert plan_memory(known("Qwen3-8B")[0], gpu_memory_gib=24, device="cpu").budget_bytes == 24 * GIB
     assert all(usable_gib(usable_gib(size)) == usable_gib(size) < size for size in CARDS)
+
+
+@pytest.mark.parametrize("said", [24, 24.0, "24", "24GB", "24GiB", "24 gb", "24G", "24.0"])
+def test_the_size_of_a_card_is_read_with_and_without_its_unit(said):
+    assert card_size(said) == 24
+    assert usable_gib(card_size(said)) == usable_gib(24)
+
+
+@pytest.mark.parametrize("wrong", ["", "GB", "24TB", "-1", "0GB", "nan", 0, -1, float("nan"), True, None, [24]])
+def test_what_is_no_size_is_said(wrong):
+    with pytest.raises(ValueError, match="is not a size such as 24"):
+        card_size(wrong)
 
 
 def test_what_fits_is_not_refused_and_the_kv_cache_gets_what_is_left():

@@ -13,7 +13,7 @@ from qlora_rl.adapter.verdict import judge_adapter, judge_config
 from qlora_rl.base.checkpoint import MANIFEST, empty_model
 from qlora_rl.base.quant import QuantSpec, spec_of
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.ledger.cards import RESERVE_GIB, usable_gib
+from qlora_rl.ledger.cards import RESERVE_GIB, card_size, usable_gib
 from qlora_rl.ledger.plan import MemoryLedger, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
 from qlora_rl.processor import copies_dtype
@@ -42,8 +42,8 @@ class MemoryBudget:
         is_limit: the memory estimate had a limit.
 
     Args:
-        gpu_memory: "auto" (what is free on the card; no limit on the CPU) or GiB; on a GPU the size of a card, such as 24, is what
-            these cards have, less a reserve.
+        gpu_memory: "auto" (what is free on the card; no limit on the CPU) or GiB; on a GPU the size of a card, such as 24 or "24GB",
+            is what these cards have, less a reserve.
         model: as the trainer takes it.
         args: TRL's config.
         peft_config: the adapter to make; `None` with a PeftModel.
@@ -109,13 +109,13 @@ class MemoryBudget:
             )
         except Exception as error:
             # Whatever is wrong with the model is said better where it is loaded.
-            if not isinstance(gpu_memory, str):
+            if gpu_memory != "auto":
                 raise
             self.reason = f"{type(error).__name__}: {error}"
             logger.info("the memory of this run was not planned: %s", self.reason)
             return
         logger.info("memory of this run:\n%s", self.ledger)
-        if not isinstance(gpu_memory, str):
+        if gpu_memory != "auto":
             self.ledger.raise_if_too_big()
         elif not self.ledger.fits:
             ways = "; ".join(f"{s.advice} saves {s.nbytes / GIB:.2f} GiB" for s in self.ledger.savings()[:4])
@@ -173,10 +173,10 @@ def _limit(gpu_memory: str | float, on_gpu: bool) -> float | None:
     """`gpu_memory_gib` of the memory estimate; `None` for no limit."""
     if gpu_memory == "auto":
         return torch.cuda.mem_get_info()[0] / GIB if on_gpu else None
-    if isinstance(gpu_memory, bool) or not isinstance(gpu_memory, int | float) or not gpu_memory > 0:
-        raise ConfigConflictError(
-            f"reading the arguments: gpu_memory={gpu_memory!r} is neither 'auto' nor a number of GiB above 0."
-        )
+    try:
+        gpu_memory = card_size(gpu_memory)
+    except ValueError as error:
+        raise ConfigConflictError(f"reading the arguments: gpu_memory={error}, nor 'auto'.") from None
     if on_gpu:
         total, usable = torch.cuda.mem_get_info()[1] / GIB, usable_gib(gpu_memory)
         if usable > total:
