@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.kinds import takes_images
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.ledger.published import Published, published
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,8 @@ class ModelShape:
 def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
     """The transformers config of a directory, a hub name, or a config.json.
 
+    Of a hub model that is neither cached nor to be had, but `published`, a config with its shape; a warning says so.
+
     Raises:
         ConfigConflictError: nothing that transformers can read; says why.
     """
@@ -113,6 +120,8 @@ def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = Fals
     except Exception as error:
         lines = str(error).strip().splitlines()
         if not is_local(model):
+            if (known := published(os.fspath(model))) is not None:
+                return _shipped(known)
             reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason'}"
             raise ConfigConflictError(
                 f"reading the config of {model}: {why_missing(os.fspath(model))} ({reason})."
@@ -121,6 +130,21 @@ def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = Fals
             f"reading the config of {model}: {lines[0] if lines else type(error).__name__}. Pass a checkpoint directory, a "
             "config.json, or the name of a hub model that can be reached from here."
         ) from error
+
+
+@functools.cache
+def _say_shipped(name: str) -> None:
+    """Once a process."""
+    logger.warning("%s is not cached and cannot be fetched: its shape is the one shipped with qlora_rl", name)
+
+
+def _shipped(known: Published) -> Any:
+    from transformers import AutoConfig
+
+    _say_shipped(known.name)
+    config = AutoConfig.for_model(**known.config)
+    config.name_or_path = known.name
+    return config
 
 
 def stored_spec(model: str | os.PathLike[str], quant: str | None = None, *, double_quant: bool = True) -> QuantSpec:

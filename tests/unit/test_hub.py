@@ -73,3 +73,16 @@ def test_a_command_says_it_once_and_soon(command, tmp_path):
     assert "retry" not in done.stderr.lower()
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 60  # it was five minutes of retries; most of this is imports
+
+
+def test_a_model_whose_shape_is_shipped_is_planned_without_network_and_that_is_said(asked, caplog):
+    from qlora_rl.cli import main
+    from qlora_rl.ledger.shape import _say_shipped
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert asked(f"http://127.0.0.1:{port}")[0] is False
+    _say_shipped.cache_clear()
+    assert main(["plan", "Qwen/Qwen3-8B", "--gpu-memory", "24GB"]) == 0
+    assert main(["recommend", "Qwen/Qwen3-8B", "--gpu-memory", "24GB"]) == 0
+    assert caplog.text.count("its shape is the one shipped with qlora_rl") == 1

@@ -6,12 +6,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support import ARCHITECTURES, make_model
+from transformers import AutoConfig
 
 from qlora_rl import ConfigConflictError, MemoryBudgetError, QuantSpec, load_base, plan_memory, prepare_base
 from qlora_rl.cli import main
 from qlora_rl.ledger import lines as count
 from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, card_size, usable_gib
 from qlora_rl.ledger.plan import MemoryRequest, largest_length
+from qlora_rl.ledger.published import models, published
 from qlora_rl.ledger.shape import Cache, read_config, read_shape
 
 GIB = 2**30
@@ -63,6 +65,34 @@ def known(name):
         ),
     }  # fmt: skip
     return shapes[name]
+
+
+@pytest.mark.parametrize(
+    "row", {id(m.config): m for m in models().values() if m.is_chat}.values(), ids=lambda m: m.name
+)
+def test_a_shipped_shape_has_as_many_parameters_as_the_hub_counts(row):
+    shape = read_shape(AutoConfig.for_model(**row.config))
+    assert shape.parameters == row.parameters
+    assert len(shape.caches) == shape.layers == row.config["num_hidden_layers"]
+
+
+def test_a_shipped_shape_is_what_the_models_own_config_says():
+    for name in ("Qwen2.5-0.5B", "Qwen3-8B", "Llama-3.1-8B"):
+        config, parameters = known(name)
+        row = next(each for key, each in models().items() if key.endswith("/" + name.lower()))
+        assert (row.parameters, read_shape(AutoConfig.for_model(**row.config)).caches) == (
+            parameters,
+            read_shape(config).caches,
+        )
+    # Gemma: every second layer, and five of six, see a window only
+    assert [
+        sum(c.window is None for c in read_shape(AutoConfig.for_model(**published(n).config)).caches)
+        for n in ("google/gemma-2-9b-it", "google/gemma-3-1b-it")
+    ] == [21, 4]
+    assert published("qwen/qwen3-8b-base").config["max_position_embeddings"] == 32_768
+    assert published("Qwen/Qwen3-8B").config["max_position_embeddings"] == 40_960
+    assert len(models()) > 30
+    assert published("a/b") is None
 
 
 def storages(model):
