@@ -9,6 +9,7 @@ Shapes: B completions, T tokens (padded).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +18,12 @@ import torch
 POSITION_BINS = 8
 # What a single token may add to the scaled difference.
 _LARGEST = 0.5
+# How TRL corrects for what is left of the distance, with two sides that hold the same weights (docs/fidelity.md#the-correction).
+CORRECTION: Mapping[str, Any] = {
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 2.0,
+}
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def test_a_correction_that_was_asked_for_is_rejected_before_training(fields, sil
 
 
 def test_our_own_default_is_no_wish(silent, make_trainer, config):
-    from qlora_rl.advice import CORRECTION
+    from qlora_rl.fidelity import CORRECTION
 
     make_trainer(args=config(**CORRECTION), rollout=silent).train()
 

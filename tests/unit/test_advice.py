@@ -5,8 +5,8 @@ import json
 import pytest
 
 from qlora_rl import ConfigConflictError, recommend
-from qlora_rl.advice import CORRECTION
 from qlora_rl.cli import main
+from qlora_rl.fidelity import CORRECTION
 
 SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from qlora_rl.advice import CORRECTION
 from qlora_rl.contracts import RolloutEngine, SamplingSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.fidelity import CORRECTION
 
 if TYPE_CHECKING:
     from trl import GRPOConfig

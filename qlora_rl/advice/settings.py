@@ -16,6 +16,7 @@ from typing import Any
 
 from qlora_rl.contracts import LEARNING_RATES
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.fidelity import CORRECTION
 from qlora_rl.ledger.cards import card_size
 from qlora_rl.ledger.plan import GIB, MemoryLedger, largest_length, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
@@ -27,13 +28,6 @@ _ALPHA = 32
 # Sequences of one optimizer step; of GRPO: eight prompts, eight completions each.
 _PER_STEP = {"grpo": 64, "sft": 32, "dpo": 32}
 _GENERATIONS = 8
-
-# How TRL corrects for what is left of the distance, with two sides that hold the same weights (docs/fidelity.md#the-correction).
-CORRECTION: Mapping[str, Any] = {
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "token_truncate",
-    "vllm_importance_sampling_clip_max": 2.0,
-}
 
 
 @dataclass(frozen=True)
