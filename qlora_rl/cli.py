@@ -28,7 +28,7 @@ from qlora_rl.commands import (
     train,
     verify,
 )
-from qlora_rl.commands.codes import INTERRUPTED
+from qlora_rl.commands.codes import BAD_USAGE, INTERRUPTED, UsageError
 from qlora_rl.errors import QloraRLError
 
 COMMANDS = (demo, train, data, prepare, plan, recommend, verify, serve, bench, judge, report, export, chat, evaluate)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments) or 0)
     except QloraRLError as error:
         print(f"qlora-rl: {error}", file=sys.stderr)
-        return 1
+        return BAD_USAGE if isinstance(error, UsageError) else 1
     except BrokenPipeError:  # the reader has closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

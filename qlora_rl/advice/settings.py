@@ -21,12 +21,13 @@ from qlora_rl.ledger.cards import card_size
 from qlora_rl.ledger.plan import GIB, MemoryLedger, largest_length, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
 
-TASKS = ("grpo", "sft", "dpo")
+TASKS = ("grpo", "rloo", "sft", "dpo")
+_SAMPLING = ("grpo", "rloo")
 _LARGE = 30e9  # parameters, from which QLoRA halves the rate
-_RANKS = {"grpo": 16, "sft": 64, "dpo": 16}
+_RANKS = {"grpo": 16, "rloo": 16, "sft": 64, "dpo": 16}
 _ALPHA = 32
-# Sequences of one optimizer step; of GRPO: eight prompts, eight completions each.
-_PER_STEP = {"grpo": 64, "sft": 32, "dpo": 32}
+# Sequences of one optimizer step; of GRPO and RLOO: eight prompts, eight completions each.
+_PER_STEP = {"grpo": 64, "rloo": 64, "sft": 32, "dpo": 32}
 _GENERATIONS = 8
 
 
@@ -43,7 +44,7 @@ class Recommendation:
         )
 
     Attributes:
-        task: "grpo", "sft" or "dpo".
+        task: "grpo", "rloo", "sft" or "dpo".
         base: arguments of `prepare_base`.
         lora: of PEFT's LoraConfig.
         config: of TRL's config for the task.
@@ -71,7 +72,7 @@ class Recommendation:
         return {name: getattr(self, name) for name in parts} | {"fits": self.fits, "ledger": self.ledger.as_dict()}
 
     def __str__(self) -> str:
-        kinds = {"grpo": "GRPOConfig", "sft": "SFTConfig", "dpo": "DPOConfig"}
+        kinds = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "sft": "SFTConfig", "dpo": "DPOConfig"}
         titles = {"base": "prepare_base", "lora": "LoraConfig", "config": kinds[self.task], "trainer": "the trainer"}
         lines = []
         for part, title in titles.items():
@@ -110,7 +111,7 @@ def recommend(
 
     Args:
         model: checkpoint or base directory, config.json, or hub name; no weight is read.
-        task: "grpo", "sft" or "dpo".
+        task: "grpo", "rloo", "sft" or "dpo".
         gpu_memory: all that the run may hold, in GiB; the size of a card, such as 24 or "24GB", is what these cards have, less a
             reserve (`ledger/cards.py`); `None` for no limit.
         max_length: prompt plus completion, in tokens, at most.
@@ -135,7 +136,7 @@ def recommend(
         "optimizer": optimizer,
         "gpu_memory_gib": gpu_memory,
         "device": device,
-        "has_engine": task == "grpo",
+        "has_engine": task in _SAMPLING,
     }
     ledger = _fitted(read_config(model, trust_remote_code=trust_remote_code), task, max_length, request)
     batch = ledger.request.batch_size // (2 if task == "dpo" else 1)
@@ -152,13 +153,13 @@ def recommend(
         "gradient_checkpointing": True,
         "bf16": True,
     }
-    if task == "grpo":
+    if task in _SAMPLING:
         config |= {
             "num_generations": _GENERATIONS,
             "vllm_max_model_length": length,
             "max_completion_length": length // 2,
         }
-        config |= CORRECTION
+        config |= CORRECTION if task == "grpo" else {}
     else:
         config["max_length"] = length
     lora = {
@@ -170,7 +171,7 @@ def recommend(
     }
     base = {"quant": spec.quant_type, **({"double_quant": spec.double_quant} if spec.is_4bit else {})}
     trainer: dict[str, Any] = {"adapter_dtype": "float32"}
-    if task == "grpo" and gpu_memory is not None:
+    if task in _SAMPLING and gpu_memory is not None:
         trainer["gpu_memory"] = gpu_memory
     return Recommendation(task, base, lora, config, trainer, _reasons(task, device, ledger, max_length), ledger)
 
@@ -186,7 +187,7 @@ def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any])
             **request,
             max_length=min(max_length, positions),
             batch_size=batch * pairs,
-            sequences=_PER_STEP[task] if task == "grpo" else 1,
+            sequences=_PER_STEP[task] if task in _SAMPLING else 1,
         )
         if ledger.fits:
             return ledger
@@ -227,7 +228,7 @@ def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int) -> dict[
         "bf16": "the dtype in which the base was prepared to compute (QLoRA, section 3)",
         "vllm_importance_sampling_mode": "both sides hold the same weights: what is left is rounding, token by token",
         "vllm_importance_sampling_clip_max": "TIS; never reached by rounding",
-        "num_generations": "TRL's default",
+        "num_generations": "TRL's default for GRPO",
         "vllm_max_model_length": length,
         "max_length": length,
         "max_completion_length": "half of it",

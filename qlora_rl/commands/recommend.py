@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from qlora_rl.commands.codes import DOES_NOT_FIT
+from qlora_rl.commands.codes import DOES_NOT_FIT, UsageError
 from qlora_rl.ledger.cards import card_size
 
 
@@ -15,7 +15,9 @@ def add(commands: Any) -> None:
         "recommend", help="recommend settings for a model, a task and a card, with their sources"
     )
     recommend.add_argument("model", help="checkpoint or base directory, config.json, or hub name")
-    recommend.add_argument("--task", choices=["grpo", "sft", "dpo"], default="grpo", help="(default: %(default)s)")
+    recommend.add_argument(
+        "--task", choices=["grpo", "rloo", "sft", "dpo"], default="grpo", help="(default: %(default)s)"
+    )
     recommend.add_argument(
         "--gpu-memory",
         type=card_size,
@@ -25,12 +27,23 @@ def add(commands: Any) -> None:
     recommend.add_argument(
         "--max-length",
         type=int,
-        default=2048,
         metavar="N",
-        help="prompt plus completion, in tokens (default: %(default)s)",
+        help="prompt plus completion, in tokens (default: what a known dataset needs, otherwise 2048)",
     )
     recommend.add_argument("--device", choices=["cuda", "cpu"], help="(default: cuda if available)")
     recommend.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
+    recommend.add_argument(
+        "--data", metavar="DATA", help="dataset on the hub, or a .jsonl or .parquet file; needs --toml"
+    )
+    recommend.add_argument("--subset", metavar="NAME", help="configuration of a hub dataset")
+    recommend.add_argument("--split", metavar="NAME", help="split of a hub dataset (default: train)")
+    recommend.add_argument(
+        "--reward",
+        default="",
+        metavar="R",
+        help="with --data: a built-in reward, or path.py:function (default: by its answers)",
+    )
+    recommend.add_argument("--toml", action="store_true", help="print a file for `qlora-rl train`; needs --data")
     recommend.add_argument("--json", action="store_true", help="print JSON")
     recommend.set_defaults(run=run)
 
@@ -39,15 +52,25 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 0 fits (or no limit), 3 nothing fits."""
     import json
 
-    from qlora_rl.advice import recommend
+    from qlora_rl.advice import chat_of, recommend, run_file, tables_for
 
+    if arguments.toml != bool(arguments.data):
+        raise UsageError("recommending settings: --toml and --data belong together: a run's file names its data.")
+    tables = None
+    if arguments.toml:
+        is_chat, switch = chat_of(arguments.model)
+        chosen = {"subset": arguments.subset, "split": arguments.split, "reward": arguments.reward}
+        tables = tables_for(arguments.data, arguments.task, is_chat=is_chat, **chosen)
     advice = recommend(
         arguments.model,
         arguments.task,
         arguments.gpu_memory,
-        max_length=arguments.max_length,
+        max_length=arguments.max_length or (tables and tables.length) or 2048,
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
     )
-    print(json.dumps(advice.as_dict(), indent=1, default=str) if arguments.json else advice)
+    if tables is not None:
+        print(run_file(advice, arguments.model, tables, switch), end="")
+    else:
+        print(json.dumps(advice.as_dict(), indent=1, default=str) if arguments.json else advice)
     return 0 if advice.fits else DOES_NOT_FIT

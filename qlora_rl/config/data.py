@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import string
+import tomllib
 from collections.abc import Mapping, Sequence
+from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,16 @@ _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _SAID_BY = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
 # TRL reads the template's arguments of a row there, where its config has no field for them.
 TEMPLATE_COLUMN = "chat_template_kwargs"
+
+
+@functools.cache
+def _known_datasets() -> Mapping[str, Any]:
+    return tomllib.loads((package_files(__package__) / "datasets.toml").read_text(encoding="utf-8"))
+
+
+def known_dataset(name: str) -> Mapping[str, Any] | None:
+    """What `datasets.toml` says of a public dataset; `None` where it is not in there."""
+    return _known_datasets().get(name)
 
 
 def check_files(files: Sequence[str]) -> list[str]:

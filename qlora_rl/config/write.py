@@ -35,6 +35,8 @@ def value(each: Any) -> str:
     if isinstance(each, bool):
         return "true" if each else "false"
     if isinstance(each, str):
+        if "\\" in each and "'" not in each and each.isprintable():
+            return f"'{each}'"  # a regular expression stays readable
         # JSON's escapes are TOML's, but for the one character that JSON leaves as it is.
         return json.dumps(each, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(each, float) and not math.isfinite(each):

@@ -25,7 +25,7 @@ def config_of(tmp_path_factory):
     return write
 
 
-@pytest.mark.parametrize("task", ["grpo", "sft", "dpo"])
+@pytest.mark.parametrize("task", ["grpo", "rloo", "sft", "dpo"])
 def test_what_is_recommended_is_what_peft_and_trl_take(config_of, task, tmp_path):
     import trl
     from peft import LoraConfig
@@ -34,7 +34,7 @@ def test_what_is_recommended_is_what_peft_and_trl_take(config_of, task, tmp_path
     assert advice.fits
     lora = LoraConfig(**advice.lora)
     assert (lora.target_modules, lora.lora_alpha) == ("all-linear", 32)
-    kind = {"grpo": trl.GRPOConfig, "sft": trl.SFTConfig, "dpo": trl.DPOConfig}[task]
+    kind = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig, "sft": trl.SFTConfig, "dpo": trl.DPOConfig}[task]
     config = kind(output_dir=str(tmp_path), use_cpu=True, **advice.config)
     assert config.optim == "paged_adamw_8bit"
     assert config.learning_rate == pytest.approx(10 * kind.__dataclass_fields__["learning_rate"].default)

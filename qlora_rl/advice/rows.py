@@ -1,0 +1,151 @@
+"""`tables_for`: what a run's file says about a dataset, known by its name or seen in its first rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qlora_rl.config.data import check_files, known_dataset, load_data
+from qlora_rl.config.paths import is_file
+from qlora_rl.config.schema import METHODS, Data
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.rewards.numbers import final_number
+
+_PROMPTS = ("question", "problem", "instruction", "query", "input")
+_ANSWERS = ("answer", "final_answer", "solution", "completion", "response", "output", "target")
+_SEEN = 100  # rows
+_SHORT = 40  # characters of an answer that a completion can be compared with
+_MARKED = re.compile(r"####\s*(.+)")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What is said about a dataset.
+
+    Attributes:
+        data: fields of [data].
+        rewards: fields of each [[rewards]]; none where the method needs none.
+        comments: why, by the name of the field.
+        length: tokens of prompt and answer; `None` where it is unknown.
+    """
+
+    data: dict[str, Any]
+    rewards: list[dict[str, Any]] = field(default_factory=list)
+    comments: dict[str, str] = field(default_factory=dict)
+    length: int | None = None
+
+
+def tables_for(
+    name: str, task: str, *, is_chat: bool = True, subset: str | None = None, split: str | None = None, reward: str = ""
+) -> Tables:
+    """[data] and [[rewards]] for a dataset and a method.
+
+    Args:
+        name: of a dataset on the hub, or a .jsonl or .parquet file.
+        task: "grpo", "rloo", "sft" or "dpo".
+        is_chat: the model has a chat template.
+        subset: configuration of a hub dataset; by default the first of a known one.
+        split: of a hub dataset.
+        reward: one of ours, or `path.py:function`, in place of the one that would be chosen.
+
+    Raises:
+        ConfigConflictError: it cannot be loaded, or has no columns for the method; names those that it has.
+        NotYetSupportedError: it holds images.
+    """
+    given: dict[str, Any] = {key: value for key, value in (("subset", subset), ("split", split)) if value is not None}
+    known, scores = known_dataset(name), METHODS[task].scores
+    length = None
+    if known is not None:
+        length = known.get("length")
+        told = _told(name, known, task)
+        is_talk, is_whole = "prompt_template" not in told.get("data", {}), False
+    else:
+        told, is_talk, is_whole = _seen(name, task, given, wants_reward=scores and not reward)
+    if is_talk and not is_chat:
+        raise ConfigConflictError(
+            f"choosing the data: {name} holds messages, and the model has no chat template. Use an instruct model."
+        )
+    data = {"train": name, **told.get("data", {}), **given}
+    instruction = told.get("instruction")
+    if is_chat and not is_whole:
+        data |= {"format": "chat", **({"system_prompt": instruction} if instruction else {})}
+    elif instruction:
+        data["prompt_template"] = f"{instruction}\n\n{data['prompt_template']}\n"
+    rewards = [{"use": reward}] if reward and scores else told.get("rewards", [])
+    return Tables(data, [dict(each) for each in rewards], dict(told.get("comments", {})), length)
+
+
+def _told(name: str, known: Mapping[str, Any], task: str) -> Mapping[str, Any]:
+    """What `datasets.toml` says of it."""
+    told = known.get("grpo" if task == "rloo" else task)
+    if told is None:
+        fit = [method for method in METHODS if method in known]
+        raise ConfigConflictError(
+            f"choosing the data: {name} is for --task {' or '.join(fit)}; it has no columns that {task} learns from. Pass another dataset."
+        )
+    return told
+
+
+def _seen(name: str, task: str, given: Mapping[str, Any], *, wants_reward: bool) -> tuple[dict[str, Any], bool, bool]:
+    """What its first rows tell; whether they hold messages; whether they hold whole texts."""
+    if is_file(name) and (wrong := check_files([name])):
+        raise collected("choosing the data", wrong, ConfigConflictError)
+    dataset, _ = load_data(Data(train=name, **given))
+    columns, rows = dataset.column_names, dataset[:_SEEN]
+    if pictures := [each for each in columns if each in ("image", "images")]:
+        raise NotYetSupportedError(
+            f"choosing the data: {name} holds images ({pictures[0]}), which are not handed to the engine. Use text."
+        )
+    data: dict[str, Any] = {}
+    told: dict[str, Any] = {"data": data, "comments": {}}
+    is_whole = task == "sft" and "messages" not in columns and bool({"text", "input_ids"} & set(columns))
+    is_ready = task == "sft" and any(set(way) <= set(columns) for way in METHODS["sft"].columns)
+    if task == "dpo" and not {"chosen", "rejected"} <= set(columns):
+        raise _lacks(name, "chosen and rejected, as dpo needs", columns)
+    if not is_ready and "prompt" not in columns:
+        asked = next((each for each in _PROMPTS if each in columns), None)
+        if asked is not None:
+            both = asked == "instruction" and "input" in columns
+            data["prompt_template"] = "{instruction}\n\n{input}" if both else f"{{{asked}}}"
+        elif task != "dpo":  # there the two sides may be whole conversations
+            raise _lacks(name, f"a prompt (prompt, {', '.join(_PROMPTS)})", columns)
+    left = [each for each in _ANSWERS if each in columns]
+    if task == "sft" and not is_ready:
+        if not left:
+            raise _lacks(name, f"an answer ({', '.join(_ANSWERS)})", columns)
+        data["columns"] = {"completion": left[0]}
+    if wants_reward:
+        told["rewards"] = [_reward(name, left, rows, columns, told)]
+    talks = [each for each in ("prompt", "messages", "chosen") if each in columns]
+    return told, any(isinstance(rows[each][0], list) for each in talks), is_whole
+
+
+def _reward(
+    name: str, answers: Sequence[str], rows: Mapping[str, Sequence[Any]], columns: Sequence[str], told: dict[str, Any]
+) -> dict[str, Any]:
+    """The reward of ours that compares a completion with the answer; where that is the end of a solution, `extract` cuts it out."""
+    if not answers:
+        raise _lacks(name, f"an answer to compare with ({', '.join(_ANSWERS)})", columns, " --reward path.py:function")
+    column = answers[0]
+    values = [str(each) for each in rows[column] if each is not None]
+    marked = [_MARKED.search(each) for each in values]
+    if values and all(marked):
+        told["data"]["extract"] = {column: _MARKED.pattern}
+        told["comments"]["extract"] = "the answers hold the whole solution"
+        values = [each[1].strip() for each in marked if each]
+    longest = max(map(len, values), default=0)
+    if longest > _SHORT:
+        raise ConfigConflictError(
+            f"choosing the reward: {column} of {name} has answers of up to {longest} characters, which no completion repeats. Pass a reward "
+            "function of your own: --reward path.py:function."
+        )
+    use = "numeric_match" if all(final_number(each) is not None for each in values) else "exact_match"
+    return {"use": use, **({} if column == "answer" else {"arguments": {"column": column}})}
+
+
+def _lacks(name: str, what: str, columns: Sequence[str], instead: str = " another dataset") -> ConfigConflictError:
+    return ConfigConflictError(
+        f"choosing the data: {name} has no column with {what}; there are {', '.join(columns)}. Rename one, or pass{instead}."
+    )

@@ -1,0 +1,102 @@
+"""`run_file`: recommended settings as a run's file, with the source of each value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from qlora_rl.advice.rows import Tables
+from qlora_rl.advice.settings import Recommendation
+from qlora_rl.base.hub import hub_reachable, is_local
+from qlora_rl.config.schema import METHODS, PLANNED
+from qlora_rl.config.write import value
+from qlora_rl.ledger.published import published
+
+# PEFT is told it by the trainer, and the trainer's field has another name in the file.
+_ELSEWHERE = ("task_type",)
+_NAMES = {"adapter_dtype": "dtype"}
+# Of a first run; what is recommended does not depend on it.
+_FIRST = {
+    "max_steps": (200, "a first run; raise it while the reward still rises"),
+    "logging_steps": (1, ""),
+    "save_steps": (50, "a killed run resumes from there"),
+}
+_REWARDS = {
+    "numeric_match": "the last number of the completion against the answer",
+    "math_match": "compared as mathematics; install math-verify",
+    "exact_match": "the completion against the answer, without spaces around it",
+    "format_match": "the completion has the form that was asked for",
+}
+
+
+def run_file(advice: Recommendation, model: str, tables: Tables, switch: str = "") -> str:
+    """A complete file for `qlora-rl train`, as TOML.
+
+    Args:
+        advice: of `recommend`, for the same model.
+        model: hub name or directory.
+        tables: of `tables_for`, for the same task.
+        switch: argument of the chat template that turns thinking off; empty where there is none.
+    """
+    gpu_memory = advice.trainer.get("gpu_memory")
+    limit = advice.ledger.request.gpu_memory_gib
+    size = f" --gpu-memory {limit:g}" if limit else ""
+    data = dict(tables.data)
+    comments = dict(tables.comments)
+    if switch and data.get("format") == "chat":
+        data["chat_template_kwargs"] = {switch: False}
+        comments["chat_template_kwargs"] = "shorter completions; leave it out to train with thinking"
+    train = advice.config | {name: each for name, (each, _) in _FIRST.items()}
+    own = {_NAMES.get(n, n): v for n, v in advice.trainer.items() if n != "gpu_memory"}
+    reasons = {_NAMES.get(name, name): why for name, why in advice.reasons.items()}
+    reasons |= {name: why for name, (_, why) in _FIRST.items()} | comments
+    if tables.length == advice.ledger.request.max_length:
+        reasons |= dict.fromkeys(
+            ("vllm_max_model_length", "max_length"), "prompt and answer, as the dataset needs them"
+        )
+    lora = {name: each for name, each in advice.lora.items() if name not in _ELSEWHERE}
+    lines = [
+        f"# Written by `qlora-rl recommend {model} --task {advice.task} --data {tables.data['train']}{size} --toml`.",
+        "# `qlora-rl data FILE` prints prompts as the model will see them, and `qlora-rl train FILE` trains.",
+        "# Sources: QLoRA: arXiv 2305.14314. LWR: LoRA Without Regret, thinkingmachines.ai/blog/lora. TRL: defaults of 1.16.",
+        *(["# TIS: truncated importance sampling, docs/fidelity.md."] if advice.task == "grpo" else []),
+        f"# Memory estimate: {str(advice.ledger).splitlines()[0]}",
+        "",
+        f"method = {value(advice.task)}",
+    ]
+    blocks: list[tuple[str, Mapping[str, Any], Mapping[str, str]]] = [
+        ("[base]", {"model": model} | advice.base, reasons),
+        ("[adapter]", lora | own, reasons),
+        ("[data]", data, comments),
+        *(("[[rewards]]", each, {"use": _REWARDS.get(each["use"], "")}) for each in tables.rewards),
+        ("[train]", train, reasons),
+    ]
+    if gpu_memory and METHODS[advice.task].draws and advice.task in PLANNED:
+        blocks.append(("[run]", {"gpu_memory": gpu_memory}, reasons))
+    for head, held, why in blocks:
+        lines += ["", head, *_rows(held, why)]
+    return "\n".join(lines) + "\n"
+
+
+def chat_of(model: str) -> tuple[bool, str]:
+    """Has the model a chat template, and which of its arguments turns thinking off ("" for none)?
+
+    Of a tokenizer that cannot be read, what is published; of an unknown one, that it has a template: the run checks it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        if not is_local(model):
+            hub_reachable()
+        template = AutoTokenizer.from_pretrained(model).chat_template
+    except Exception:  # whatever the library finds; a run says it where it loads the model
+        known = published(model)
+        return (known.is_chat, known.switch) if known is not None else (True, "")
+    return bool(template), "enable_thinking" if "enable_thinking" in str(template) else ""
+
+
+def _rows(held: Mapping[str, Any], why: Mapping[str, str]) -> Iterator[str]:
+    for name, each in held.items():
+        shown = int(each) if isinstance(each, float) and name == "gpu_memory" and each.is_integer() else each
+        comment = why.get(name, "")
+        yield f"{name} = {value(shown)}" + (f"  # {comment}" if comment else "")
