@@ -47,7 +47,7 @@ with QLoRAGRPOTrainer(
     existing_run="overwrite",
 ) as trainer:
     trainer.train()
-    trainer.bridge.sync_weights()  # the last step's policy, for the question below
+    trainer.sync()  # the last step's policy, for the question below
     rollout = trainer.engine.generate(["37+85=", "58+67="], temperature=0.0, max_tokens=8)
     for ids in rollout.completion_ids:
         print(trainer.engine.tokenizer.decode(ids, skip_special_tokens=True))

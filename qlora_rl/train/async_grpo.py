@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from qlora_rl.contracts import SyncReport
 from qlora_rl.errors import ConfigConflictError, QloraRLError
 from qlora_rl.fidelity import Fidelity
 from qlora_rl.sync.diagnosis import Drawn as Examined
@@ -183,10 +184,14 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
     def _push_if_changed(self) -> None:
         if self.state.global_step == self._last_loaded_step:  # TRL's own note, which a resumed run finds as it was
             return
+        self.sync()
+
+    def sync(self) -> SyncReport:
+        """Push the current policy now; rollouts that have begun go on with theirs."""
         with self._workers.turnstile.pushing():
-            self.bridge.sync_weights()
-            self._last_loaded_step = self.state.global_step
+            report = super().sync()
             self._look_again()
+        return report
 
     def _generate(self, prompts: list[Any]) -> Any:
         """What a thread has generated."""

@@ -16,7 +16,7 @@ import torch
 from qlora_rl.adapter.subject import bare_model
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.kinds import directory_takes_images, may_take_images
-from qlora_rl.contracts import RolloutEngine
+from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
 from qlora_rl.sync.plan import WISHES, plan_sync
@@ -258,6 +258,19 @@ class OnlineTrainer(TrainedRun):
                 raise
             # Also when nobody calls close().
             self._finalizer = weakref.finalize(self, link.close)
+
+    def sync(self) -> SyncReport:
+        """Push the current policy to the engine now; training does so only before it samples, so its last step is not pushed.
+
+        Returns:
+            What was sent: version, bytes, seconds. The newest version serves `trainer.engine.generate` from here on.
+
+        Raises:
+            CanaryError: the engine does not hold what was pushed; the version before serves on.
+        """
+        report = self.bridge.sync_weights(self.state.global_step)
+        self._last_loaded_step = self.state.global_step  # the next rollout of this step does not push again
+        return report
 
     def close(self) -> None:
         """Close the engine (if the trainer made it) and remove the adapter versions on tmpfs; harmless when repeated."""

@@ -128,8 +128,7 @@ class SampledPairs:
             )
         self._before_rollout("train" if self.model.training else "eval")
         if self.state.global_step != self._last_loaded_step:
-            self.bridge.sync_weights()
-            self._last_loaded_step = self.state.global_step
+            self.sync()
         texts = [maybe_apply_chat_template({"prompt": prompt}, self.processing_class)["prompt"] for prompt in prompts]
         ids = self.processing_class(text=texts, add_special_tokens=False)["input_ids"]
         # On their way the two of a prompt are neighbours: so the place of each, which its seed depends on, is its place in one process too.

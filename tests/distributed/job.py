@@ -178,7 +178,7 @@ def shares(trainer: Any) -> dict[str, float]:
 
 def prove(trainer: Any, report: dict[str, Any]) -> None:
     """Push what was trained last, and have the engine's weights compared with it, one by one."""
-    trainer.bridge.sync_weights()
+    trainer.sync()
     trainer.bridge.strategy.verify()
     report["held"] = trainer.engine.describe_base().digest
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)

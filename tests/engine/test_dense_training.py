@@ -21,7 +21,7 @@ def test_a_model_without_peft_is_trained_itself_and_every_push_is_proven(model_d
         trainer.train()
         moved = [n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])]
         assert len(moved) == len(before)
-        trainer.bridge.sync_weights()
+        trainer.sync()
         trainer.bridge.strategy.verify()  # every weight in vLLM is the trainer's, rounded once
         trained = {n: p.detach().to(torch.bfloat16) for n, p in trainer.model.named_parameters()}
     assert all(

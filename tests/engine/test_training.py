@@ -156,7 +156,7 @@ def test_a_float32_base_leaves_no_distance_but_rounding(model_dir, tmp_path):
 def test_the_engine_serves_what_was_trained(base, tmp_path, prompts):
     with make(base, tmp_path) as trainer:
         trainer.train()
-        trainer.bridge.sync_weights()
+        trainer.sync()
         rollout = trainer.engine.generate(prompts, max_tokens=8, seed=1)
         assert score(trainer.model.float(), prompts, rollout).mean() < 0.02
 

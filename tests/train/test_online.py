@@ -55,6 +55,19 @@ def test_only_the_adapter_moves_and_every_step_is_pushed_and_measured(kind, make
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_sync_sends_the_last_step_and_says_what_it_sent(kind, make_online, engine):
+    trainer = make_online(kind, {"max_steps": 1})
+    trainer.train()
+    version, serving = engine.version, engine.held_adapter(4)
+    report = trainer.sync()
+    assert (report.version, engine.version) == (version + 1, version + 1)
+    assert report.bytes > 0
+    assert engine.held_adapter(4) != serving
+    assert trainer._last_loaded_step == 1
+    assert trainer.bridge.state() == {"version": version + 1, "pushed_in_step": 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["checkpoint", "quantised object", "PeftModel"])
 def test_every_form_of_model_is_taken(kind, form, make_online, base, model_dir, engine_in_flight):
     arguments = as_form(form, base, model_dir)

@@ -303,7 +303,7 @@ def test_ranks_that_share_an_engine_ask_it_the_same_whatever_they_find(make_trai
     monkeypatch.setattr(trainer._link.strategy, "before", lambda: (asked.append(1), before())[1])
     for holds in ("the newest", "another"):
         if holds == "the newest":
-            trainer.bridge.sync_weights()
+            trainer.sync()
         else:
             trainer.engine.drop_adapter()
         examiner._held()

@@ -111,14 +111,18 @@ class EngineBridge:
         limit = self.engine.capabilities().max_model_length
         return SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=limit)))
 
-    def sync_weights(self) -> SyncReport:
-        """Push the current policy; TRL calls it once per optimizer step, before the first generation."""
+    def sync_weights(self, step: int | None = None) -> SyncReport:
+        """Push the current policy; TRL calls it once per optimizer step, before the first generation.
+
+        Args:
+            step: optimizer steps that the policy has been trained for; by default that of `begin`.
+        """
         if self.sleeps:
             self.engine.wake()
         with ranks().together("pushing the policy"):
             report = self.strategy.push()
         self._reports.append(report)
-        self._pushed, self._serves = (report.version, self._step), report.version
+        self._pushed, self._serves = (report.version, self._step if step is None else step), report.version
         self._prove()  # the push itself may not have been scored
         return report
 
