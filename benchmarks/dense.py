@@ -20,46 +20,16 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 from sync import make_model, merge_cycle, seconds, summary
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from qlora_rl import DenseSync, LocalEngine, bake_base, iter_weights, load_base, prepare_base
 from qlora_rl.base.quant import dequantised_weight
+from qlora_rl.bench.live import Live
 from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
 from qlora_rl.engine.server import ServerBeside
 from qlora_rl.train.run import describe_machine, describe_versions
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-class LiveBytes(TorchDispatchMode):
-    """Peak of the bytes of tensors that are made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        known = {_key(t) for t in tree_leaves((args, kwargs)) if _is_real(t)}
-        self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
-        for tensor in tree_leaves(result):
-            if _is_real(tensor) and _key(tensor) not in known and _key(tensor) not in self._live:
-                storage = tensor.untyped_storage()
-                self._live[_key(tensor)] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
-        return result
-
-
-def _is_real(value) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_meta
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def adapted(base, *, dora: bool = False):
@@ -115,7 +85,7 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
             "making_lora": lambda: make_each(model),
             "making_dora": lambda: make_each(other.model),
         }.items():
-            with LiveBytes() as tracked:
+            with Live() as tracked:
                 walk()
             memory[name] = tracked.peak
     for way in ("directory", "http"):
@@ -126,7 +96,7 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
             for _ in range(5):
                 times.setdefault(f"server_{way}", []).append(strategy.push().seconds)
                 times.setdefault(f"trl_merge_beside_{way}", []).append(seconds(lambda: merge_cycle(merged)))
-            with LiveBytes() as tracked:
+            with Live() as tracked:
                 strategy.push()
             memory[f"server_{way}"] = tracked.peak
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

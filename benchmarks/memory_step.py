@@ -31,41 +31,6 @@ LENGTHS = (256, 512, 1024, 2048)
 WAYS = ("ours", "trl", "full")
 
 
-def tracker():
-    """A dispatch mode that knows the bytes of all live tensors made within it."""
-    import weakref
-
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    class Live(TorchDispatchMode):
-        def __init__(self, known):
-            super().__init__()
-            self.known = {t.untyped_storage()._cdata for t in known}
-            self.sizes: dict[int, int] = {}
-            self.now = self.peak = 0
-
-        def _gone(self, key):
-            self.now -= self.sizes.pop(key, 0)
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            for tensor in tree_leaves(out):
-                if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
-                    continue
-                storage = tensor.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if size and key not in self.known and key not in self.sizes:
-                    self.sizes[key] = size
-                    self.now += size
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self._gone, key)
-            return out
-
-    return Live
-
-
 def high_water(reset: bool = False) -> tuple[int, int]:
     """(resident, peak resident) bytes of this process; `reset` starts the peak anew (Linux)."""
     if reset:
@@ -117,6 +82,7 @@ def point(way: str, length: int, base: str, measure: str) -> dict:
 
     import qlora_rl.train.online as online
     from qlora_rl import FakeEngine, QLoRAGRPOTrainer, load_base
+    from qlora_rl.bench.live import Live
 
     if way != "ours":
         online.use_small_tiles = lambda *_: False
@@ -166,18 +132,19 @@ def point(way: str, length: int, base: str, measure: str) -> dict:
             return loss.item()
 
         step(16)  # threads, workspaces, gradients
-        known = [*model.parameters(), *model.buffers()]
         before = high_water(reset=True)[0]
         started = time.perf_counter()
         if measure == "live":
-            with tracker()([*known, *(p.grad for p in known if getattr(p, "grad", None) is not None)]) as live:
+            with Live() as live:
                 loss = step(length)
             found = {"live_mib": live.peak / 2**20}
         else:
             loss = step(length)
             found = {"resident_mib": (high_water()[1] - before) / 2**20}
         found |= {"seconds": time.perf_counter() - started, "loss": loss}
-        found["gradients"] = sum(p.grad.double().norm().item() ** 2 for p in known if p.grad is not None) ** 0.5
+        found["gradients"] = (
+            sum(p.grad.double().norm().item() ** 2 for p in model.parameters() if p.grad is not None) ** 0.5
+        )
         trainer.close()
         return found
 

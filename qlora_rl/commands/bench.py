@@ -30,9 +30,8 @@ def add(commands: Any) -> None:
         "--batch",
         type=int,
         nargs="+",
-        default=[16, 64],
         metavar="B",
-        help="numbers of prompts per call (default: 16 64)",
+        help="rollout: numbers of prompts per call (default: 16 64); memory with --max-length: sequences (default: 1)",
     )
     bench.add_argument(
         "--mode",
@@ -57,6 +56,14 @@ def add(commands: Any) -> None:
     bench.add_argument(
         "--rounds", type=int, default=2, metavar="N", help="trainings of each side (default: %(default)s)"
     )
+    bench.add_argument(
+        "--max-length",
+        type=int,
+        nargs="+",
+        metavar="T",
+        help="memory: live tensors of one step at these lengths in tokens, without a sampler, line by line against the memory estimate",
+    )
+    bench.add_argument("--layers", type=int, metavar="N", help="with --max-length: fewer layers than the size has")
     bench.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to this file")
     bench.set_defaults(run=run)
 
@@ -73,6 +80,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigConflictError(
             f"measuring: bench {arguments.what} has no --against {arguments.against}. Use --against {other}."
         )
+    if arguments.max_length:
+        if arguments.what != "memory":
+            raise ConfigConflictError(f"measuring: --max-length with bench {arguments.what}. Use it with bench memory.")
+        from qlora_rl.bench.memory import bench_memory
+
+        results: dict[str, Any] = {}
+        for batch in arguments.batch or [1]:
+            results |= bench_memory(arguments.size, arguments.max_length, batch=batch, layers=arguments.layers)
+        if arguments.json is not None:
+            add_to(arguments.json, results)
+        return 0
     if arguments.what in ("step", "memory"):
         from qlora_rl.bench.step import bench_step, memory_table, table
 
@@ -99,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     results = bench_rollout(
         arguments.size,
-        batches=arguments.batch,
+        batches=arguments.batch or [16, 64],
         modes=arguments.mode,
         tokens=arguments.tokens,
         minutes=arguments.minutes,

@@ -293,14 +293,16 @@ def activation_lines(
         kept, why = shape.layers * wide * hidden + last, f"{shape.layers} layer inputs, and the last norm"
     else:
         kept, why = shape.layers * layer + last, f"all of {shape.layers} layers, {layer:,.0f} bytes a token each"
-    # The gradients of one layer, and what is lifted to float32 while they are made; read off a tensor tracker.
+    angles = 2 * length * shape.rotary * wide  # sines and cosines
+    # What is lifted to float32 while a layer is computed again, or the gradients of it; read off a tensor tracker. On the CPU it is the
+    # largest where PEFT lifts the input of the down projection.
     on_gpu = max(18 * hidden, 7 * hidden + 4 * shape.inner)
-    working: float = 14 * hidden + 6 * shape.inner if device == "cpu" else on_gpu
+    working: float = max(14 * hidden, 2 * hidden + 6 * shape.inner) if device == "cpu" else on_gpu
     if checkpointing:
         working += layer
     working = max(working, 30 * hidden - last)
     lines = [
-        Line("activations", int(tokens * kept), f"{batch} x {length} tokens x {why}", "step", False),
+        Line("activations", int(tokens * kept) + angles, f"{batch} x {length} tokens x {why}", "step", False),
         Line("one layer's work", int(tokens * working), f"{tokens} tokens x {working:,.0f} bytes", "layer", False),
     ]
     if padded:
@@ -333,11 +335,13 @@ def head_line(shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, ch
         # Worked on in float32 as whole tensors; then the tile and the part of the head that it meets are lifted.
         rows = min(tokens, SMALL_TILE)
         tile = rows * columns * wide + columns * max(rows * (4 * 7 + 1), 4 * (rows + shape.hidden))
-        why = f"a tile of {rows} x {columns}, seven times in float32"
-    else:
-        rows = min(tokens, HEAD_TOKENS)
-        tile = rows * HEAD_VOCABULARY * wide
-        why = f"one tile of {rows} x {HEAD_VOCABULARY} x {wide} bytes"
+        # The states take the place of the last layer's output, and their gradient is put together when the tiles are done.
+        gradient = tokens * shape.hidden * wide
+        why = f"the larger of a tile of {rows} x {columns}, seven times in float32, and the gradient of {tokens} hidden states"
+        return Line("logits", max(tile, gradient), why, "head", False)
+    rows = min(tokens, HEAD_TOKENS)
+    tile = rows * HEAD_VOCABULARY * wide
+    why = f"one tile of {rows} x {HEAD_VOCABULARY} x {wide} bytes"
     return Line("logits", states + tile, f"{why}; {tokens} hidden states", "head", False)
 
 

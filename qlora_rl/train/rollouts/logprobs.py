@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from trl.kernels import ChunkedLogProbFunction
-from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head, maybe_gather_lm_head_ctx
 
 from qlora_rl.ledger.lines import HEAD_VOCABULARY, SMALL_TILE
 
@@ -72,6 +72,12 @@ def use_small_tiles(model: Any, temperature: float) -> bool:
 
     model.forward = types.MethodType(forward, model)
     return True
+
+
+def use_fused_head(model: Any, temperature: float = 1.0) -> None:
+    """Give a bare model the output head that the trainers give theirs: TRL's, in small tiles where there is no Triton."""
+    add_fused_lm_head(model, temperature=temperature, outputs=("log_probs", "entropy"))
+    use_small_tiles(model, temperature)
 
 
 def score(

@@ -1,0 +1,224 @@
+"""Memory of one training step, compared with the memory estimate line by line.
+
+A random Qwen2 as an NF4 base, LoRA of rank 16 on all linears in float32, bf16 autocast, gradient checkpointing, sequences with some
+padding, and the loss of GRPO without a reference. Live tensors are counted (`bench/live.py`); on a GPU also the peak of torch's
+allocator. What is held before the step (base, adapter, optimizer) is counted exactly, in tests.
+
+B sequences, T tokens each.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_rl.base.checkpoint import PreparedBase, load_base, prepare_base
+from qlora_rl.bench.live import Live
+from qlora_rl.bench.rounds import described
+from qlora_rl.bench.shapes import RANK, SIZES, make_model
+from qlora_rl.ledger.plan import plan_memory
+from qlora_rl.ledger.shape import read_config, read_shape
+
+# Padding at the start of each sequence but the first, in tokens; of a single one, too, or there would be no mask.
+PADDING = 8
+# What a tensor is, by its shape.
+_MASK, _WEIGHT, _COPY, _GRADIENT, _REST = "mask", "weight", "copy", "gradient", "rest"
+# Parts of a step: the layers forward and backward, and the output head between them.
+_LAYERS, _HEAD = "layers", "head"
+
+
+class Step:
+    """A model with an adapter, and a training step of it.
+
+    Args:
+        base: of a model with `base_model.norm`.
+        batch: B.
+        length: T.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, base: PreparedBase, batch: int, length: int, device: str = "cpu") -> None:
+        from peft import LoraConfig, get_peft_model
+
+        from qlora_rl.train.rollouts.logprobs import use_fused_head
+
+        torch.manual_seed(0)
+        self.spec, self.batch, self.length, self.device = base.spec, batch, length, device
+        lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
+        self.model = get_peft_model(load_base(base, device=device), lora)
+        self.bare = self.model.get_base_model()
+        self.shape = read_shape(read_config(base.path))
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.data = parameter.data.float()
+                if ".lora_B." in name:
+                    parameter.normal_(0, 0.01)
+        use_fused_head(self.bare)
+        self.model.train()
+        self.model.gradient_checkpointing_enable()
+        ids = torch.randint(3, self.shape.vocabulary, (batch, length))
+        mask = torch.ones(batch, length, dtype=torch.long)
+        mask[min(1, batch - 1) :, :PADDING] = 0
+        self.ids, self.mask = ids.to(device), mask.to(device)
+        self.advantages = torch.linspace(0.5, 1.5, batch, device=device)[:, None]
+        self._weights = set(self.shape.linears.values())
+        self._matrices = {tuple(p.shape) for p in self.trained.values()}
+
+    def run(self, live: Live | None = None) -> float:
+        """Forward, loss, backward. Gradients are made new. Returns the loss."""
+        for parameter in self.trained.values():
+            parameter.grad = None
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(self.device, torch.bfloat16))
+            if live is not None:
+                stack.enter_context(_parts(self.bare, live))
+            labels = self.ids.masked_fill(self.mask == 0, -100)
+            found = self.bare(input_ids=self.ids, attention_mask=self.mask, labels=labels, fused_lm_head=True)
+            ratio = torch.exp(found.log_probs - found.log_probs.detach())
+            loss = -(ratio * self.advantages).sum() / self.mask.sum()
+        loss.backward()
+        return loss.item()
+
+    def seconds(self) -> float:
+        """Of one step."""
+        self._wait()
+        started = time.perf_counter()
+        self.run()
+        self._wait()
+        return time.perf_counter() - started
+
+    def measure(self) -> dict[str, int]:
+        """Bytes of one step by the names of the estimate's lines; "peak" of all of them at once."""
+        for parameter in self.trained.values():
+            parameter.grad = None
+        before = 0
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        with Live(self._kind) as live:
+            self.run(live)
+        kept, layers, head = live.peaks["kept"], live.peaks[_LAYERS], live.peaks[_HEAD]
+        found = {
+            "gradients": sum(p.grad.untyped_storage().nbytes() for p in self.trained.values() if p.grad is not None),
+            "adapter, autocast": kept[_COPY],
+            "activations": kept[_REST],
+            "attention masks": kept[_MASK],
+            "one layer's work": layers[_REST] - kept[_REST],
+            "attention mask of a layer": layers[_MASK] - kept[_MASK],
+            "one dequantised weight": live.most[_WEIGHT],
+            "logits": head.total() - head[_COPY] - (kept.total() - kept[_COPY]),
+            "peak": live.peak,
+        }
+        if self.device == "cuda":
+            self._wait()
+            found["peak of the allocator"] = torch.cuda.max_memory_allocated() - before
+        return found
+
+    def planned(self, **request: Any) -> dict[str, int]:
+        """The estimate of the same; `request` are further fields of `MemoryRequest`."""
+        ledger = plan_memory(
+            self.bare.config,
+            adapter={name: tuple(p.shape) for name, p in self.trained.items()},
+            spec=self.spec,
+            batch_size=self.batch,
+            max_length=self.length,
+            device=self.device,
+            has_engine=False,
+            **request,
+        )
+        return {line.name: line.nbytes for line in ledger.lines if line.when != "always"} | {"peak": ledger.step_bytes}
+
+    def _kind(self, tensor: torch.Tensor) -> str:
+        shape = tuple(tensor.shape)
+        if len(shape) == 4 and shape[-2:] == (self.length, self.length):
+            return _MASK
+        if shape in self._weights or shape[::-1] in self._weights:
+            return _WEIGHT
+        if shape in self._matrices or shape[::-1] in self._matrices:
+            return _COPY if tensor.dtype == torch.bfloat16 else _GRADIENT
+        return _REST
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+@contextmanager
+def _parts(bare: Any, live: Live) -> Iterator[None]:
+    """`live.phase` follows the step; what is live between layers and head is written down as the phase "kept"."""
+    live.phase = _LAYERS
+
+    def end_of_layers(module: Any, inputs: Any, hidden_BTH: torch.Tensor) -> None:
+        live.peaks["kept"], live.phase = live.now.copy(), _HEAD
+        hidden_BTH.register_hook(begin_of_layers)
+
+    def begin_of_layers(gradient: torch.Tensor) -> None:
+        live.phase = _LAYERS
+
+    handle = bare.base_model.norm.register_forward_hook(end_of_layers)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def bench_memory(
+    size: str,
+    lengths: Sequence[int],
+    *,
+    batch: int = 1,
+    layers: int | None = None,
+    rounds: int = 3,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measured and estimated bytes of a step at several lengths.
+
+    Args:
+        size: of `SIZES`.
+        lengths: T.
+        batch: B.
+        layers: fewer than `size` has; by default as many.
+        rounds: steps that are timed.
+
+    Returns:
+        Under a name of size and batch: for each length "measured", "planned", "seconds"; commit, versions, machine.
+    """
+    shape = replace(SIZES[size], **({} if layers is None else {"layers": layers}))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as work:
+        model = make_model(Path(work) / "model", shape, positions=max(lengths))
+        base = prepare_base(model, out=Path(work) / "base")
+        for length in lengths:
+            step = Step(base, batch, length, device)
+            seconds = [step.seconds() for _ in range(rounds)]
+            found[str(length)] = {
+                "measured": step.measure(),
+                "planned": step.planned(),
+                "seconds": statistics.median(seconds),
+            }
+            say(line_of(length, found[str(length)]))
+    name = f"memory, {size}, {shape.layers} layers, {batch} sequences"
+    return {name: described({"size": size, "layers": shape.layers, "batch": batch, "device": device, "lengths": found})}
+
+
+def line_of(length: int, row: dict[str, Any]) -> str:
+    """For the terminal: the estimate's lines in MiB, measured and planned."""
+    measured, planned = row["measured"], row["planned"]
+    lines = [f"{length} tokens, {row['seconds']:.2f} s a step"]
+    for name, nbytes in measured.items():
+        if name in planned or nbytes:
+            off = f"{planned[name] / nbytes - 1:+7.1%}" if planned.get(name) and nbytes else ""
+            lines.append(
+                f"  {name:<26} {nbytes / 2**20:10.2f} MiB  planned {planned.get(name, 0) / 2**20:10.2f}  {off}"
+            )
+    return "\n".join(lines)

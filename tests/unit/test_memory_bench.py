@@ -1,0 +1,68 @@
+"""Live tensors of a step, and the memory estimate against them."""
+
+import json
+
+import pytest
+import torch
+
+from qlora_rl.base.checkpoint import prepare_base
+from qlora_rl.bench.live import Live
+from qlora_rl.bench.memory import Step
+from qlora_rl.bench.shapes import Shape, make_model
+from qlora_rl.cli import main
+
+LINES = (
+    "gradients", "adapter, autocast", "activations", "attention masks", "one layer's work", "attention mask of a layer",
+    "one dequantised weight",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    work = tmp_path_factory.mktemp("memory")
+    return prepare_base(make_model(work / "model", Shape(256, 1024, 2, 4, 2), positions=1024), out=work / "base")
+
+
+def test_live_counts_what_is_made_until_it_is_freed_and_nothing_that_was_there():
+    before = torch.zeros(1000)
+    with Live(lambda tensor: "half" if tensor.dtype == torch.float16 else "rest") as live:
+        view = before.view(10, 100)  # no storage of its own
+        one = before + 1
+        live.phase = "second"
+        two = one.half()
+        del one
+        three = two * 2
+    assert view.shape == (10, 100)
+    assert three.shape == (1000,)
+    assert live.now == {"rest": 0, "half": 4000}
+    assert live.peaks == {"": {"rest": 4000}, "second": {"rest": 4000, "half": 2000}}
+    assert live.peak == 6000
+    assert live.most == {"rest": 4000, "half": 4000}
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 700), (2, 300)])
+def test_each_line_of_the_estimate_is_within_5_percent_of_the_live_tensors(base, batch, length):
+    """The peak is estimated a little too large: the decoded weight and the gradients are not all there at that moment."""
+    step = Step(base, batch, length)
+    measured, planned = step.measure(), step.planned()
+    for line in LINES:
+        assert planned[line] == pytest.approx(measured[line], rel=0.05), line
+    assert 0 < measured["logits"] < planned["logits"]  # of 128 words; benchmarks/memory_step.py has a large vocabulary
+    assert measured["peak"] <= planned["peak"] <= 1.1 * measured["peak"]
+
+
+def test_bench_memory_writes_measured_and_planned_bytes(tmp_path, capsys):
+    path = tmp_path / "memory.json"
+    assert main(["bench", "memory", "--max-length", "48", "64", "--layers", "1", "--json", str(path)]) == 0
+    (found,) = json.loads(path.read_text()).values()
+    assert (found["size"], found["layers"], found["batch"], list(found["lengths"])) == ("demo", 1, 1, ["48", "64"])
+    for row in found["lengths"].values():
+        assert row["measured"]["peak"] > row["measured"]["one layer's work"] > 0
+        assert row["planned"].keys() <= row["measured"].keys()
+        assert row["seconds"] > 0
+    assert "one layer's work" in capsys.readouterr().out
+
+
+def test_lengths_are_for_memory_alone(capsys):
+    assert main(["bench", "sync", "--max-length", "64"]) != 0
+    assert "Use it with bench memory" in capsys.readouterr().err
