@@ -2,7 +2,7 @@
 
     python benchmarks/memory_step.py [--json benchmarks/results/memory_step.json]
 
-ours        small tiles (qlora_rl/train/rollouts/logprobs.py)
+ours        small tiles (qlora_rl/train/scoring/logprobs.py)
 trl         TRL 1.16's default: tiles of 4096 tokens x 32768 words
 full        all logits at once, B x T x V (as before TRL had a fused head)
 

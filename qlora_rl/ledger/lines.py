@@ -24,7 +24,7 @@ from qlora_rl.ledger.shape import ModelShape
 OVERHEAD_GIB = 1.5
 # TRL 1.16 multiplies with the output head in tiles (trl/kernels/chunked_logprob.py).
 HEAD_TOKENS, HEAD_VOCABULARY = 4096, 32768
-# Without Triton we make them smaller (train/rollouts/logprobs.py): tokens of a tile.
+# Without Triton we make them smaller (train/scoring/logprobs.py): tokens of a tile.
 SMALL_TILE = 128
 # vLLM's default of tokens in one engine step.
 BATCHED_TOKENS = 8192

@@ -23,7 +23,6 @@ from qlora_rl.sync.plan import WISHES, plan_sync
 from qlora_rl.train.ranks import zero
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.rollouts.link import Link, link_policy, release, why_dense
-from qlora_rl.train.rollouts.logprobs import use_small_tiles
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
 from qlora_rl.train.run.progress import show_progress
 from qlora_rl.train.run.trained_run import (
@@ -35,6 +34,7 @@ from qlora_rl.train.run.trained_run import (
     set_adapter_dtype,
     trained_values,
 )
+from qlora_rl.train.scoring.logprobs import use_small_tiles
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.setup.pairing import SHARE, Pair, expects_one_copy, make_pair

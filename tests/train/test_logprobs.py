@@ -5,7 +5,7 @@ import torch
 from support import randomise
 from trl.trainer.utils import add_fused_lm_head
 
-from qlora_rl.train.rollouts import logprobs
+from qlora_rl.train.scoring import logprobs
 
 
 def tokens(count, seed=0):

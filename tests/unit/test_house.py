@@ -38,7 +38,7 @@ OWNERS = {
 # The subpackages of a package, each of which imports only those before it; "" are the modules beside them.
 ORDER = {
     "engine": ["", "linears", "worker", "local", "fleet", "client", "server"],
-    "train": ["ranks", "setup", "run", "rollouts", "watch", ""],
+    "train": ["ranks", "scoring", "setup", "run", "rollouts", "watch", ""],
 }
 # Of these, other packages import what their `__init__` hands on; but for what measures them.
 DOORS = {"local", "fleet", "client", "server", "run"}
