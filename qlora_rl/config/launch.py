@@ -130,7 +130,7 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     """Arguments that our trainers add to TRL's."""
     found: dict[str, Any] = {"adapter_dtype": config.adapter.dtype, "existing_run": config.run.existing}
     if config.method in PLANNED:
-        found["gpu_memory"] = config.run.gpu_memory
+        found |= {"gpu_memory": config.run.gpu_memory, "remove_padding": config.run.remove_padding}
     if config.method == "async_grpo":
         found |= {"max_staleness": config.rollout.max_staleness, "rollout_threads": config.rollout.rollout_threads}
     if not METHODS[config.method].draws:

@@ -315,6 +315,9 @@ class Run:
         above=0.0,
         methods=PLANNED,
     )
+    remove_padding: bool = option(
+        "sequences of a micro-batch are computed without padding, where the model allows it", True, methods=PLANNED
+    )
 
 
 @dataclass(frozen=True)

@@ -264,14 +264,27 @@ def _caches(text: Any, head_size: int) -> tuple[Cache, ...]:
     # Multi-head latent attention keeps one compressed vector.
     compressed = int(latent or 0) + int(getattr(text, "qk_rope_head_dim", 0) or 0)
     elements = compressed if latent else 2 * _kv_heads(text) * head_size
-    window = getattr(text, "sliding_window", None)
-    if getattr(text, "use_sliding_window", True) is False:
-        window = None
-    kinds = getattr(text, "layer_types", None)
-    if not kinds:
-        kinds = ["sliding_attention" if window else "full_attention"] * int(text.num_hidden_layers)
+    window = layer_window(text)
     return tuple(
-        Cache(elements, int(window) if kind == "sliding_attention" and window else None)
-        for kind in kinds
+        Cache(elements, window if kind == "sliding_attention" else None)
+        for kind in layer_kinds(text)
         if kind in ("full_attention", "sliding_attention", "chunked_attention")
     )
+
+
+def layer_window(config: Any) -> int | None:
+    """Tokens that a layer with a sliding window attends to; `None` for all."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    is_used = getattr(text, "use_sliding_window", True) is not False and "sliding_attention" in layer_kinds(text)
+    return int(window) if window and is_used else None
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """Of each decoder layer what transformers calls its type."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    if kinds:
+        return list(kinds)
+    slides = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True) is not False
+    return ["sliding_attention" if slides else "full_attention"] * int(text.num_hidden_layers)

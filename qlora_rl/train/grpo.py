@@ -55,6 +55,8 @@ class QLoRAGRPOTrainer(OnlineTrainer, OnePass, MeasuredSteps, GRPOTrainer):
             passed; an error where it cannot be. False: two copies.
         gpu_memory: what the run may hold: the size of a card, such as 24, or GiB (rejected with the numbers, before anything is loaded, if it cannot fit), or "auto":
             what is free on the card, with a warning; no limit on the CPU. The KV cache gets what the optimizer step leaves.
+        remove_padding: the sequences of a micro-batch are computed one behind the other, without padding and without attention masks,
+            where the model allows it (docs/memory.md#without-padding). False: padded, as TRL does.
         allow_base_mismatch: train although the engine holds another base; every metric and the report are marked.
 
     Raises:
@@ -96,6 +98,7 @@ class QLoRAGRPOTrainer(OnlineTrainer, OnePass, MeasuredSteps, GRPOTrainer):
         share_base: bool | str = "auto",
         gpu_memory: str | float = "auto",
         api_key_file: str | os.PathLike[str] | None = None,
+        remove_padding: bool = True,
     ):
         self.set_up(
             model,
@@ -113,6 +116,7 @@ class QLoRAGRPOTrainer(OnlineTrainer, OnePass, MeasuredSteps, GRPOTrainer):
                 share_base=share_base,
                 gpu_memory=gpu_memory,
                 api_key_file=api_key_file,
+                remove_padding=remove_padding,
             ),
             reward_funcs=reward_funcs,
             train_dataset=train_dataset,

@@ -35,6 +35,7 @@ from qlora_rl.train.run.trained_run import (
     trained_values,
 )
 from qlora_rl.train.scoring.logprobs import use_small_tiles
+from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.setup.pairing import SHARE, Pair, expects_one_copy, make_pair
@@ -60,6 +61,7 @@ class OnlineOptions:
     share_base: bool | str = "auto"
     gpu_memory: str | float = "auto"
     api_key_file: str | os.PathLike[str] | None = None
+    remove_padding: bool = True
 
     def check(self) -> None:
         """Raises: ConfigConflictError: a word or number that means nothing."""
@@ -89,7 +91,7 @@ class OnlineTrainer(TrainedRun):
     memory: MemoryBudget | None
     # Of reward functions, where several ranks must agree before one may raise.
     _failures: list[RewardFunctionError] | None = None
-    # The memory estimate knows the trainer's step.
+    # The memory estimate knows the trainer's step, in which TRL scores with its fused head.
     _is_planned = True
     # Its prompts may hold images.
     _takes_images = False
@@ -217,6 +219,7 @@ class OnlineTrainer(TrainedRun):
                 set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
                 begin_alike(self.model)
                 self._after_trl(args)
+                padding = settle_padding(bare_model(self.model), self._why_padded(options))
                 check_optimizer(optimizers[0], self.model)
                 self.make_resumable()
                 show_progress(self)
@@ -245,6 +248,7 @@ class OnlineTrainer(TrainedRun):
                         "base_held": pair.describe(),
                         "rollout": choice.name,
                         **link.facts(),
+                        "padding": padding,
                         "memory": self.memory.as_dict() if self.memory is not None else {"reason": "not planned here"},
                     }
                     self.run.write_json(CONFIG, self._describe(options.adapter_dtype, held))
@@ -290,6 +294,11 @@ class OnlineTrainer(TrainedRun):
             use_small_tiles(bare_model(self.model), self.temperature)
         self._failures = [] if ranks().size > 1 else None
         self._guard_rewards()
+
+    def _why_padded(self, options: OnlineOptions) -> str:
+        if not self._is_planned:
+            return "TRL holds all logits here"
+        return "" if options.remove_padding else "remove_padding=False"
 
     def _guard_rewards(self) -> None:
         # Only now: an environment's own reward is among them, and TRL has named them all.

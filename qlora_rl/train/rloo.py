@@ -98,6 +98,7 @@ class QLoRARLOOTrainer(OnlineTrainer, MeasuredSteps, SampledLogprobs, RLOOTraine
         share_base: bool | str = "auto",
         gpu_memory: str | float = "auto",
         api_key_file: str | os.PathLike[str] | None = None,
+        remove_padding: bool = True,
     ):
         self.set_up(
             model,
@@ -115,6 +116,7 @@ class QLoRARLOOTrainer(OnlineTrainer, MeasuredSteps, SampledLogprobs, RLOOTraine
                 share_base=share_base,
                 gpu_memory=gpu_memory,
                 api_key_file=api_key_file,
+                remove_padding=remove_padding,
             ),
             reward_funcs=reward_funcs,
             train_dataset=train_dataset,

@@ -29,6 +29,7 @@ OURS = (
     "canary_every",
     "on_mismatch",
     "gpu_memory",
+    "remove_padding",
 )
 
 

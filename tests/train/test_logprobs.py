@@ -66,7 +66,7 @@ def test_loss_and_gradients_are_those_of_trls_tiles(checkpointing, make_trainer,
         if not small:
             monkeypatch.setattr("qlora_rl.train.online.use_small_tiles", lambda *_: False)
         args = config(output_dir=str(tmp_path / name), gradient_checkpointing=checkpointing, temperature=0.8, seed=3)
-        trainer = make_trainer(args=args)
+        trainer = make_trainer(args=args, remove_padding=False)
         assert ("logprobs" in trainer.model.get_base_model().forward.__code__.co_filename) == small
         randomise(trainer.model)
         trainer.model.train()

@@ -1,0 +1,107 @@
+"""`attend`: causal attention over sequences one behind the other, without a mask.
+
+An attention function of transformers (`AttentionInterface`). Without `sequence_lengths` it is transformers' own SDPA.
+
+Letters: N tokens of all sequences together, Q query heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+# transformers' name of it (`config._attn_implementation`).
+NAME = "sdpa_per_sequence"
+_HALF = (torch.bfloat16, torch.float16)
+# transformers makes masks once in a forward pass, before the layers; it does not say for which arguments.
+_without_masks: ContextVar[bool] = ContextVar("without_masks", default=False)
+
+
+def register() -> None:
+    """Make `NAME` known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+@contextmanager
+def without_masks() -> Iterator[None]:
+    """Within it a model makes no mask: its layers are told `sequence_lengths`."""
+    token = _without_masks.set(True)
+    try:
+        yield
+    finally:
+        _without_masks.reset(token)
+
+
+def make_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask of transformers' SDPA, or none."""
+    return None if _without_masks.get() else sdpa_mask(*args, **kwargs)
+
+
+def attend(
+    module: torch.nn.Module,
+    query_1QND: torch.Tensor,
+    key_1KND: torch.Tensor,
+    value_1KND: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sequence_lengths: tuple[int, ...] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of each sequence over itself; the arguments are those of transformers' attention functions.
+
+    Args:
+        sequence_lengths: tokens of each sequence, in order; the sum is N. `None`: a batch, which may be padded.
+
+    Returns:
+        [1, N, Q, D], and no attention weights.
+    """
+    if sequence_lengths is None:
+        if _without_masks.get():
+            raise ValueError(f"{type(module).__name__} does not hand `sequence_lengths` on to its attention")
+        return sdpa_attention_forward(
+            module, query_1QND, key_1KND, value_1KND, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    shares_keys = query_1QND.shape[1] != key_1KND.shape[1]
+    dtypes = {query_1QND.dtype, key_1KND.dtype, value_1KND.dtype}
+    if query_1QND.is_cuda and len(dtypes) == 1 and query_1QND.dtype in _HALF and not dropout:
+        return _one_kernel(query_1QND, key_1KND, value_1KND, sequence_lengths, scaling, shares_keys), None
+    # `split` rather than slices: the gradient of a slice is as large as what was sliced, for each sequence.
+    parts = zip(*(whole.split(sequence_lengths, dim=2) for whole in (query_1QND, key_1KND, value_1KND)), strict=True)
+    found = [
+        scaled_dot_product_attention(
+            *part, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=shares_keys
+        ).transpose(1, 2)
+        for part in parts
+    ]
+    return torch.cat(found, dim=1), None
+
+
+def _one_kernel(
+    query_1QND: torch.Tensor,
+    key_1KND: torch.Tensor,
+    value_1KND: torch.Tensor,
+    lengths: tuple[int, ...],
+    scaling: float | None,
+    shares_keys: bool,
+) -> torch.Tensor:
+    """All sequences in one kernel of FlashAttention. Written for CUDA, and not run on a GPU yet."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = torch.tensor((0, *lengths), device=query_1QND.device).cumsum(0, dtype=torch.int32)
+    query, key, value = (whole[0].transpose(0, 1) for whole in (query_1QND, key_1KND, value_1KND))
+    longest = max(lengths)
+    found = varlen_attn(
+        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=shares_keys
+    )
+    return found[None]

@@ -1,0 +1,259 @@
+"""Micro-batches without padding: what the padded ones give, and no mask."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from online_kinds import by_place
+from trl.trainer.utils import add_fused_lm_head
+
+from qlora_rl import FakeEngine, load_base, prepare_base
+from qlora_rl.train.scoring import attention
+from qlora_rl.train.scoring.padding import make_row, remove_padding
+
+WORDS, LONGEST = 97, 24
+TINY = {
+    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "Mixtral": {"num_local_experts": 4, "output_router_logits": True},
+    "Gemma": {},
+    "Gemma2": {"sliding_window": 32},
+    "Gemma3Text": {"sliding_window": 32},
+    "Mistral": {"sliding_window": 32},
+    "Phi3": {},
+    "Granite": {"logits_scaling": 4.0},
+}
+
+
+def make_model(kind="Llama", **fields):
+    """A random float32 model with TRL's head, whose attention is not all but uniform."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**TINY | MODELS.get(kind, {}) | fields)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.ndim > 1 else 1)
+    add_fused_lm_head(model, temperature=0.8, outputs=("log_probs", "entropy", "is_top1"))
+    return model
+
+
+def batch(seed=0):
+    """Prompts padded on the left and completions on the right; one whole row, one completion that is masked."""
+    ids = torch.randint(3, WORDS, (5, LONGEST), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[0, :5], mask[1, 20:], mask[2, :2], mask[2, 15:], mask[4, 8:] = 0, 0, 0, 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :8] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def step(model, given):
+    model.zero_grad()
+    found = model(**given, fused_lm_head=True)
+    (found.loss + found.log_probs.square().sum() + found.entropy.sum()).backward()
+    return found, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_row_gives_what_a_padded_batch_gives(kind, monkeypatch):
+    model = make_model(kind)
+    padded, padded_gradient = step(model, batch())
+    assert remove_padding(model) == ""
+    monkeypatch.setattr(attention, "sdpa_mask", None)  # no mask is made at all
+    found, gradient = step(model, batch())
+    # Float32 sums in another order: 1e-6 was seen.
+    for name in ("loss", "log_probs", "entropy"):
+        torch.testing.assert_close(getattr(found, name), getattr(padded, name), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found.label_mask, padded.label_mask)
+    assert torch.equal(found.is_top1, padded.is_top1)
+    assert (gradient - padded_gradient).norm() < 1e-5 * padded_gradient.norm()
+
+
+def test_recomputed_layers_attend_by_sequence_too():
+    model = make_model()
+    _, padded_gradient = step(model, batch())
+    remove_padding(model)
+    model.train().gradient_checkpointing_enable()
+    _, gradient = step(model, batch())
+    assert (gradient - padded_gradient).norm() < 1e-5 * padded_gradient.norm()
+
+
+def test_a_sequence_sees_nothing_of_another():
+    model, one, other = make_model(), batch(), batch()
+    remove_padding(model)
+    other["input_ids"][:3] = (other["input_ids"][:3] + 1) % WORDS
+    found, changed = (model(**given, fused_lm_head=True).log_probs for given in (one, other))
+    assert torch.equal(found[3:], changed[3:])
+    assert not torch.equal(found[:3], changed[:3])
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Mistral"])
+def test_sequences_beyond_a_sliding_window_stay_padded(kind):
+    model = make_model(kind, sliding_window=16)
+    before = model(**batch(), fused_lm_head=True).log_probs
+    assert remove_padding(model) == ""
+    assert torch.equal(model(**batch(), fused_lm_head=True).log_probs, before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention_mask": torch.ones(5, LONGEST, dtype=torch.long)},  # nothing to take out
+        {"attention_mask": torch.zeros(5, LONGEST, dtype=torch.long)},
+        {"attention_mask": torch.tensor([[1, 0] * (LONGEST // 2)] * 5)},  # a sequence with holes
+        {"labels": batch()["input_ids"]},  # padding is to be scored
+        {"position_ids": torch.arange(LONGEST)[None]},
+        {"inputs_embeds": torch.zeros(5, LONGEST, 32)},
+        {"pixel_values": torch.zeros(1)},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_what_cannot_be_a_row_stays_as_it_is(change):
+    assert make_row(batch()) is not None
+    assert make_row(batch() | change) is None
+
+
+def test_a_batch_that_trl_has_packed_for_sft_attends_by_sequence():
+    model, given = make_model(), batch()
+    lengths = given["attention_mask"].sum(1)
+    kept = given["attention_mask"].bool()
+    ends = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32)
+    packed = {
+        "input_ids": given["input_ids"][kept][None],
+        "labels": given["labels"][kept][None],
+        "position_ids": torch.cat([torch.arange(n) for n in lengths.tolist()])[None],
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": int(lengths.max()),
+        "max_length_k": int(lengths.max()),
+    }
+    padded, padded_gradient = step(model, given)
+    remove_padding(model)
+    found, gradient = step(model, packed)
+    torch.testing.assert_close(found.loss, padded.loss, rtol=1e-5, atol=0)
+    assert (gradient - padded_gradient).norm() < 1e-5 * padded_gradient.norm()
+
+
+def test_eager_attention_is_a_wish():
+    model = make_model(attn_implementation="eager")
+    assert "'eager'" in remove_padding(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_other_layers_than_attention_are_named():
+    model = make_model("Lfm2", layer_types=["conv", "full_attention"])
+    assert "['conv']" in remove_padding(model)
+
+
+@pytest.mark.parametrize("fault", ["lost", "wrong"])
+def test_a_model_that_gives_something_else_stays_padded(fault, monkeypatch):
+    model = make_model()
+    before = model(**batch(), fused_lm_head=True).log_probs
+    if fault == "lost":
+        layer = type(model.model.layers[0].self_attn)
+        of_layer = layer.forward
+        monkeypatch.setattr(
+            layer, "forward", lambda self, *args, sequence_lengths=None, **kwargs: of_layer(self, *args, **kwargs)
+        )
+    else:
+        alone = torch.nn.functional.scaled_dot_product_attention
+        monkeypatch.setattr(
+            attention, "scaled_dot_product_attention", lambda *args, is_causal, **kwargs: alone(*args, **kwargs)
+        )
+    assert {"lost": "does not hand", "wrong": "hidden states"}[fault] in remove_padding(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(**batch(), fused_lm_head=True).log_probs, before)
+
+
+@pytest.fixture(scope="module")
+def exact(model_dir):
+    """A float32 base, and an engine on it."""
+    base = prepare_base(model_dir, "none", compute_dtype="float32")
+    with FakeEngine(load_base(base), max_model_length=64) as engine:
+        yield base, engine
+
+
+MIXED = Dataset.from_list([{"prompt": "+".join(str(n) for n in range(1, 2 + i % 5)) + "="} for i in range(40)])
+FIELDS = {
+    "max_steps": 20,
+    "max_completion_length": 12,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "seed": 5,
+    "bf16": False,
+}
+
+
+def trained(make, directory, **arguments):
+    """Adapter, losses and what the run says of its padding."""
+    trainer = make(directory, **arguments)
+    trainer.train()
+    adapter = torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+    log = [row for row in trainer.state.log_history if "loss" in row]
+    return adapter, log, json.loads((trainer.run.path / "config.json").read_text())["padding"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "beta": 0.1, "temperature": 0.7},
+        {"num_iterations": 2, "mask_truncated_completions": True},
+        {"vllm_importance_sampling_correction": False},
+    ],
+    ids=lambda fields: "-".join(map(str, fields)) or "default",
+)
+def test_twenty_steps_of_grpo_end_with_the_same_adapter(fields, make_trainer, exact, config, tmp_path):
+    base, engine = exact
+
+    def make(directory, **arguments):
+        args = config(output_dir=str(directory), **FIELDS | fields)
+        return make_trainer(args=args, model=base, rollout=engine, train_dataset=MIXED, **arguments)
+
+    adapter, log, padding = trained(make, tmp_path / "row")
+    padded, padded_log, other = trained(make, tmp_path / "padded", remove_padding=False)
+    assert padding == {"removed": True}
+    assert other == {"removed": False, "reason": "remove_padding=False"}
+    assert [row.get("completions/mean_length") for row in log] == [
+        row.get("completions/mean_length") for row in padded_log
+    ]
+    assert any(row["loss"] for row in log)
+    assert (adapter - padded).norm() < 1e-5 * padded.norm()
+
+
+def test_twenty_steps_of_rloo_end_with_the_same_adapter(make_online, exact, tmp_path):
+    base, engine = exact
+
+    def make(directory, **arguments):
+        fields = FIELDS | {"output_dir": str(directory), "beta": 0.1}
+        return make_online("rloo", fields, model=base, rollout=engine, train_dataset=MIXED, **arguments)
+
+    adapter, _, padding = trained(make, tmp_path / "row")
+    padded, _, _ = trained(make, tmp_path / "padded", remove_padding=False)
+    assert padding == {"removed": True}
+    assert (adapter - padded).norm() < 1e-5 * padded.norm()
+
+
+def test_a_run_goes_on_with_padding_and_without(make_trainer, config, tmp_path):
+    for steps, remove in ((2, True), (4, False), (6, True)):
+        args = config(
+            output_dir=str(tmp_path / "run"),
+            max_steps=steps,
+            save_strategy="steps",
+            save_steps=1,
+            max_completion_length=8,
+        )
+        trainer = make_trainer(
+            args=args, train_dataset=MIXED, reward_funcs=by_place, remove_padding=remove, existing_run="resume"
+        )
+        trainer.train()
+        assert trainer.state.global_step == steps
+        trainer.close()
