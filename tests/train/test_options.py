@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 from qlora_rl.errors import ConfigConflictError
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
-# Held by other tests, named in docs/trl-arguments.md.
+# Held by other tests, named in rows.toml.
 ELSEWHERE = {"model_init_kwargs", "trust_remote_code", "generation_kwargs"}
 # field -> what is said, and by whom. A ConfigConflictError is ours; the others are TRL's, with any trainer.
 EXCEPTIONS = {

@@ -1,14 +1,19 @@
-"""docs/trl-arguments.md names every argument of TRL's trainer, and every test that it names exists."""
+"""docs/trl-arguments.md names every argument of TRL's trainer, docs/trainer.md every one of ours; rows.toml has the tests of each row."""
 
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 from trl import GRPOTrainer
 
 from qlora_rl import QLoRAGRPOTrainer
 
-TABLE = (Path(__file__).parents[2] / "docs" / "trl-arguments.md").read_text()
+HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs"
+TABLE = (DOCS / "trl-arguments.md").read_text()
+ROWS = tomllib.loads((HERE / "rows.toml").read_text())
+HEADINGS = {"model": "### `model`", "arguments": "### Other arguments", "config": "### `GRPOConfig`"}
 
 
 def test_the_trainer_takes_trls_arguments_in_trls_order():
@@ -18,14 +23,24 @@ def test_the_trainer_takes_trls_arguments_in_trls_order():
     )
 
 
-def test_the_table_names_every_argument():
-    for name in inspect.signature(QLoRAGRPOTrainer.__init__).parameters:
-        assert name == "self" or f"`{name}" in TABLE, name
+def test_the_tables_name_every_argument():
+    parameters = [p for p in inspect.signature(QLoRAGRPOTrainer.__init__).parameters.values() if p.name != "self"]
+    for parameter in parameters:
+        page = (DOCS / "trainer.md").read_text() if parameter.kind == parameter.KEYWORD_ONLY else TABLE
+        assert f"`{parameter.name}" in page, parameter.name
+    assert set(ROWS["ours"]) == {p.name for p in parameters if p.kind == p.KEYWORD_ONLY}
 
 
-def test_every_test_that_the_table_names_exists():
-    source = "".join(path.read_text() for path in Path(__file__).parents[1].glob("*/test_*.py"))
-    named = set(re.findall(r"`(test_\w+)`", TABLE))
+def test_every_row_of_the_tables_has_tests():
+    for name, heading in HEADINGS.items():
+        section = TABLE.split(f"\n{heading}\n")[1].split("\n#")[0]
+        assert re.findall(r"^\| (.+?) \|", section, re.MULTILINE)[1:] == list(ROWS[name])
+
+
+def test_every_test_that_a_row_names_exists():
+    source = "".join(path.read_text() for path in HERE.parent.glob("*/test_*.py"))
+    named = {test for table in ROWS.values() for tests in table.values() for test in tests}
     assert len(named) > 50
+    assert all(tests for table in ROWS.values() for tests in table.values())
     for name in named:
         assert f"def {name}(" in source, name
