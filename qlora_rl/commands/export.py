@@ -17,9 +17,10 @@ def add(commands: Any) -> None:
     )
     export.add_argument(
         "--to",
-        choices=["adapter", "merged", "merged-original", "gguf"],
+        choices=["adapter", "merged", "merged-original", "gguf", "gguf-adapter"],
         default="merged",
-        help="merged: one model, on the dequantised base (default); merged-original: on the weights from before the quantisation",
+        help="merged: one model, on the dequantised base (default); merged-original: on the weights from before the quantisation; gguf-adapter: for "
+        "llama-server --lora",
     )
     export.add_argument("--out", type=Path, metavar="DIR", help="directory to write (default: export-<to> in RUN)")
     export.add_argument(
@@ -30,8 +31,8 @@ def add(commands: Any) -> None:
     )
     export.add_argument(
         "--dtype",
-        choices=["bfloat16", "float16", "float32"],
-        help="dtype of merged weights (default: the base's compute dtype)",
+        choices=["bfloat16", "float16", "float32", "q8_0", "q4_k_m"],
+        help="dtype of merged weights (default: the base's compute dtype); the last two for gguf, q4_k_m through an installed llama.cpp",
     )
     export.add_argument(
         "--original", metavar="MODEL", help="original model, for merged-original (default: the base's source)"
@@ -46,6 +47,12 @@ def add(commands: Any) -> None:
     export.add_argument("--max-kl", type=float, metavar="K", help="largest mean KL (default: 1e-3; 1e-9 in float32)")
     export.add_argument(
         "--shard-gb", type=float, default=4.0, metavar="GB", help="size limit of a file (default: %(default)s)"
+    )
+    export.add_argument(
+        "--on", type=Path, metavar="F.gguf", help="with gguf-adapter: another base, on which it is measured as well"
+    )
+    export.add_argument(
+        "--push", metavar="REPO", help="upload the export to this repository on the hub, private if it is new"
     )
     export.add_argument("--json", action="store_true", help="print JSON")
     export.set_defaults(run=run)
@@ -72,13 +79,18 @@ def run(arguments: argparse.Namespace) -> int:
         prompts=arguments.prompts,
         max_kl=arguments.max_kl,
         shard_gb=arguments.shard_gb,
+        on=arguments.on,
+        push=arguments.push,
         say=None if arguments.json else print,
     )
     if arguments.json:
         found = {"path": str(done.path), "to": done.kind, **done.distance.as_dict(), "prompts": done.prompts}
+        found["elsewhere"] = {name: each.as_dict() for name, each in done.elsewhere.items()}
         print(json.dumps(found | {"load": done.load}, indent=1))
         return 0
     print(f"{done.path}: {done.distance} (prompts: {done.prompts})")
+    for name, each in done.elsewhere.items():
+        print(f"  {name}: {each}")
     for name, line in done.load.items():
         print(f"  {name}: {line}")
     return 0

@@ -34,6 +34,7 @@ class Card:
     prompts: str
     load: dict[str, str]
     original: str | None
+    elsewhere: dict[str, Distance]
 
 
 def write_card(card: Card, directory: Path) -> None:
@@ -49,6 +50,7 @@ def write_card(card: Card, directory: Path) -> None:
         "form": card.form if card.kind == "adapter" else None,
         "base_identity": card.trained.base.identity,
         "distance": card.distance.as_dict(),
+        "elsewhere": {name: found.as_dict() for name, found in card.elsewhere.items()} or None,
         "prompts": card.prompts,
         "versions": describe_versions(),
     }
@@ -87,6 +89,7 @@ def _text(card: Card, run: Run, *, has_curves: bool) -> str:
                 ("same likeliest token", f"{card.distance.agreement:.2%}"),
             ],
         ),
+        *_elsewhere(card),
         "## The run",
         _table(["", ""], _run_rows(card, run)),
     ]
@@ -109,11 +112,34 @@ _TITLES = {
     "merged": "merged model",
     "merged-original": "adapter merged into the original weights",
     "gguf": "merged model, GGUF",
+    "gguf-adapter": "adapter, GGUF",
 }
 
 
+def _elsewhere(card: Card) -> list[str]:
+    """What llama.cpp itself computes, where it was asked; otherwise that it was not."""
+    if not card.kind.startswith("gguf"):
+        return []
+    if not card.elsewhere:
+        return [
+            "Measured by transformers' reader. llama.cpp itself was not installed, so what it computes was not measured."
+        ]
+    rows = [
+        (name, f"{found.kl_mean:.2e}", f"{found.kl_max:.2e}", f"{found.agreement:.2%}")
+        for name, found in card.elsewhere.items()
+    ]
+    own = (
+        "The trained policy is the adapter on the first of these bases; on another base it is another function."
+        if len(rows) > 1
+        else ""
+    )
+    return [_table(["computed by", "mean KL", "worst token", "same likeliest token"], rows), *([own] if own else [])]
+
+
 def _front_matter(card: Card) -> str:
-    lines = [f"library_name: {'peft' if card.kind == 'adapter' else 'gguf' if card.kind == 'gguf' else 'transformers'}"]
+    lines = [
+        f"library_name: {'peft' if card.kind == 'adapter' else 'gguf' if card.kind.startswith('gguf') else 'transformers'}"
+    ]
     if _is_hub_name(card.trained.source):
         lines.append(f"base_model: {card.trained.source}")
     lines += ["pipeline_tag: text-generation", "tags:", "- qlora-rl", "- trl"]
@@ -129,6 +155,8 @@ def _what(card: Card) -> str:
             else "As PEFT has saved it."
         )
         return f"The LoRA adapter alone, to be served on the {label} base that it was trained on. {form}"
+    if card.kind == "gguf-adapter":
+        return f"The LoRA adapter alone, for llama.cpp's `--lora`, its scale folded into B. It was trained on the {label} base; on another one it is another function."
     if card.kind == "merged-original":
         return (
             f"The adapter, added to the weights from before the quantisation. It was trained on the {label} base, so this is another "

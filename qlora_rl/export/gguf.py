@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.base.checkpoint import PreparedBase
+from qlora_rl.base.fingerprint import recorded_fingerprint
+from qlora_rl.contracts import AdapterBundle
 from qlora_rl.errors import ExportError, MissingDependencyError, NotYetSupportedError, collected
 from qlora_rl.export.vocabulary import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED, check_vocabulary
 
@@ -24,8 +26,10 @@ _OUT = "Export it merged, and convert that: qlora-rl export RUN --to merged --ou
 _DOING = "writing GGUF"
 # llama.cpp's name of a way to split, by what tokenizer.json says of it.
 _NAMES = {pattern: name for name, pattern in SPLITS.items()}
-_FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
-_TENSOR_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_TENSOR_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+# Weights of a row that share a scale in q8_0.
+_BLOCK = 32
 
 
 def require_gguf() -> Any:
@@ -85,16 +89,11 @@ def write_gguf(model: Any, base: PreparedBase, tokenizer: Any, file: Path, dtype
         base: for config and tokenizer.json.
         tokenizer: of the base.
         file: to write.
-        dtype: of matrices: "bfloat16", "float16", "float32"; vectors are float32, as llama.cpp wants them.
+        dtype: of matrices: "bfloat16", "float16", "float32", "q8_0"; vectors are float32, as llama.cpp wants them.
         name: of the model, in the file.
     """
-    from transformers import AutoConfig
-
     gguf = require_gguf()
-    config = AutoConfig.from_pretrained(base.path)
-    architecture = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}[
-        config.model_type
-    ]
+    config, architecture = _architecture(gguf, base)
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture], use_temp_file=True)
     _add_config(writer, gguf, config, dtype, name)
     _add_tokenizer(writer, base.path, tokenizer, config.vocab_size)
@@ -110,8 +109,130 @@ def write_gguf(model: Any, base: PreparedBase, tokenizer: Any, file: Path, dtype
         values = weight.float().cpu().contiguous().numpy()
         if values.ndim == 1 or dtype == "float32":
             writer.add_tensor(theirs, values)
+        elif dtype == "q8_0" and values.shape[1] % _BLOCK:
+            writer.add_tensor(theirs, values.astype("float16"))
         else:
             writer.add_tensor(theirs, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    _finish(writer)
+
+
+def write_gguf_adapter(
+    tensors: Mapping[str, torch.Tensor], base: PreparedBase, file: Path, dtype: str, *, name: str
+) -> None:
+    """Write a LoRA adapter for llama.cpp's `--lora`.
+
+    Args:
+        tensors: A [R, I] and B [O, R] by canonical name, the scale folded in.
+        base: that it was trained on.
+        file: to write.
+        dtype: of the matrices: "bfloat16", "float16", "float32".
+        name: of the adapter, in the file.
+    """
+    gguf = require_gguf()
+    config, architecture = _architecture(gguf, base)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture], use_temp_file=True)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_name(name)
+    (rank,) = {tensor.shape[0] for key, tensor in tensors.items() if ".lora_A." in key}
+    writer.add_float32("adapter.lora.alpha", float(rank))
+    kind = gguf.GGMLQuantizationType[_TENSOR_TYPES[dtype]]
+    for key, tensor in tensors.items():
+        own, part = key.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
+        theirs = names.get_name(f"{own}.weight", try_suffixes=(".weight",))
+        if theirs is None:
+            raise NotYetSupportedError(f"{_DOING}: GGUF has no name for {own}. {_OUT}", module=own)
+        if part == "B" and config.model_type == "llama" and own.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if own.endswith("q_proj") else config.num_key_value_heads
+            tensor = _interleaved(tensor, heads)
+        values = tensor.float().cpu().contiguous().numpy()
+        held = values if dtype == "float32" else gguf.quants.quantize(values, kind)
+        writer.add_tensor(f"{theirs}.lora_{part.lower()}", held, raw_dtype=kind)
+    _finish(writer)
+
+
+def read_gguf_adapter(file: Path, base: PreparedBase) -> AdapterBundle:
+    """Inverse of `write_gguf_adapter`: the adapter that such a file holds, in canonical form."""
+    gguf = require_gguf()
+    config, architecture = _architecture(gguf, base)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    own_names = {
+        names.get_name(f"{name}.weight", try_suffixes=(".weight",)): name
+        for name in (leaf.removesuffix(".weight") for leaf in recorded_fingerprint(base.path).leaves)
+    }
+    reader, tensors = gguf.GGUFReader(file), {}
+    alpha = float(reader.fields["adapter.lora.alpha"].contents())
+    for held in reader.tensors:
+        theirs, part = held.name.rsplit(".lora_", 1)
+        own = own_names[theirs]
+        tensor = torch.from_numpy(gguf.quants.dequantize(held.data, held.tensor_type).copy())
+        if part == "b" and config.model_type == "llama" and own.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if own.endswith("q_proj") else config.num_key_value_heads
+            tensor = _halves(tensor, heads)
+        tensors[f"base_model.model.{own}.lora_{part.upper()}.weight"] = tensor
+    rank = next(tensor.shape[0] for key, tensor in tensors.items() if ".lora_A." in key)
+    modules = sorted({key.split(".lora_")[0].rsplit(".", 1)[1] for key in tensors})
+    return AdapterBundle(
+        tensors,
+        {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "target_modules": modules},
+    )
+
+
+def write_modelfile(directory: Path, tokenizer: Any, *, model: str, adapter: str = "") -> None:
+    """Write a Modelfile for `ollama create`: the files, what ends an answer, and the chat template where it is one that is known here.
+
+    Args:
+        directory: of the GGUF file.
+        tokenizer: whose chat template it is.
+        model: after FROM.
+        adapter: after ADAPTER, if there is one.
+    """
+    lines = [f"FROM {model}", *([f"ADAPTER {adapter}"] if adapter else [])]
+    template, stops = _ollama_template(tokenizer)
+    if template:
+        lines.append(f'TEMPLATE """{template}"""')
+    elif getattr(tokenizer, "chat_template", None):
+        lines.append(
+            "# The chat template is in the GGUF file (tokenizer.chat_template); Ollama takes it where it knows it, otherwise write TEMPLATE."
+        )
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops]
+    (directory / "Modelfile").write_text("\n".join(lines) + "\n")
+
+
+def _ollama_template(tokenizer: Any) -> tuple[str, list[str]]:
+    """Ollama's form of a chat template that renders as ChatML, and the texts that end an answer; empty for any other."""
+    if not getattr(tokenizer, "chat_template", None):
+        return "", []
+    talks = (
+        [("user", "a b")],
+        [("system", "be\nkind"), ("user", "c"), ("assistant", "d"), ("user", "e")],
+    )
+    for talk in talks:
+        messages = [{"role": role, "content": content} for role, content in talk]
+        try:
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception:
+            return "", []
+        wanted = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in talk)
+        if rendered != wanted + "<|im_start|>assistant\n":
+            return "", []
+    template = (
+        "{{ range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}<|im_start|>assistant\n"
+    )
+    return template, ["<|im_end|>"]
+
+
+def _architecture(gguf: Any, base: PreparedBase) -> tuple[Any, Any]:
+    """transformers' config of a base, and gguf's name of its architecture."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(base.path)
+    known = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
+    return config, known[config.model_type]
+
+
+def _finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -142,6 +263,12 @@ def _interleaved(weight_OI: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows in the order in which llama.cpp rotates them: neighbours, where transformers rotates the two halves of a head."""
     size = weight_OI.shape[0] // heads
     return weight_OI.reshape(heads, 2, size // 2, -1).transpose(1, 2).reshape(weight_OI.shape)
+
+
+def _halves(weight_OI: torch.Tensor, heads: int) -> torch.Tensor:
+    """Inverse of `_interleaved`."""
+    size = weight_OI.shape[0] // heads
+    return weight_OI.reshape(heads, size // 2, 2, -1).transpose(1, 2).reshape(weight_OI.shape)
 
 
 def _add_config(writer: Any, gguf: Any, config: Any, dtype: str, name: str) -> None:

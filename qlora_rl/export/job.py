@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,19 @@ from qlora_rl.base.checkpoint import load_base
 from qlora_rl.base.writer import write_weights
 from qlora_rl.contracts import rank_class
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError
+from qlora_rl.export import llama_cpp
 from qlora_rl.export.card import Card, write_card
 from qlora_rl.export.proof import Distance, Witness, choose_prompts
 from qlora_rl.policy.trained import TrainedRun, load_plain, open_trained
 
-KINDS = ("adapter", "merged", "merged-original", "gguf")
+KINDS = ("adapter", "merged", "merged-original", "gguf", "gguf-adapter")
 FORMS = ("canonical", "original")
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32", "q8_0", "q4_k_m")
 # Largest mean KL (nats per token) of an export that claims to be the policy. Two 16-bit computations of one function differ by
 # rounding; two of float32 by next to nothing.
 LIMIT, LIMIT_FLOAT32 = 1e-3, 1e-9
+# Of weights that are quantised again.
+LIMITS = {"q8_0": 1e-2, "q4_k_m": 0.5}
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Export:
         distance: from the trained policy, of what was loaded again from `path`.
         prompts: where the prompts of that comparison are from.
         load: one line each that load it, by name of the library.
+        elsewhere: distances of what llama.cpp computes, by what it was loaded on; empty where it is not installed, and of other kinds.
     """
 
     path: Path
@@ -52,6 +56,7 @@ class Export:
     distance: Distance
     prompts: str
     load: dict[str, str]
+    elsewhere: dict[str, Distance] = field(default_factory=dict)
 
 
 def export_run(
@@ -67,6 +72,8 @@ def export_run(
     prompts: int = 16,
     max_kl: float | None = None,
     shard_gb: float = 4.0,
+    on: str | os.PathLike[str] | None = None,
+    push: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Export:
     """Export what a run has trained; the result is loaded again, and its distance from the policy stands in its README.md.
@@ -75,16 +82,18 @@ def export_run(
         run: directory of a run, or a checkpoint in it.
         to: "adapter": for PEFT and vLLM, on the same base. "merged": one plain model on the exactly dequantised base, the function
             that was trained. "merged-original": the adapter on the weights from before the quantisation, another function.
-            "gguf": the merged model as one file, for llama.cpp.
+            "gguf": the merged model as one file, for llama.cpp. "gguf-adapter": the adapter alone, for its `--lora`.
         out: directory to write; there must be none. By default `export-<to>` in the run directory.
         form: of an adapter: "canonical" (scale folded in, one rank: any engine serves it right) or "original" (as PEFT has saved it).
-        dtype: of merged weights; by default the base's compute dtype.
+        dtype: of merged weights; by default the base's compute dtype. Of GGUF also "q8_0", and through llama.cpp "q4_k_m".
         original: model of "merged-original": directory or hub name; by default what the base says it was made from.
         base: directory of the base, if it was moved.
         data: .jsonl file with prompts to compare on; by default the run's own, or random tokens.
         prompts: how many of them.
         max_kl: largest mean KL in nats per token; by default 1e-3, or 1e-9 in float32. "merged-original" has no limit of its own.
         shard_gb: largest file of weights, in 10^9 bytes.
+        on: GGUF file of another base on which "gguf-adapter" will be served: its distance is measured, too.
+        push: name of a repository on the hub, to which the finished directory is uploaded; it is created private.
         say: gets a line for people before each stage.
 
     Raises:
@@ -95,6 +104,14 @@ def export_run(
         NotYetSupportedError: GGUF of this model; names the way out.
     """
     _check(to, form, dtype, original)
+    if on is not None and (to != "gguf-adapter" or not Path(on).is_file()):
+        raise ConfigConflictError(
+            f"exporting: on={os.fspath(on)!r} must be the GGUF file of a base, with --to gguf-adapter."
+        )
+    if on is not None and not llama_cpp.is_installed():
+        raise ConfigConflictError(
+            f"exporting: what the adapter is on {on} is measured by llama.cpp. Install it: {llama_cpp.INSTALL}"
+        )
     if prompts < 1 or not shard_gb > 0:
         raise ConfigConflictError(f"exporting: prompts={prompts} and shard_gb={shard_gb:g}: both must be above 0.")
     say = say or (lambda line: None)
@@ -102,13 +119,13 @@ def export_run(
     target = Path(out) if out is not None else trained.path / f"export-{to}"
     if target.exists() or target.is_symlink():
         raise ConfigConflictError(f"exporting to {target}: it already exists. Choose another --out, or remove it.")
-    if trained.adapter is None and to in ("adapter", "merged-original"):
+    if trained.adapter is None and to in ("adapter", "merged-original", "gguf-adapter"):
         raise ConfigConflictError(
             f"exporting {trained.path}: all weights of the base were trained, so there is no adapter. Export it as merged or gguf."
         )
     dtype = dtype or trained.base.spec.compute_dtype
     tokenizer = _tokenizer(trained)
-    if to == "gguf":
+    if to.startswith("gguf"):
         from qlora_rl.export.gguf import check_gguf
 
         check_gguf(trained.base.path)
@@ -143,14 +160,24 @@ def export_run(
             plain = trained.adapted(load_plain(original, trained.base.spec.compute_dtype))
             _write_merged(trained, plain, staging, dtype, shard_gb)
             del plain
+        elif to == "gguf-adapter":
+            del policy
+            _write_gguf_adapter(trained, tokenizer, staging, dtype)
         elif to == "merged":
             _write_merged(trained, policy, staging, dtype, shard_gb)
             del policy
         else:
-            from qlora_rl.export.gguf import verify_gguf, write_gguf
+            from qlora_rl.export.gguf import verify_gguf, write_gguf, write_modelfile
 
             file = staging / f"{trained.name}.gguf"
-            write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name)
+            if dtype == "q4_k_m":
+                whole = staging / "whole.gguf"
+                write_gguf(policy, trained.base, tokenizer, whole, "bfloat16", name=trained.name)
+                llama_cpp.quantise(whole, file, dtype)
+                whole.unlink()
+            else:
+                write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name)
+            write_modelfile(staging, tokenizer, model=f"./{file.name}")
             del policy
             compared = verify_gguf(file, tokenizer, [tokenizer.decode(each) for each in ids])
             say(f"a tokenizer made of the file's own fields gives {compared} texts the ids that the base's gives them")
@@ -163,15 +190,21 @@ def export_run(
         distance = witness.distance(again, autocast=trained.autocast if to == "adapter" else None)
         del again
         _forget()
+        elsewhere = _in_llama_cpp(trained, tokenizer, witness, staging, to, on, say) if to.startswith("gguf") else {}
         limit = max_kl if max_kl is not None else _limit(to, dtype)
-        if not distance.kl_mean <= limit:
+        own = {name: found for name, found in elsewhere.items() if on is None or name != _on(on)}
+        worst = max([distance, *own.values()], key=lambda found: found.kl_mean)
+        if not worst.kl_mean <= limit:
             raise ExportError(
-                f"exporting {trained.path} as {to}: {distance}, above the limit of {limit:g}. Nothing was written. In 16 bits "
+                f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:g}. Nothing was written. In 16 bits "
                 "the rounding of a large model may come to that: look at it with --max-kl 1, or export float32."
             )
         load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
         write_card(
-            Card(trained, to, dtype, form, distance, where, load, None if original is None else str(original)), staging
+            Card(
+                trained, to, dtype, form, distance, where, load, None if original is None else str(original), elsewhere
+            ),
+            staging,
         )
         staging.chmod(0o755)
         _settle(staging)
@@ -182,7 +215,10 @@ def export_run(
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    return Export(target, to, distance, where, here)
+    if push is not None:
+        _push(target, push)
+        say(f"pushed to {push}")
+    return Export(target, to, distance, where, here, elsewhere)
 
 
 def _check(to: str, form: str, dtype: str | None, original: Any) -> None:
@@ -194,6 +230,8 @@ def _check(to: str, form: str, dtype: str | None, original: Any) -> None:
         raise ConfigConflictError(f"exporting: dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
     if to != "adapter" and form != "canonical":
         raise ConfigConflictError(f"exporting: form={form!r} is for adapters only. Use it with --to adapter.")
+    if dtype in LIMITS and to != "gguf":
+        raise ConfigConflictError(f"exporting: dtype={dtype!r} is for --to gguf only.")
     if to == "adapter" and dtype is not None:
         raise ConfigConflictError("exporting: an adapter keeps the dtype that it was trained in. Leave dtype out.")
     if to != "merged-original" and original is not None:
@@ -203,7 +241,9 @@ def _check(to: str, form: str, dtype: str | None, original: Any) -> None:
 def _limit(to: str, dtype: str) -> float:
     if to == "merged-original":
         return float("inf")
-    return LIMIT_FLOAT32 if dtype == "float32" and to != "adapter" else LIMIT
+    if dtype in LIMITS:
+        return LIMITS[dtype]
+    return LIMIT_FLOAT32 if dtype == "float32" and to == "merged" else LIMIT
 
 
 def _original(trained: TrainedRun, wish: str | os.PathLike[str] | None) -> str:
@@ -245,6 +285,75 @@ def _write_merged(trained: TrainedRun, model: Any, staging: Path, dtype: str, sh
     write_weights(iter_weights(model, dtype=getattr(torch, dtype)), staging, shard_bytes=int(shard_gb * 1e9))
 
 
+def _write_gguf_adapter(trained: TrainedRun, tokenizer: Any, staging: Path, dtype: str) -> None:
+    from qlora_rl.export.gguf import write_gguf_adapter, write_modelfile
+
+    try:
+        bundle = read_adapter(trained.adapter, trained.base)
+    except AdapterRejectedError as error:
+        raise AdapterRejectedError(
+            f"exporting {trained.path}: this adapter is more than LoRA, which llama.cpp does not know: {'; '.join(r.rstrip('.') for r in error.reasons)}. Export "
+            "the merged model: --to gguf.",
+            reasons=error.reasons,
+        ) from error
+    file = f"{trained.name}-lora.gguf"
+    write_gguf_adapter(bundle.tensors, trained.base, staging / file, dtype, name=trained.name)
+    write_modelfile(staging, tokenizer, model="BASE.gguf", adapter=f"./{file}")
+
+
+def _on(base: str | os.PathLike[str]) -> str:
+    return f"llama.cpp on {Path(base).name}"
+
+
+def _in_llama_cpp(
+    trained: TrainedRun,
+    tokenizer: Any,
+    witness: Witness,
+    staging: Path,
+    to: str,
+    on: str | os.PathLike[str] | None,
+    say: Callable[[str], None],
+) -> dict[str, Distance]:
+    """Distances of what llama.cpp itself computes; an adapter on its own base, dequantised, and on another one."""
+    if not llama_cpp.is_installed():
+        say(f"llama.cpp itself was not asked: it is not installed ({llama_cpp.INSTALL})")
+        return {}
+    (file,) = staging.glob("*.gguf")
+    if to == "gguf":
+        return {"llama.cpp": _asked(witness, file)}
+    from qlora_rl.export.gguf import write_gguf
+
+    found = {} if on is None else {_on(on): _asked(witness, Path(on), file)}
+    with tempfile.TemporaryDirectory(prefix=".base-", dir=staging.parent) as directory:
+        own = Path(directory) / "base.gguf"
+        plain = load_base(trained.base)
+        write_gguf(plain, trained.base, tokenizer, own, trained.base.spec.compute_dtype, name="base")
+        del plain
+        return {"llama.cpp on the dequantised base": _asked(witness, own, file), **found}
+
+
+def _asked(witness: Witness, file: Path, adapter: Path | None = None) -> Distance:
+    model = llama_cpp.LlamaCpp(file, adapter, longest=witness.longest)
+    try:
+        return witness.distance_of(model.logprobs)
+    finally:
+        model.close()
+
+
+def _push(directory: Path, name: str) -> None:
+    """Upload a finished export to a repository on the hub, which is created private where there is none."""
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=directory, commit_message="Export by qlora_rl")
+    except Exception as error:
+        raise ExportError(
+            f"pushing to {name}: {error}. The export is complete in {directory}; push it again: hf upload {name} {directory}"
+        ) from error
+
+
 def _exact_witness(trained: TrainedRun, ids: list[list[int]], room: Path) -> Witness:
     """The policy computed in float32: PEFT's own layers on the base whose products of code and scale are not rounded."""
     if trained.adapter is None:
@@ -269,6 +378,13 @@ def _load_again(trained: TrainedRun, directory: Path, to: str) -> Any:
         from qlora_rl.export.gguf import load_gguf
 
         return load_gguf(directory)
+    if to == "gguf-adapter":
+        from qlora_rl.adapter.load import load_adapter
+        from qlora_rl.export.gguf import read_gguf_adapter
+
+        with tempfile.TemporaryDirectory() as again:
+            write_adapter(read_gguf_adapter(directory / f"{trained.name}-lora.gguf", trained.base), Path(again))
+            return load_adapter(load_base(trained.base), Path(again), base=trained.base)
     return load_plain(directory)
 
 
@@ -292,9 +408,12 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
             rank = f" --max-lora-rank {rank_class(config['r'])}" if config["r"] > 16 else ""
             lines["vllm"] = f"vllm serve {base} --enable-lora{rank} --lora-modules policy={name}"
         return lines
+    if to == "gguf-adapter":
+        return {"llama.cpp": f"llama-server -m BASE.gguf --lora {name}/{trained.name}-lora.gguf"}
     if to == "gguf":
         file = f"{trained.name}.gguf"
         return {
+            "ollama": f"ollama create {trained.name} -f {name}/Modelfile",
             "transformers": f'AutoModelForCausalLM.from_pretrained("{name}", gguf_file="{file}")',
             "llama.cpp": f"llama-cli -m {name}/{file}",
         }

@@ -6,7 +6,7 @@ Shape letters: N tokens, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,14 +82,24 @@ class Witness:
         """N."""
         return sum(len(logprobs_NV) for logprobs_NV in self._logprobs_NV)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(len(ids) for ids, _ in self._cases)
+
     def distance(self, model: Any, *, autocast: str | None = None) -> Distance:
         """How far a model is from the policy."""
-        found, agreed = [], 0
         with precision(model, autocast):
-            for (ids, start), theirs_NV in zip(self._cases, self._logprobs_NV, strict=True):
-                ours_NV = _logprobs(model, ids, start).cpu()
-                found.append((theirs_NV.exp() * (theirs_NV - ours_NV)).sum(-1))
-                agreed += int((theirs_NV.argmax(-1) == ours_NV.argmax(-1)).sum())
+            return self.distance_of(lambda ids, start: _logprobs(model, ids, start).cpu())
+
+    def distance_of(self, logprobs: Callable[[list[int], int], torch.Tensor]) -> Distance:
+        """How far something is that gives [N, V] natural logs of every token of some ids from a place on."""
+        found, agreed = [], 0
+        for (ids, start), theirs_NV in zip(self._cases, self._logprobs_NV, strict=True):
+            # A file's vocabulary may be padded.
+            ours_NV = logprobs(ids, start)[:, : theirs_NV.shape[1]]
+            found.append((theirs_NV.exp() * (theirs_NV - ours_NV)).sum(-1))
+            agreed += int((theirs_NV.argmax(-1) == ours_NV.argmax(-1)).sum())
         kl_N = torch.cat(found)
         return Distance(float(kl_N.mean()), float(kl_N.max()), agreed / len(kl_N), len(kl_N))
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from qlora_rl import (
     BaseMismatchError,
     ConfigConflictError,
     ExportError,
+    MissingDependencyError,
     NotYetSupportedError,
     RunDirectoryError,
     iter_weights,
@@ -23,7 +25,7 @@ from qlora_rl import (
     prepare_base,
 )
 from qlora_rl.cli import main
-from qlora_rl.export.job import LIMIT, LIMIT_FLOAT32, export_run
+from qlora_rl.export.job import LIMIT, LIMIT_FLOAT32, LIMITS, export_run
 
 export = partial(export_run, prompts=6)
 IDS = torch.tensor([[40, 41, 42, 43, 44]])
@@ -425,10 +427,136 @@ def test_gguf_of_what_is_not_known_is_refused_with_the_way_out(run, tmp_path):
 
 
 def test_without_the_gguf_package_it_is_said_what_to_install(run, tmp_path, monkeypatch):
-    import sys
-
-    from qlora_rl import MissingDependencyError
-
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(MissingDependencyError, match="pip install 'gguf"):
         export(run, "gguf", out=tmp_path / "a")
+
+
+# --- llama.cpp ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def bpe_run(request, tmp_path_factory):
+    """A run on a base that GGUF can hold."""
+    directory = tmp_path_factory.mktemp(request.param)
+    base = prepare_base(make_bpe_model(directory / "model", request.param), out=directory / "base")
+    return make_run(base, directory / "run")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_adapter_as_gguf_is_the_policy_on_its_base(bpe_run, tmp_path, dtype):
+    gguf = pytest.importorskip("gguf")
+    done = export(bpe_run, "gguf-adapter", out=tmp_path / "a", dtype=dtype)
+    assert done.distance.kl_mean < LIMIT
+    (file,) = done.path.glob("*-lora.gguf")
+    reader = gguf.GGUFReader(file)
+    assert reader.fields["general.type"].contents() == "adapter"
+    assert reader.fields["adapter.type"].contents() == "lora"
+    assert reader.fields["adapter.lora.alpha"].contents() == 8.0
+    names = {tensor.name for tensor in reader.tensors}
+    assert {"blk.0.attn_q.weight.lora_a", "blk.1.ffn_down.weight.lora_b"} <= names
+    assert len(names) == 2 * 2 * 7
+    assert f"ADAPTER ./{file.name}" in (done.path / "Modelfile").read_text()
+
+
+def test_an_adapter_whose_rows_llama_cpp_would_rotate_otherwise_is_found(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    from qlora_rl.export import gguf as own
+
+    base = prepare_base(make_bpe_model(tmp_path / "model", "llama"), out=tmp_path / "base")
+    monkeypatch.setattr(own, "_interleaved", lambda weight, heads: weight)
+    with pytest.raises(ExportError, match="above the limit"):
+        export(make_run(base, tmp_path / "run"), "gguf-adapter", out=tmp_path / "a", dtype="float32")
+    assert not (tmp_path / "a").exists()
+
+
+def test_eight_bits_are_close_and_four_need_llama_cpp(bpe_run, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    done = export(bpe_run, "gguf", out=tmp_path / "a", dtype="q8_0")
+    assert LIMIT_FLOAT32 < done.distance.kl_mean < LIMITS["q8_0"]
+    assert f"FROM ./{next(done.path.glob('*.gguf')).name}" in (done.path / "Modelfile").read_text()
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MissingDependencyError, match=r"q4_k_m.*pip install llama-cpp-python"):
+        export(bpe_run, "gguf", out=tmp_path / "b", dtype="q4_k_m")
+    with pytest.raises(ConfigConflictError, match=r"measured by llama\.cpp"):
+        export(bpe_run, "gguf-adapter", out=tmp_path / "c", on=next(done.path.glob("*.gguf")))
+    said = []
+    without = export(bpe_run, "gguf", out=tmp_path / "d", dtype="q8_0", say=said.append)
+    assert without.elsewhere == {}
+    assert any("llama.cpp itself was not asked" in line for line in said)
+    assert "llama.cpp itself was not installed" in (without.path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0", "q4_k_m"])
+def test_llama_cpp_computes_the_policy(bpe_run, tmp_path, dtype):
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which compiles llama.cpp")
+    done = export(bpe_run, "gguf", out=tmp_path / "a", dtype=dtype)
+    limit = LIMITS.get(dtype, LIMIT)
+    assert done.distance.kl_mean < limit
+    assert 0 < done.elsewhere["llama.cpp"].kl_mean < limit
+    assert f"| llama.cpp | {done.elsewhere['llama.cpp'].kl_mean:.2e} |" in (done.path / "README.md").read_text()
+
+
+def test_llama_cpp_applies_the_adapter_and_another_base_is_told_apart(bpe_run, tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which compiles llama.cpp")
+    other = prepare_base(
+        make_bpe_model(tmp_path / "model", open_trained(bpe_run).load().config.model_type, seed=5),
+        out=tmp_path / "other",
+    )
+    foreign = export(make_run(other, tmp_path / "run"), "gguf", out=tmp_path / "foreign", dtype="q8_0")
+    done = export(bpe_run, "gguf-adapter", out=tmp_path / "a", dtype="float32", on=next(foreign.path.glob("*.gguf")))
+    own, elsewhere = done.elsewhere.values()
+    assert own.kl_mean < LIMIT
+    assert elsewhere.kl_mean > 100 * LIMIT
+    assert f"{elsewhere.kl_mean:.2e}" in (done.path / "README.md").read_text()
+
+
+def test_a_finished_export_is_pushed_and_one_that_cannot_be_stays(run, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    calls = []
+
+    class Api:
+        def create_repo(self, name, **how):
+            calls.append((name, how))
+
+        def upload_folder(self, repo_id, folder_path, **_):
+            calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    export(run, "adapter", out=tmp_path / "a", push="me/policy")
+    assert calls[0] == ("me/policy", {"private": True, "exist_ok": True})
+    assert {"README.md", "adapter_config.json", "adapter_model.safetensors", "export.json"} <= set(calls[1][1])
+    monkeypatch.setattr(Api, "upload_folder", lambda *_, **__: (_ for _ in ()).throw(OSError("no network")))
+    with pytest.raises(ExportError, match=r"pushing to me/policy: no network. The export is complete in .*hf upload"):
+        export(run, "adapter", out=tmp_path / "b", push="me/policy")
+    assert (tmp_path / "b" / "README.md").is_file()
+
+
+def test_ollama_gets_a_template_that_is_known_and_no_other():
+    from types import SimpleNamespace
+
+    from jinja2 import Template
+
+    from qlora_rl.export.gguf import _ollama_template
+
+    def tokenizer(template):
+        return SimpleNamespace(
+            chat_template=template,
+            apply_chat_template=lambda messages, tokenize, add_generation_prompt: Template(template).render(
+                messages=messages, add_generation_prompt=add_generation_prompt
+            ),
+        )
+
+    chatml = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    found, stops = _ollama_template(tokenizer(chatml))
+    assert found.startswith("{{ range .Messages }}<|im_start|>{{ .Role }}\n")
+    assert stops == ["<|im_end|>"]
+    assert _ollama_template(tokenizer("{{ messages[0].content }}")) == ("", [])
+    assert _ollama_template(SimpleNamespace(chat_template=None)) == ("", [])

@@ -29,6 +29,7 @@ OWNERS = {
     "vllm_bnb_plugin": {"engine"},
     "trl": {"train", "demo"},
     "gguf": {"export"},
+    "llama_cpp": {"export"},
     "triton": {"engine"},
     "torchrl": {"torchrl"},
     "tensordict": {"torchrl"},
