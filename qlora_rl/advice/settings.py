@@ -19,7 +19,7 @@ from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.ledger.cards import card_size
 from qlora_rl.ledger.plan import GIB, MemoryLedger, largest_length, plan_memory
-from qlora_rl.ledger.shape import read_config, stored_spec
+from qlora_rl.ledger.shape import check_supported, read_config, stored_spec
 
 TASKS = ("grpo", "rloo", "sft", "dpo")
 _SAMPLING = ("grpo", "rloo")
@@ -120,6 +120,7 @@ def recommend(
 
     Raises:
         ConfigConflictError: an unknown task, a size that is none, or nothing that transformers can read.
+        NotYetSupportedError: a mixture of experts, or a model for images.
     """
     if task not in TASKS:
         raise ConfigConflictError(f"recommending settings: task={task!r} is not one of {TASKS}.")
@@ -138,7 +139,9 @@ def recommend(
         "device": device,
         "has_engine": task in _SAMPLING,
     }
-    ledger = _fitted(read_config(model, trust_remote_code=trust_remote_code), task, max_length, request)
+    config_of_model = read_config(model, trust_remote_code=trust_remote_code)
+    check_supported(config_of_model)
+    ledger = _fitted(config_of_model, task, max_length, request)
     batch = ledger.request.batch_size // (2 if task == "dpo" else 1)
     length = ledger.request.max_length
     size = ledger.shape.parameters

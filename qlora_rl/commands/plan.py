@@ -74,13 +74,15 @@ def run(arguments: argparse.Namespace) -> int:
     import json
 
     from qlora_rl.ledger.plan import largest_length, plan_memory
-    from qlora_rl.ledger.shape import read_config, stored_spec
+    from qlora_rl.ledger.shape import check_supported, read_config, stored_spec
     from qlora_rl.processor import copies_dtype, processor
 
     spec = stored_spec(arguments.model, arguments.quant, double_quant=arguments.double_quant)
     targets = arguments.target_modules
+    config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
+    check_supported(config)
     ledger = plan_memory(
-        read_config(arguments.model, trust_remote_code=arguments.trust_remote_code),
+        config,
         rank=arguments.rank,
         target_modules=targets[0] if targets == ["all-linear"] else targets,
         spec=spec,

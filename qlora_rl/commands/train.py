@@ -51,11 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.config.read import read_config, resolved_toml
 
     config = read_config(arguments.file, arguments.overrides)
+    from qlora_rl.config.launch import check_model, launch, unchecked
+
     if arguments.check:
+        left = [each for each in (check_model(config), *unchecked(config)) if each]
         print(resolved_toml(config), end="")
-        print(f"qlora-rl: {arguments.file} can run", file=sys.stderr)
+        print(f"qlora-rl: {arguments.file} can run. Not checked: {', '.join(left)}", file=sys.stderr)
         return 0
-    from qlora_rl.config.launch import launch
 
     try:
         out = launch(config)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from qlora_rl.config.data import columns_after, placeholders, taken_names
+from qlora_rl.config.data import check_subset, columns_after, placeholders, taken_names
 from qlora_rl.config.findings import Finding, show
 from qlora_rl.config.paths import is_file
 from qlora_rl.config.rewards import column_of
@@ -161,6 +161,8 @@ def _hub_only(said: _Said) -> Iterator[Finding]:
                     yield Finding(
                         f"[data] {name}", f"is of a dataset on the hub, and {place} names a file. Leave it out"
                     )
+        elif isinstance(first, str) and (wrong := check_subset(first, said.get("data", "subset"))):
+            yield Finding("[data] subset", wrong)
     model = said.get("base", "model")
     if isinstance(model, str) and model.startswith("/") and said.get("base", "revision") is not None:
         yield Finding("[base] revision", "is of a model on the hub, and model names a directory. Leave it out")

@@ -23,6 +23,8 @@ _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _SAID_BY = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
 # TRL reads the template's arguments of a row there, where its config has no field for them.
 TEMPLATE_COLUMN = "chat_template_kwargs"
+# How datasets says which configurations there are.
+_SUBSETS = re.compile(r"available configs: \[(.+)\]")
 
 
 @functools.cache
@@ -101,6 +103,15 @@ def load_data(data: Data, *, has_template_field: bool = False) -> tuple[Any, Any
     return train, _shaped(_load(data.eval, data, data.eval_split, "eval"), data, has_template_field)
 
 
+def check_subset(name: str, subset: str | None) -> str:
+    """What is wrong with the subset of a known dataset; empty where it is none, or nothing."""
+    subsets = (known_dataset(name) or {}).get("subsets", [])
+    if not subsets or subset in subsets:
+        return ""
+    there = ", ".join(subsets)
+    return f"{name} has {there}" + (f", and no {subset!r}" if subset else f". Name one: subset = '{subsets[0]}'")
+
+
 def as_conversation(row: Mapping[str, Any], system_prompt: str | None = None) -> dict[str, list[dict[str, Any]]]:
     """The columns of a row that hold what is said, as lists of messages.
 
@@ -134,6 +145,14 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
         return load_dataset(names[0], data.subset, split=split, revision=data.revision)
     except Exception as error:  # whatever the library finds: the file is the user's, and so is the way out
         reason = error.__cause__ or error
+        if "corresponds to no data" in str(reason):
+            raise ConfigConflictError(
+                f"loading the data: [data] {place}: {', '.join(names)} holds no rows. Pass another one."
+            ) from error
+        if subsets := _SUBSETS.search(str(reason)):
+            raise ConfigConflictError(
+                f"loading the data: [data] {place}: {names[0]} has several subsets: {subsets[1]}. Name one: [data] subset."
+            ) from error
         if not is_file(names[0]) and not hub_reachable():
             raise ConfigConflictError(
                 f"loading the data: [data] {place}: {why_missing(names[0])} ({type(reason).__name__}: {reason})."
@@ -246,19 +265,19 @@ def _under(system_prompt: str, messages: Sequence[Mapping[str, Any]]) -> list[di
 def _check_rows(file: str) -> list[str]:
     """What is wrong with its first row, or with its schema."""
     if file.endswith(".parquet"):
-        from pyarrow import ArrowException
+        from pyarrow import ArrowException, parquet
 
         try:
             _columns(file)
+            return [] if parquet.read_metadata(file).num_rows else [f"{file} holds no rows"]
         except (ArrowException, OSError) as error:
             return [f"{file} is no Parquet file: {str(error).splitlines()[0]}"]
-        return []
     try:
         row = _first_row(file)
     except (ValueError, OSError) as error:
         return [f"{file}: its first line is no JSON: {error}"]
     if row is None:
-        return [f"{file} is empty"]
+        return [f"{file} is empty. Write one JSON object per line, a row each"]
     return [] if isinstance(row, dict) else [f"{file}: its first line is no JSON object. Write one row per line"]
 
 

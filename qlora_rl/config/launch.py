@@ -9,6 +9,7 @@ from typing import Any
 import qlora_rl
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
+from qlora_rl.config.paths import is_file, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward
 from qlora_rl.config.schema import METHODS, PLANNED, Adapter, Rollout, RunConfig, default
@@ -32,9 +33,10 @@ def launch(config: RunConfig) -> Path:
         ConfigConflictError: a reward file or a dataset cannot be read.
         AdapterRejectedError: the adapter to start from is damaged, or was trained on another base.
         MemoryBudgetError: it cannot fit into [run] gpu_memory.
-        NotYetSupportedError: this version has no trainer for the method.
+        NotYetSupportedError: this version has no trainer for the method, or does not train such models.
     """
     trainer_class = find_trainer(config.method)
+    check_model(config)
     rewards = [load_reward(reward) for reward in config.rewards]
     args = trl_config(config)
     train, held_out = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
@@ -61,6 +63,38 @@ def launch(config: RunConfig) -> Path:
         resume = args.resume_from_checkpoint
         trainer.train(**({"resume_from_checkpoint": resume} if resume else {}))
     return out
+
+
+def check_model(config: RunConfig) -> str:
+    """Look at the model's config, before anything is loaded.
+
+    Returns:
+        Why it could not be looked at; empty where it was.
+
+    Raises:
+        ConfigConflictError: there is no such model, or it cannot be read.
+        NotYetSupportedError: a mixture of experts, or a model for images.
+    """
+    from qlora_rl.ledger.shape import check_supported, read_config
+
+    held = config.base
+    try:
+        found = read_config(held.model, trust_remote_code=held.trust_remote_code)
+    except ConfigConflictError:
+        if is_local(held.model) or hub_reachable():
+            raise
+        return f"{held.model}, which is not cached and cannot be fetched"
+    check_supported(found)
+    return ""
+
+
+def unchecked(config: RunConfig) -> list[str]:
+    """What of a run `check_model` and the check of its file have not looked at, for people."""
+    names = [config.data.train, config.data.eval]
+    files = [each for name in names if name is not None for each in ([name] if isinstance(name, str) else name)]
+    rows = [f"rows of {Path(each).name} after the first" if is_file(each) else f"the dataset {each}" for each in files]
+    rewards = [f"what {Path(path).name} does" for each in config.rewards if (path := split_reward(each.use)[0])]
+    return list(dict.fromkeys([*rows, *rewards, "the weights and the tokenizer", "whether it fits (`qlora-rl plan`)"]))
 
 
 def find_trainer(method: str) -> type:

@@ -11,6 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 FILE = "models.toml"
+# Why a model cannot be trained here, by what it has.
+UNSUPPORTED: Mapping[str, str] = MappingProxyType(
+    {
+        "experts": "is a mixture of experts, whose tensors transformers holds in another layout than the checkpoint. Use a dense model",
+        "images": "reads images or sound, which are not handed to the engine. Use a model for text alone",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ def published(model: str) -> Published | None:
 def models() -> Mapping[str, Published]:
     """All of them, by their name in lower case."""
     found = {}
-    for row in tomllib.loads((files(__package__) / FILE).read_text(encoding="utf-8"))["model"]:
+    for row in _file()["model"]:
         config, parameters = row["config"], row["parameters"]
         for name in row["chat"]:
             found[name.lower()] = Published(name, config, parameters, True, row.get("switch", ""))
@@ -49,3 +56,14 @@ def models() -> Mapping[str, Published]:
         for name in row.get("pretrained", ()):
             found[name.lower()] = Published(name, config | {"max_position_embeddings": positions}, parameters, False)
     return MappingProxyType(found)
+
+
+def why_unsupported(model: str) -> str:
+    """Why the public model of that name cannot be trained here; empty where nothing is known against it."""
+    rows = _file()["unsupported"].items()
+    return next((UNSUPPORTED[part] for part, names in rows if model.lower() in map(str.lower, names)), "")
+
+
+@cache
+def _file() -> Mapping[str, Any]:
+    return tomllib.loads((files(__package__) / FILE).read_text(encoding="utf-8"))

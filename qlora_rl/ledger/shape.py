@@ -20,7 +20,7 @@ from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.kinds import takes_images
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
-from qlora_rl.ledger.published import Published, published
+from qlora_rl.ledger.published import UNSUPPORTED, Published, published, why_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = Fals
 
     Raises:
         ConfigConflictError: nothing that transformers can read; says why.
+        NotYetSupportedError: it cannot be read, and its name is that of a mixture of experts or a model for images.
     """
     from transformers import AutoConfig
 
@@ -122,6 +123,8 @@ def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = Fals
         if not is_local(model):
             if (known := published(os.fspath(model))) is not None:
                 return _shipped(known)
+            if why := why_unsupported(os.fspath(model)):
+                raise NotYetSupportedError(f"reading the config: {model} {why}.") from error
             reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason'}"
             raise ConfigConflictError(
                 f"reading the config of {model}: {why_missing(os.fspath(model))} ({reason})."
@@ -145,6 +148,24 @@ def _shipped(known: Published) -> Any:
     config = AutoConfig.for_model(**known.config)
     config.name_or_path = known.name
     return config
+
+
+def check_supported(config: Any) -> None:
+    """Raise where a base of such a model cannot be prepared, or not be sampled from.
+
+    Raises:
+        NotYetSupportedError: a mixture of experts, or a model for more than text.
+    """
+    text = config.get_text_config()
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    has = {
+        "experts": any((getattr(text, name, None) or 0) > 1 for name in counts),
+        "images": any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config")),
+    }
+    for part, is_there in has.items():
+        if is_there:
+            name = config.name_or_path or type(config).__name__
+            raise NotYetSupportedError(f"reading the config: {name} {UNSUPPORTED[part]}.")
 
 
 def stored_spec(model: str | os.PathLike[str], quant: str | None = None, *, double_quant: bool = True) -> QuantSpec:

@@ -223,6 +223,8 @@ def read_rows(file: str | os.PathLike[str], limit: int | None = None) -> list[di
                 f"reading {file}: line {number} is not a JSON object. Write one object per line, with a prompt."
             )
         rows.append(row)
+    if not rows:
+        raise ConfigConflictError(f"reading {file}: it is empty. Write one object per line, with a prompt.")
     return rows[:limit]
 
 

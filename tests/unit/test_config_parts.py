@@ -16,9 +16,10 @@ from qlora_rl.config.describe import markdown
 from qlora_rl.config.launch import trainer_arguments
 from qlora_rl.config.read import read_config
 from qlora_rl.config.rewards import load_reward
-from qlora_rl.config.schema import METHODS, Reward
+from qlora_rl.config.schema import METHODS, Data, Reward
 from qlora_rl.engine.server import serve
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
+from qlora_rl.policy.evaluation import read_rows
 from qlora_rl.rewards.load import BUILT_IN
 
 # --- data and rewards -----------------------------------------------------------------------------------------------
@@ -89,6 +90,44 @@ def test_a_dataset_of_the_hub_is_asked_for_by_its_name(tmp_path, monkeypatch):
     document["data"]["columns"] = {"prompt": "problem"}
     with pytest.raises(ConfigConflictError, match="it has no column problem, but question"):
         load_data(read_config(written(tmp_path, document), asks_trl=False).data)
+
+
+def test_a_dataset_that_needs_a_subset_says_which_there_are(tmp_path, monkeypatch):
+    document = {**GOOD, "data": {"train": "openai/gsm8k", "columns": {"prompt": "question"}}}
+    assert reasons(written(tmp_path, document)) == (
+        "[data] subset: openai/gsm8k has main, socratic. Name one: subset = 'main'",
+    )
+    document["data"]["subset"] = "mian"
+    assert reasons(written(tmp_path, document)) == ("[data] subset: openai/gsm8k has main, socratic, and no 'mian'",)
+    # of another dataset, datasets says it when it is loaded
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "some" / "rows"
+    folder.mkdir(parents=True)
+    (folder / "one.jsonl").write_text('{"prompt": "a"}\n')
+    configs = "".join(f"- config_name: {name}\n  data_files: one.jsonl\n" for name in ("easy", "hard"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    with pytest.raises(
+        ConfigConflictError, match=r"some/rows has several subsets: 'easy', 'hard'. Name one: \[data\] subset"
+    ):
+        load_data(Data(train="some/rows"))
+    assert load_data(Data(train="some/rows", subset="hard"))[0]["prompt"] == ["a"]
+
+
+def test_data_without_rows_is_said(tmp_path, capsys):
+    from datasets import Dataset
+
+    (tmp_path / "none.jsonl").write_text("\n\n")
+    assert (
+        "none.jsonl is empty. Write one JSON object per line"
+        in reasons(written(tmp_path, with_field("data", "train", str(tmp_path / "none.jsonl"))))[0]
+    )
+    parquet = tmp_path / "none.parquet"
+    Dataset.from_dict({"prompt": [], "answer": []}).to_parquet(parquet)
+    assert "none.parquet holds no rows" in reasons(written(tmp_path, with_field("data", "train", str(parquet))))[0]
+    with pytest.raises(ConfigConflictError, match=r"none\.parquet holds no rows\. Pass another one"):
+        load_data(Data(train=str(parquet)))
+    with pytest.raises(ConfigConflictError, match=r"none\.jsonl: it is empty"):
+        read_rows(tmp_path / "none.jsonl")
 
 
 def test_the_rows_of_the_examples_are_right():

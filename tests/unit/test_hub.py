@@ -1,5 +1,6 @@
 """Without network: one message at once, and what is cached still loads."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -73,6 +74,62 @@ def test_a_command_says_it_once_and_soon(command, tmp_path):
     assert "retry" not in done.stderr.lower()
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 60  # it was five minutes of retries; most of this is imports
+
+
+UNSUPPORTED = [("Qwen/Qwen3-30B-A3B", "is a mixture of experts"), ("google/gemma-3-4b-it", "reads images")]
+
+
+@pytest.mark.parametrize(("model", "said"), UNSUPPORTED)
+@pytest.mark.parametrize("command", ["plan", "recommend", "check"])
+def test_a_model_that_cannot_be_trained_is_said_before_anything_is_loaded(command, model, said, tmp_path, capsys):
+    from runfile import GOOD, written
+
+    from qlora_rl.cli import main
+
+    file = written(tmp_path, {**GOOD, "base": {"model": model}})
+    assert main(["train", str(file), "--check"] if command == "check" else [command, model]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["MixtralConfig", "Qwen3MoeConfig", "GptOssConfig", "Gemma3Config", "Qwen2_5_VLConfig"]
+)
+def test_it_is_known_by_its_config_too(name, tmp_path, capsys):
+    import transformers
+
+    from qlora_rl.cli import main
+
+    getattr(transformers, name)().save_pretrained(tmp_path)
+    for command in ("plan", "recommend"):
+        assert main([command, str(tmp_path / "config.json")]) == 1
+        assert re.search("is a mixture of experts|reads images", capsys.readouterr().err)
+
+
+def test_a_check_says_what_it_did_not_look_at(asked, tmp_path, capsys):
+    from runfile import GOOD, written
+
+    from qlora_rl.cli import main
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert asked(f"http://127.0.0.1:{port}")[0] is False
+    (tmp_path / "mine.py").write_text("def score(completions, **_):\n    return [0.0] * len(completions)\n")
+    document = {**GOOD, "base": {"model": "a/b"}, "rewards": [{"use": f"{tmp_path / 'mine.py'}:score"}]}
+    assert main(["train", str(written(tmp_path, document)), "--check"]) == 0
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qlora-rl: ")]
+    for part in (
+        "a/b, which is not cached",
+        "rows of sums.jsonl after the first",
+        "what mine.py does",
+        "whether it fits",
+    ):
+        assert part in said
+    document["data"] = {"train": "openai/gsm8k", "subset": "main", "columns": {"prompt": "question"}}
+    document["base"] = {"model": "Qwen/Qwen3-8B"}
+    assert main(["train", str(written(tmp_path, document)), "--check"]) == 0
+    said = capsys.readouterr().err
+    assert "the dataset openai/gsm8k" in said
+    assert "not cached and" not in said.split("can run")[1]
 
 
 def test_a_model_whose_shape_is_shipped_is_planned_without_network_and_that_is_said(asked, caplog):
