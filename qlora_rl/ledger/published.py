@@ -15,7 +15,8 @@ FILE = "models.toml"
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
         "experts": "is a mixture of experts, whose tensors transformers holds in another layout than the checkpoint. Use a dense model",
-        "images": "reads images or sound, which are not handed to the engine. Use a model for text alone",
+        "images": "reads images or sound, which run files and the memory estimate do not know. Use a model for text alone, or for Qwen2.5-VL and Qwen3-VL the "
+        "trainer in Python (docs/images.md)",
     }
 )
 

@@ -186,7 +186,7 @@ def skeleton(config: Any) -> torch.nn.Module:
 
     if takes_images(config):
         raise NotYetSupportedError(
-            f"planning memory: {type(config).__name__} is that of a model that takes images, whose vision tower the estimate does not know."
+            f"planning memory: {config.name_or_path or type(config).__name__} {UNSUPPORTED['images']}."
         )
     try:
         with models_are_whole(), torch.device("meta"):

@@ -96,7 +96,7 @@ def test_a_policy_learns_what_only_the_picture_shows(base, tmp_path):
     assert {line["base_verified"] for line in found} == {1.0}
     about = json.loads((tmp_path / "config.json").read_text())
     assert about["base_held"]["copies"] == 1
-    assert "takes images" in about["memory"]["reason"]
+    assert "reads images" in about["memory"]["reason"]
 
 
 @pytest.mark.parametrize(

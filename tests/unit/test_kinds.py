@@ -120,7 +120,9 @@ def test_what_was_not_compared_is_rejected(tmp_path):
 
 
 def test_memory_is_not_planned_for_what_the_estimate_does_not_know(source):
-    with pytest.raises(NotYetSupportedError, match="takes images, whose vision tower the estimate does not know"):
+    with pytest.raises(
+        NotYetSupportedError, match="reads images or sound, which run files and the memory estimate do not know"
+    ):
         skeleton(read_config(source))
 
 
