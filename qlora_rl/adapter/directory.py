@@ -85,13 +85,20 @@ def saved_names(model: Any) -> dict[str, str]:
     return {trained[int(number)]: name for name, number in saved.items()}
 
 
+def adapter_in(directory: str | os.PathLike[str]) -> Path:
+    """The directory itself; of a run directory, the adapter in it."""
+    path = Path(directory)
+    inside = path / "adapter"
+    return inside if os.path.isfile(inside / CONFIG) and not os.path.isfile(path / CONFIG) else path
+
+
 def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> OpenedAdapter:
-    """Open a PEFT directory; see `judge_adapter`.
+    """Open a PEFT directory, or that of a run; see `judge_adapter`.
 
     Raises:
         AdapterRejectedError: there is no such directory, or `base` holds no config.
     """
-    path = Path(directory)
+    path = adapter_in(directory)
     if not _exists(path.is_dir):
         raise AdapterRejectedError(
             f"opening the adapter {path}: no such directory. Pass one that `save_pretrained` has written."

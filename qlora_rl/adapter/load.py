@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
 from typing import Any
 
+from qlora_rl.adapter.directory import adapter_in
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.errors import AdapterRejectedError, collected
 
@@ -16,7 +16,7 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
 
     Args:
         model: of transformers; PEFT's layers are put into it.
-        directory: of the adapter.
+        directory: of the adapter, or of a run.
         base: directory that the adapter is held against (names, shapes, the digest that it was trained on); `None`: none.
 
     Raises:
@@ -25,7 +25,8 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
     from peft import PeftConfig, PeftModel
 
     doing = f"loading the adapter {directory}"
-    verdict = judge_adapter(Path(directory), base=base)
+    directory = adapter_in(directory)
+    verdict = judge_adapter(directory, base=base)
     if verdict.kind == "refuse":
         raise collected(doing, verdict.reasons, AdapterRejectedError)
     config = PeftConfig.from_pretrained(directory)

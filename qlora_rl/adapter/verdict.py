@@ -68,7 +68,7 @@ def judge_adapter(
     """Judge the active adapter of a live PeftModel, or a PEFT directory.
 
     Args:
-        model_or_directory: a PeftModel, or the directory of an adapter.
+        model_or_directory: a PeftModel, or the directory of an adapter or of a run.
         capabilities: of the engine that is to serve it; by default the limits of vLLM.
         base: for a directory: the base that it is meant for (a checkpoint or a prepared base), whose names and shapes it
             must fit. By default the one that the directory names, where that is a directory here.

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from qlora_rl.adapter.directory import adapter_in
+
 
 def make_lora(fields: Mapping[str, Any]) -> Any:
     """A LoraConfig for a causal language model.
@@ -20,7 +22,7 @@ def make_lora(fields: Mapping[str, Any]) -> Any:
 
 
 def open_adapter(model: Any, directory: str | os.PathLike[str]) -> Any:
-    """A PeftModel with the adapter of a directory, to be trained on."""
+    """A PeftModel with the adapter of a directory, or of a run, to be trained on."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, directory, is_trainable=True)
+    return PeftModel.from_pretrained(model, adapter_in(directory), is_trainable=True)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.commands.codes import UsageError
 
 DEFAULT_MODES = ["nf4", "baked"]
 AGAINST = {"rollout": "stock", "sync": "trl", "step": "trl", "memory": "trl"}
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     other = AGAINST[arguments.what]
     if arguments.against not in (None, other):
-        raise ConfigConflictError(
+        raise UsageError(
             f"measuring: bench {arguments.what} has no --against {arguments.against}. Use --against {other}."
         )
     if arguments.max_length:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.commands.codes import UsageError
+
 _HELP = "/new starts over, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
 
@@ -41,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.errors import ConfigConflictError
 
     if arguments.system and arguments.raw:
-        raise ConfigConflictError("chatting: --system with --raw, which uses no messages. Leave one of them out.")
+        raise UsageError("chatting: --system with --raw, which uses no messages. Leave one of them out.")
     from qlora_rl.demo.job import quieten
 
     quieten()

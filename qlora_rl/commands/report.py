@@ -7,7 +7,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.commands.codes import UsageError
+from qlora_rl.errors import RunDirectoryError
 
 # One of them is written before anything is trained.
 _OF_A_RUN = ("config.json", "metrics.jsonl", "summary.json")
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
                 report.serve()
         return 0
     if arguments.port:
-        raise ConfigConflictError("writing a report: --port is for --live only. Add --live, or leave it out.")
+        raise UsageError("writing a report: --port is for --live only. Add --live, or leave it out.")
     from qlora_rl.report import write_report
 
     for each in arguments.runs:

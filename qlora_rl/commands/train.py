@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import INTERRUPTED
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.commands.codes import INTERRUPTED, UsageError
 
 # Those of `config.schema.METHODS`, which parsing does not import; a test compares them.
 METHODS = ("sft", "dpo", "grpo", "rloo", "online_dpo", "async_grpo")
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(example(arguments.example) if arguments.example else markdown(), end="")
         return 0
     if arguments.file is None:
-        raise ConfigConflictError(
+        raise UsageError(
             "reading the run: no file was given. `qlora-rl train --example grpo > run.toml` makes one to start from."
         )
     from qlora_rl.config.read import read_config, resolved_toml

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qlora_rl.config import data, rewards
-from qlora_rl.config.findings import Finding, check_value, nearest, not_among, show
+from qlora_rl.config.findings import Finding, check_value, elsewhere, nearest, not_among, show
 from qlora_rl.config.paths import is_file
-from qlora_rl.config.schema import ALIASES, ELSEWHERE, METHODS, TABLES, TRAIN, Reward, options
+from qlora_rl.config.schema import ALIASES, METHODS, TABLES, TRAIN, Reward, options
+from qlora_rl.config.trl_fields import LIMITS
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -91,16 +92,12 @@ def _missing(place: str, table: type, held: Mapping[str, Any]) -> list[Finding]:
 
 
 def _unknown(name: str, known: Any, place: str = "") -> str:
-    here = nearest(name, known)
+    # A name that people use for a field is closer to it than any spelling: lr is no r.
+    here = "" if name in ALIASES else nearest(name, known)
     if here:
         return f"unknown{here}"
-    for table, held in TABLES.items():
-        if f"[{table}]" != place and name in options(held):
-            return f"unknown; did you mean [{table}] {name}?"
-    if name in ALIASES:
-        return f"unknown; did you mean {ALIASES[name]}?"
-    if name in ELSEWHERE:
-        return f"unknown; did you mean {ELSEWHERE[name]}?"
+    if there := elsewhere(name, place, LIMITS):
+        return f"unknown; did you mean {there}?"
     if name.startswith("vllm_"):  # TRL's own
         return f"unknown; did you mean [train] {name}?"
     return f"unknown; there are {', '.join(known)}"
@@ -134,9 +131,11 @@ def _look_at_key(value: str) -> list[str]:
 
 
 def _look_at_adapter(value: str) -> list[str]:
-    if os.path.isfile(os.path.join(value, "adapter_config.json")):
+    from qlora_rl.adapter.directory import adapter_in
+
+    if os.path.isfile(adapter_in(value) / "adapter_config.json"):
         return []
-    return [f"{value} holds no adapter_config.json; a run leaves its adapter in adapter/"]
+    return [f"{value} holds no adapter_config.json, and no adapter/ of a run"]
 
 
 def _look_at_where(value: str | list[str]) -> list[str]:

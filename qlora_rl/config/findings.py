@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qlora_rl.config.hints import choices, fits, words
-from qlora_rl.config.schema import Rules
+from qlora_rl.config.schema import ALIASES, ELSEWHERE, TABLES, TRAIN, Reward, Rules, options
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,23 @@ def nearest(value: str, known: Iterable[str]) -> str:
     """ "; did you mean ...?", or nothing."""
     close = difflib.get_close_matches(value, list(known), 1, 0.6)
     return f"; did you mean {show(close[0])}?" if close else ""
+
+
+def elsewhere(name: str, place: str, train: Iterable[str] = ()) -> str:
+    """Where a name that a table does not have belongs, as "[table] field"; empty where nothing is called so, or nearly so.
+
+    Args:
+        name: of a field, as it was written.
+        place: of the table that it was written in.
+        train: fields of [train].
+    """
+    found = {each: f"[{TRAIN}] {each}" for each in train}
+    for table, held in TABLES.items():
+        head = f"[[{table}]]" if held is Reward else f"[{table}]"
+        found |= {each: f"{head} {each}" for each in options(held) if head != place}
+    found = {**found, **ELSEWHERE, **ALIASES}
+    close = [name] if name in found else difflib.get_close_matches(name, found, 1, 0.8)
+    return found[close[0]] if close else ""
 
 
 def show(value: Any) -> str:

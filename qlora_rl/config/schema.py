@@ -142,7 +142,7 @@ class Adapter:
         choices=("lora", "none"),
     )
     start_from: str | None = option(
-        "directory of an adapter that is trained on; it brings its own LoraConfig", None, kind="path"
+        "directory of an adapter, or of a run, that is trained on; it brings its own LoraConfig", None, kind="path"
     )
     dtype: str = option("of the trained weights", "float32", choices=("float32", "bfloat16"))
     r: int = option("rank", 16, at_least=1)

@@ -8,9 +8,9 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
 
-from qlora_rl.config.findings import Finding, check_value
+from qlora_rl.config.findings import Finding, check_value, elsewhere
 from qlora_rl.config.hints import takes_nothing, words
-from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, TABLES, TRAIN, Rules, options
+from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, TRAIN, Rules
 
 PLACE = f"[{TRAIN}]"
 _COUNT, _SHARE, _NOT_NEGATIVE = Rules(at_least=1), Rules(at_least=0, at_most=1), Rules(at_least=0)
@@ -124,13 +124,10 @@ def _unknown(method: str, name: str, known: Mapping[str, Any], config: type) -> 
         return f"its place is {ELSEWHERE[name]}"
     if name in IDLE:
         return "only example scripts of transformers read it. Leave it out"
-    for table, options_of in TABLES.items():
-        if name in options(options_of):
-            return f"unknown; did you mean [{table}] {name}?"
     if any(each.name == name for each in fields(config)):
         return "cannot be written in TOML; use the Python API"
-    if ALIASES.get(name, "").startswith(PLACE):
-        return f"unknown; did you mean {ALIASES[name]}?"
-    close = difflib.get_close_matches(name, known, 1, 0.7)
+    close = [] if name in ALIASES else difflib.get_close_matches(name, known, 1, 0.7)
+    if not close and (there := elsewhere(name, PLACE)):
+        return f"unknown; did you mean {there}?"
     hint = f"did you mean {close[0]}?" if close else f"see TRL's {config.__name__} for what there is"
     return f"unknown to TRL's {config.__name__} (method = '{method}'); {hint}"

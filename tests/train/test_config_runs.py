@@ -64,7 +64,7 @@ def test_dpo_trains_the_adapter_of_sft_on(tiny, tmp_path):
         ROOT / "examples" / "dpo.toml",
         tmp_path / "dpo",
         *tiny,
-        f"adapter.start_from={start}",
+        f"adapter.start_from={tmp_path / 'sft'}",  # the run, or its adapter/
         "train.learning_rate=1e-6",
     )
     before = load_file(start / "adapter_model.safetensors")

@@ -146,6 +146,25 @@ def test_the_table_of_wrong_values_has_no_field_that_is_gone():
     assert {(table, name) for table, held in WRONG.items() for name in held} == set(EVERY_FIELD)
 
 
+@pytest.mark.parametrize(
+    ("table", "name", "place"),
+    [
+        ("adapter", "lr", "[train] learning_rate"),
+        ("adapter", "learning_rate", "[train] learning_rate"),
+        ("run", "max_step", "[train] max_steps"),
+        ("base", "target_module", "[adapter] target_modules"),
+        ("train", "rank", "[adapter] r"),
+        ("train", "system_prmpt", "[data] system_prompt"),
+        ("train", "lr", "[train] learning_rate"),
+        ("data", "output_dir", "[run] dir"),
+        ("data", "use_vllm", "[rollout] where"),
+    ],
+)
+def test_a_name_that_belongs_into_another_table_is_led_there(table, name, place, tmp_path):
+    (said,) = reasons(written(tmp_path, with_field(table, name, 1)), asks_trl=table == "train")
+    assert said == f"[{table}] {name}: unknown; did you mean {place}?"
+
+
 def test_everything_is_said_at_once(tmp_path):
     file = tmp_path / "some.toml"
     file.write_text(

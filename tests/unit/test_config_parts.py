@@ -223,7 +223,7 @@ def test_the_command_knows_every_method():
 def test_the_command_names_what_is_wrong_and_ends_with_1(tmp_path, capsys):
     from qlora_rl.cli import main
 
-    assert main(["train"]) == 1
+    assert main(["train"]) == 2
     assert "--example grpo" in capsys.readouterr().err
     assert main(["train", str(written(tmp_path, with_field("adapter", "r", 0))), "--set", "method=gpro"]) == 1
     error = capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_from_a_pipe_each_line_gets_its_own_answer(run, monkeypatch, capsys):
 
 def test_a_system_message_needs_a_template(run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert main(["chat", str(run), "--system", "be brief", "--raw"]) == 1
+    assert main(["chat", str(run), "--system", "be brief", "--raw"]) == 2
     assert "--raw, which uses no messages" in capsys.readouterr().err
 
 

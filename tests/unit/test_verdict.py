@@ -307,6 +307,10 @@ def test_the_command_says_it_with_its_exit_code(build, tmp_path, capsys, name, c
     said = capsys.readouterr().out
     assert str(tmp_path) in said
     assert all(reason in said for reason in found["reasons"])
+    (tmp_path / "run").mkdir()
+    build(KINDS[name]).save_pretrained(tmp_path / "run" / "adapter")
+    assert main(["judge", str(tmp_path / "run")]) == code
+    capsys.readouterr()
     assert main(["judge", str(tmp_path / "nothing")]) == 1
     assert "no such directory" in capsys.readouterr().err
 
