@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         "trained", type=Path, metavar="RUN", help="run directory, or a checkpoint or exported adapter in it"
     )
     chat.add_argument("--base-only", action="store_true", help="use the base without the adapter, for comparison")
-    chat.add_argument("--system", metavar="TEXT", help="system message")
+    chat.add_argument("--system", metavar="TEXT", help="system message (default: the run's; '' for none)")
     chat.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default: %(default)s)"
     )
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
     chat.add_argument(
         "--raw",
         action="store_true",
-        help="continue the text as it is, without chat template and history",
+        help="continue the text as it is, without chat template, prompt_template and history",
     )
     chat.add_argument("--base", type=Path, metavar="DIR", help="the base directory, if it was moved")
     chat.add_argument("--json", action="store_true", help="from a pipe: one JSON object for each line")

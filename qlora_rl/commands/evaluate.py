@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
         type=Path,
         required=True,
         metavar="F",
-        help='.jsonl file with "prompt" and the columns that the rewards read',
+        help='.jsonl file with "prompt" and the columns that the rewards read, or with the columns of the run',
     )
     evaluate.add_argument(
         "--reward",

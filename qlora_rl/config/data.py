@@ -196,13 +196,22 @@ def _extracted(dataset: Any, name: str, pattern: re.Pattern[str]) -> Any:
         raise ConfigConflictError(
             f"loading the data: [data] extract: there is no column {name}, but {', '.join(dataset.column_names)}."
         )
-    found = [_found(pattern, value) for value in dataset[name]]
+    return dataset.remove_columns(name).add_column(name, extracted(dataset[name], name, pattern))
+
+
+def extracted(values: Sequence[Any], name: str, pattern: re.Pattern[str]) -> list[str]:
+    """What a pattern of `extract` finds in the values of a column.
+
+    Raises:
+        ConfigConflictError: it is not found in one of them; quotes the first.
+    """
+    found = [_found(pattern, value) for value in values]
     if missing := [number for number, each in enumerate(found) if each is None]:
         raise ConfigConflictError(
             f"loading the data: [data] extract: {name} = {pattern.pattern!r} is not found in {len(missing)} of {len(found)} rows, first in "
-            f"row {missing[0]}: {str(dataset[name][missing[0]])[-80:]!r}. Change the expression, or remove these rows."
+            f"row {missing[0]}: {str(values[missing[0]])[-80:]!r}. Change the expression, or remove these rows."
         )
-    return dataset.remove_columns(name).add_column(name, found)
+    return [each for each in found if each is not None]
 
 
 def _found(pattern: re.Pattern[str], value: Any) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.policy.draw import check_sampling, draw
 from qlora_rl.policy.prompts import encode
+from qlora_rl.policy.rows import turn
 from qlora_rl.policy.trained import TrainedRun
 
 
@@ -20,12 +21,13 @@ class Conversation:
     Args:
         trained: the run.
         is_base_only: the adapter is left out.
-        system: first message; needs a chat template.
+        system: first message; needs a chat template. `None`: that of the run, "": none.
         max_tokens: of an answer.
         temperature: 0 is greedy.
         top_p: share of the probability that is sampled from.
         seed: of the sampling.
-        uses_template: `None`: where there is one.
+        uses_template: `False`: texts are continued as they are; `None`: where there is a chat template, but for a run whose
+            `prompt_template` makes prompts without it.
 
     Raises:
         ConfigConflictError: a number is out of its range.
@@ -48,7 +50,11 @@ class Conversation:
         check_sampling("chatting", max_tokens, temperature, top_p)
         self.tokenizer = AutoTokenizer.from_pretrained(trained.base.path)
         self._model = trained.load_base_alone() if is_base_only else trained.load()
-        self.uses_template = bool(self.tokenizer.chat_template) if uses_template is None else uses_template
+        self._data = None if uses_template is False else trained.data
+        if uses_template is None:
+            is_text = self._data is not None and self._data.prompt_template is not None and self._data.format == "plain"
+            uses_template = bool(self.tokenizer.chat_template) and not is_text
+        self.uses_template = uses_template
         self._sampling = (max_tokens, temperature, top_p)
         self._autocast, self._template_kwargs = trained.autocast, trained.template_kwargs
         self._generator = torch.Generator()
@@ -56,6 +62,8 @@ class Conversation:
             self._generator.seed()
         else:
             self._generator.manual_seed(seed)
+        if system is None and uses_template and self._data is not None:
+            system = self._data.system_prompt
         self._system = [{"role": "system", "content": system}] if system else []
         self.forget()
 
@@ -69,6 +77,7 @@ class Conversation:
         Raises:
             ConfigConflictError: the model has no position left, or there is nothing to go on from.
         """
+        text = turn(text, self._data)
         prompt = [*self._said, {"role": "user", "content": text}] if self.uses_template else text
         pieces = []
         for piece in self._stream(encode(self.tokenizer, prompt, **self._template_kwargs)):

@@ -22,6 +22,7 @@ from qlora_rl.contracts import SamplingSpec
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.held import replace_file
 from qlora_rl.policy.draw import check_sampling
+from qlora_rl.policy.rows import as_trained
 from qlora_rl.policy.trained import TrainedRun
 
 RESULT = "eval.json"  # in the run directory; the report shows it
@@ -108,7 +109,8 @@ def evaluate(
 
     Args:
         trained: the run.
-        rows: of a dataset: "prompt" (text or messages), and the columns that the rewards read.
+        rows: of a dataset: "prompt" (text or messages), and the columns that the rewards read; or columns out of which [data] of the
+            run's file makes these (`as_trained`).
         rewards: reward functions with TRL's signature.
         samples: G.
         sampling: greedy, at most 256 tokens, by default.
@@ -121,6 +123,7 @@ def evaluate(
     from qlora_rl.train.watch.rewards import guard
 
     sampling = sampling or SamplingSpec(temperature=0.0, seed=0)
+    rows = as_trained(rows, trained.data)
     if not rows or any(not isinstance(row.get("prompt"), str | list) for row in rows):
         raise ConfigConflictError(
             'evaluating: each row needs a column "prompt" with text or messages, and there must be one.'

@@ -7,11 +7,13 @@ import os
 import re
 import tomllib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from qlora_rl.adapter.store import ORIGIN
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, load_base, open_base
+from qlora_rl.config.schema import Data, options
 from qlora_rl.errors import BaseIncompleteError, BaseMismatchError, RunDirectoryError
 from qlora_rl.train.run import ADAPTER, CONFIG, MODEL, SUMMARY
 
@@ -67,9 +69,18 @@ class TrainedRun:
     def template_kwargs(self) -> dict[str, Any]:
         """What the chat template was given when it was trained, such as `enable_thinking`."""
         given = arguments_of(self.config).get("chat_template_kwargs")
-        if not given and (file := self.path / "run.toml").is_file():  # TRL's configs of SFT and DPO have no such field
-            given = tomllib.loads(file.read_text(encoding="utf-8")).get("data", {}).get("chat_template_kwargs")
+        if not given and self.data is not None:  # TRL's configs of SFT and DPO have no such field
+            given = self.data.chat_template_kwargs
         return dict(given or {})
+
+    @cached_property
+    def data(self) -> Data | None:
+        """[data] of the run's file; `None` where it was trained without one."""
+        try:
+            held = tomllib.loads((self.path / "run.toml").read_text(encoding="utf-8"))["data"]
+        except (OSError, KeyError):
+            return None
+        return Data(**{name: value for name, value in held.items() if name in options(Data)})
 
     def load(self) -> Any:
         """The policy as it was trained: the 4-bit base with the adapter; in eval mode.

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +12,15 @@ from trained import make_run
 
 from qlora_rl import ConfigConflictError, RunDirectoryError, SamplingSpec, open_trained
 from qlora_rl.cli import main
+from qlora_rl.config.data import load_data
+from qlora_rl.config.write import to_toml
 from qlora_rl.policy.chat import Conversation
 from qlora_rl.policy.draw import choose
 from qlora_rl.policy.evaluation import Compared, Evaluation, Mean, compare, evaluate, read_rows, save
+from qlora_rl.policy.rows import as_trained
 from qlora_rl.report import write_report
+
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "train-128.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +89,68 @@ def test_a_system_message_needs_a_template(run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["chat", str(run), "--system", "be brief", "--raw"]) == 2
     assert "--raw, which uses no messages" in capsys.readouterr().err
+
+
+SAID = {"format": "chat", "prompt_template": "{question}", "system_prompt": "Be brief.", "train": "rows.jsonl"}
+
+
+@pytest.fixture
+def told(run, tmp_path):
+    """A run with a file whose [data] is as given."""
+
+    def told(**data):
+        path = tmp_path / "told"
+        if not path.exists():
+            shutil.copytree(run, path)
+        (path / "run.toml").write_text(to_toml({"method": "grpo", "data": data}))
+        return path
+
+    return told
+
+
+def asked(monkeypatch, talk, text):
+    seen = []
+    monkeypatch.setattr(
+        "qlora_rl.policy.chat.encode",
+        lambda tokenizer, prompt, **given: seen.append((prompt, given)) or tokenizer("1").input_ids,
+    )
+    list(talk.answer(text))
+    return seen[0]
+
+
+def test_a_talk_begins_as_the_runs_prompts_did(told, monkeypatch):
+    short = {"temperature": 0.0, "max_tokens": 2}
+    path = told(**SAID | {"prompt_template": "Q: {question}", "chat_template_kwargs": {"enable_thinking": False}})
+    user = {"role": "user", "content": "Q: 1+1="}
+    prompt, given = asked(monkeypatch, Conversation(open_trained(path), **short), "1+1=")
+    assert prompt == [{"role": "system", "content": "Be brief."}, user]
+    assert given == {"enable_thinking": False}
+    own = Conversation(open_trained(path), system="Be long.", **short)
+    assert asked(monkeypatch, own, "1+1=")[0] == [{"role": "system", "content": "Be long."}, user]
+    assert asked(monkeypatch, Conversation(open_trained(path), system="", **short), "1+1=")[0] == [user]
+    assert asked(monkeypatch, Conversation(open_trained(path), uses_template=False, **short), "1+1=")[0] == "1+1="
+    # prompts of text stay text, though the base has a template; of several columns none is known to be the user's
+    plain = told(train="rows.jsonl", prompt_template="Q: {question}\nA:")
+    assert asked(monkeypatch, Conversation(open_trained(plain), **short), "1+1=")[0] == "Q: 1+1=\nA:"
+    several = told(**SAID | {"prompt_template": "{context} {question}"})
+    assert asked(monkeypatch, Conversation(open_trained(several), **short), "1+1=")[0][1]["content"] == "1+1="
+
+
+def test_rows_of_an_evaluation_become_what_the_runs_rows_were(told):
+    data = SAID | {"train": str(GSM8K), "extract": {"answer": r"####\s*(.+)"}, "limit": 8}
+    trained = open_trained(told(**data))
+    rows = read_rows(GSM8K, 8)
+    wanted = load_data(trained.data)[0].to_list()
+    found = as_trained(rows, trained.data)
+    assert [row["prompt"] for row in found] == [row["prompt"] for row in wanted]
+    assert [row["answer"] for row in found] == [row["answer"] for row in wanted]
+    assert as_trained(found, trained.data) == found  # what is behind it is left out
+    assert as_trained([{"prompt": "1+1=", "answer": "2"}], trained.data)[0]["prompt"][0]["content"] == "Be brief."
+    with pytest.raises(ConfigConflictError, match="is not found in 1 of 2 rows"):
+        as_trained([rows[0], {"question": "1+1=", "answer": "2"}], trained.data)
+    renamed = open_trained(told(train="rows.jsonl", columns={"prompt": "question", "solution": "answer"}))
+    assert as_trained([{"question": "a", "answer": "b"}], renamed.data) == [{"prompt": "a", "solution": "b"}]
+    assert as_trained(rows, None) == rows
 
 
 def test_what_cannot_be_answered_is_said(run, monkeypatch, capsys):
