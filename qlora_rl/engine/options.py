@@ -36,6 +36,8 @@ _UNKNOWN_CUTS = {
     "quantization": None,
 }
 
+_STEP_TOKENS = 4096  # vLLM's own default on a CPU
+
 
 @dataclass(frozen=True)
 class StartOptions:
@@ -164,6 +166,10 @@ def start_options(
         "disable_log_stats": True,
         "worker_extension_cls": "qlora_rl.engine.worker.BaseExtension",
     }
+    if is_cpu:
+        # A prompt that is cut in two where the tokens of a step end has its seed's generator set back, which torch's CPU generators
+        # cannot do: vLLM 0.31 raises. To be removed when it does not.
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_STEP_TOKENS, length)}
     if rank:
         # Two slots: the version that serves stays whole while the next one is loaded or written.
         arguments |= {"max_lora_rank": rank, "max_loras": max_loras, "max_cpu_loras": max_loras}

@@ -16,7 +16,7 @@ def engine(base):
     """Real vLLM on the tiny NF4 base, rank class 8."""
     from qlora_rl import LocalEngine
 
-    with LocalEngine(base, max_lora_rank=8, max_model_length=64, max_num_seqs=64) as engine:
+    with LocalEngine(base, max_lora_rank=8, max_model_length=64, max_num_seqs=64, max_num_batched_tokens=512) as engine:
         yield engine
 
 

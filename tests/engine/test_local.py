@@ -88,6 +88,15 @@ def test_further_sampling_arguments_reach_vllm(engine, prompts):
     assert {len(ids) for ids in rollout.completion_ids} == {12}
 
 
+def test_prompts_that_do_not_fit_into_one_step_of_vllm_are_sampled_with_their_seeds(engine):
+    """60 x 40 tokens, 512 a step: a prompt that is cut in two ended vLLM 0.31 on the CPU."""
+    long = [[2 + (7 * row + place) % 90 for place in range(40)] for row in range(60)]
+    together = engine.generate(long, SamplingSpec(max_tokens=3, seed=5))
+    assert [len(ids) > 0 for ids in together.completion_ids] == [True] * 60
+    alone = engine.generate(long[:2], SamplingSpec(max_tokens=3, seed=5))
+    assert alone.completion_ids == together.completion_ids[:2]
+
+
 def test_strings_are_tokenised(engine):
     from_text = engine.generate(["(*,)"], temperature=0.0, max_tokens=4)
     from_ids = engine.generate([engine.tokenizer.encode("(*,)")], temperature=0.0, max_tokens=4)
