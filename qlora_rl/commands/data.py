@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,32 @@ def run(arguments: argparse.Namespace) -> int:
     args = trl_config(config)
     tokenizer = load_tokenizer(config)
     loaded = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
-    given, draws = config.data.chat_template_kwargs, METHODS[config.method].draws
+    given, draws = _template_arguments(config, tokenizer), METHODS[config.method].draws
     for name, dataset in zip(("train", "eval"), loaded, strict=True):
         if dataset is None:
             continue
         print(f"{name}: {len(dataset)} rows; columns: {', '.join(dataset.column_names)}")
         for number, row in enumerate(dataset.select(range(min(arguments.rows, len(dataset))))):
             print(f"\nrow {number}")
-            for line in _shown(tokenizer, row, given, draws):
+            for line in _shown(tokenizer, row, given(row), draws):
                 print(line)
         print()
         print(_lengths(dataset, tokenizer, given, draws, _limit(args)))
+    if config.environment.use:
+        print("an environment may add to a prompt when it begins a completion; that is not shown here")
     return 0
+
+
+def _template_arguments(config: Any, tokenizer: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Further arguments of the chat template for a row: those of the run, and its tools' schemas."""
+    from qlora_rl.train.setup.tools import check_template, schemas
+
+    given = config.data.chat_template_kwargs
+    if not (config.tools.use or config.environment.use):
+        return lambda row: given
+    template = check_template(tokenizer, config.base.model)
+    of_row = schemas(config.tools.use or [], config.environment.use)
+    return lambda row: given | {"tools": of_row(row) or None, "chat_template": template}
 
 
 def _sequences(row: Mapping[str, Any], draws: bool = False) -> dict[str, Any]:
@@ -122,9 +136,15 @@ def _limit(args: Any) -> tuple[int, str] | None:
     return None if found is None else (found, f"max_length={found}")
 
 
-def _lengths(dataset: Any, tokenizer: Any, given: Mapping[str, Any], draws: bool, limit: tuple[int, str] | None) -> str:
+def _lengths(
+    dataset: Any,
+    tokenizer: Any,
+    given: Callable[[Mapping[str, Any]], dict[str, Any]],
+    draws: bool,
+    limit: tuple[int, str] | None,
+) -> str:
     counts = sorted(
-        max(len(_ids(tokenizer, name, value, given)) for name, value in _sequences(row, draws).items())
+        max(len(_ids(tokenizer, name, value, given(row))) for name, value in _sequences(row, draws).items())
         for row in dataset
     )
     said = f"tokens of a row: {counts[0]} to {counts[-1]}, median {statistics.median(counts):.0f}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from qlora_rl.config import data, rewards
 from qlora_rl.config.findings import Finding, check_value, elsewhere, nearest, not_among, show
-from qlora_rl.config.paths import is_file
+from qlora_rl.config.paths import all_uses, is_file, split_reward
 from qlora_rl.config.schema import ALIASES, METHODS, TABLES, TRAIN, Reward, options
 from qlora_rl.config.trl_fields import LIMITS
 
@@ -151,6 +151,13 @@ def _look_at_where(value: str | list[str]) -> list[str]:
     return [f"{show(wrong[0])} is neither 'colocate', 'server', 'ray' nor a URL such as 'http://host:8000'{hint}"]
 
 
+def _look_at_functions(value: Any) -> list[str]:
+    found = [] if all_uses(value) else ["names nothing"]
+    for use in all_uses(value):
+        found += rewards.check_use(use) if split_reward(use)[0] else [f"{show(use)} is not path.py:name"]
+    return found
+
+
 def _look_at_template(value: str) -> list[str]:
     try:
         names = data.placeholders(value)
@@ -178,6 +185,7 @@ _LOOKS: Mapping[Any, Callable[[Any], list[str]]] = {
     "model": _look_at_model,
     "data": _look_at_data,
     "reward": rewards.check_use,
+    "function": _look_at_functions,
     ("Data", "prompt_template"): _look_at_template,
     ("Data", "extract"): _look_at_patterns,
     ("Rollout", "api_key_file"): _look_at_key,

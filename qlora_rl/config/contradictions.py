@@ -68,7 +68,7 @@ def _of_other_methods(said: _Said) -> Iterator[Finding]:
                 )
     if said.rewards and not method.scores:
         yield Finding("[[rewards]]", f"method = '{said.method}' scores no completions. Leave it out")
-    if method.scores and not said.rewards:
+    if method.scores and not said.rewards and said.get("environment", "use") is None:  # which may have get_reward
         yield Finding(
             "[[rewards]]",
             f"is missing: method = '{said.method}' scores completions. Write [[rewards]] and use = 'exact_match'",
@@ -239,6 +239,12 @@ def _chat(said: _Said) -> Iterator[Finding]:
                 yield Finding(f"[data] {name}", "without a chat template. Set [data] format = 'chat', or leave it out")
 
 
+def _tools(said: _Said) -> Iterator[Finding]:
+    for table in ("tools", "environment"):
+        if said.get(table, "use") is not None and said.get("data", "format") != "chat":
+            yield Finding(f"[{table}] use", "needs messages: tool calls are part of a chat. Set [data] format = 'chat'")
+
+
 def _is_free(said: _Said) -> Iterator[Finding]:
     out = said.get("run", "dir")
     if not isinstance(out, str):
@@ -261,5 +267,6 @@ _RULES: tuple[Callable[[_Said], Iterator[Finding]], ...] = (
     _hub_only,
     _columns,
     _chat,
+    _tools,
     _is_free,
 )

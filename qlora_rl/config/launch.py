@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import qlora_rl
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
-from qlora_rl.config.paths import is_file, split_reward
+from qlora_rl.config.paths import all_uses, is_file, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward
 from qlora_rl.config.schema import METHODS, PLANNED, Adapter, Rollout, RunConfig, default
@@ -17,7 +18,10 @@ from qlora_rl.config.trl_fields import make_args
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
 
+logger = logging.getLogger(__name__)
+
 RESOLVED = "run.toml"
+_DIGEST = "# sha256 of "
 _OURS = ("kind", "start_from", "dtype")
 # What of [rollout] is no option of the engine.
 _NO_ENGINE = {"where", "api_key_file", "share_base", "max_staleness", "rollout_threads"}
@@ -35,13 +39,26 @@ def launch(config: RunConfig) -> Path:
         MemoryBudgetError: it cannot fit into [run] gpu_memory.
         NotYetSupportedError: this version has no trainer for the method, or does not train such models.
     """
+    from qlora_rl.train.setup.tools import ENVIRONMENT_COLUMN, load_tools
+
     trainer_class = find_trainer(config.method)
     check_model(config)
     rewards = [load_reward(reward) for reward in config.rewards]
+    tools = load_tools(config.tools.use or [], config.environment.use)
     args = trl_config(config)
     train, held_out = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
     if config.data.format == "chat":
-        load_tokenizer(config)  # before the base is made: is there a template?
+        load_tokenizer(config)  # before the base is made: is there a template, and does it know tools?
+    for rows in (train, held_out):
+        if (
+            isinstance(config.environment.use, dict)
+            and rows is not None
+            and ENVIRONMENT_COLUMN not in rows.column_names
+        ):
+            raise ConfigConflictError(
+                f"loading the data: [environment] use names several, and no column {ENVIRONMENT_COLUMN} chooses among them; there are "
+                f"{', '.join(rows.column_names)}. Rename one: [data] columns = {{ {ENVIRONMENT_COLUMN} = '...' }}"
+            )
     import torch
 
     torch.manual_seed(config.run.seed)  # the start of the adapter
@@ -54,10 +71,15 @@ def launch(config: RunConfig) -> Path:
         "eval_dataset": held_out,
         "peft_config": peft_config,
         **({"reward_funcs": rewards} if rewards else {}),
+        **tools,
         **trainer_arguments(config),
     }
+    out = Path(config.run.dir)
+    for each in changed_files(config, out) if config.run.existing == "resume" else []:
+        logger.warning(
+            "%s has changed since the run began: from here on it is trained with what the file says now", each
+        )
     with trainer_class(**arguments) as trainer:
-        out = Path(config.run.dir)
         if ranks().is_first:
             (out / RESOLVED).write_text(record(config), encoding="utf-8")
         resume = args.resume_from_checkpoint
@@ -135,7 +157,7 @@ def load_tokenizer(config: RunConfig) -> Any:
     """The model's tokenizer.
 
     Raises:
-        ConfigConflictError: the data is for a chat template, and it has none.
+        ConfigConflictError: the data is for a chat template, and it has none, or tools are for one that has no place for them.
     """
     from transformers import AutoTokenizer
 
@@ -157,6 +179,10 @@ def load_tokenizer(config: RunConfig) -> Any:
         raise ConfigConflictError(
             f"reading the run: [data] format = 'chat', and {held.model} has no chat template. Use an instruct model, or format = 'plain'."
         )
+    if config.tools.use or config.environment.use:
+        from qlora_rl.train.setup.tools import check_template
+
+        check_template(tokenizer, held.model)
     return tokenizer
 
 
@@ -191,8 +217,25 @@ def record(config: RunConfig) -> str:
         f"# Settled by qlora_rl {qlora_rl.__version__}. Runs this run again:",
         "#   qlora-rl train run.toml --set run.dir=ANOTHER",
     ]
-    lines += [f"# sha256 of {each.use}: {digest(each)}" for each in config.rewards if digest(each)]
-    return "\n".join([*lines, "", resolved_toml(config)])
+    return "\n".join([*lines, *_digests(config), "", resolved_toml(config)])
+
+
+def changed_files(config: RunConfig, out: Path) -> list[str]:
+    """Files of rewards, tools and environments that are others than when the run in `out` was started."""
+    if not (out / RESOLVED).is_file():
+        return []
+    before = [line for line in (out / RESOLVED).read_text(encoding="utf-8").splitlines() if line.startswith(_DIGEST)]
+    known = {line.rpartition(": ")[0] for line in before}
+    return [
+        line.removeprefix(_DIGEST).rpartition(": ")[0]
+        for line in _digests(config)
+        if line not in before and line.rpartition(": ")[0] in known
+    ]
+
+
+def _digests(config: RunConfig) -> list[str]:
+    named = [*(each.use for each in config.rewards), *all_uses(config.tools.use), *all_uses(config.environment.use)]
+    return [f"{_DIGEST}{use}: {found}" for use in dict.fromkeys(named) if (found := digest(use))]
 
 
 def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:

@@ -42,6 +42,13 @@ def split_reward(use: str) -> tuple[str, str]:
     return (path, function) if colon else ("", use)
 
 
+def all_uses(value: Any) -> list[str]:
+    """Every "path.py:name" of a field that may hold one, a list, or several by name."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return [value] if isinstance(value, str) else list(value or [])
+
+
 def _table(table: type, held: Any, root: Path) -> Any:
     if not isinstance(held, Mapping):
         return held
@@ -52,6 +59,8 @@ def _table(table: type, held: Any, root: Path) -> Any:
 def _anchor(rules: Rules, value: Any, root: Path) -> Any:
     if isinstance(value, list):
         return [_anchor(rules, each, root) for each in value]
+    if isinstance(value, Mapping) and rules.kind == "function":
+        return {name: _anchor(rules, each, root) for name, each in value.items()}
     if not isinstance(value, str) or not value:
         return value
     if rules.kind == "out":
@@ -62,7 +71,7 @@ def _anchor(rules: Rules, value: Any, root: Path) -> Any:
         return _absolute(value, root) if is_file(value) or os.path.exists(root / value) else value
     if rules.kind == "model":
         return _absolute(value, root) if _looks_like_path(value) or os.path.isdir(root / value) else value
-    if rules.kind == "reward":
+    if rules.kind in ("reward", "function"):
         path, function = split_reward(value)
         return f"{_absolute(path, root)}:{function}" if path else value
     return value

@@ -29,7 +29,8 @@ def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
         path: of the TOML file. Paths in it are relative to its directory, but for `[run] dir`.
         overrides: "table.field=value", the value as TOML has it; a text needs no quotes. Paths are relative to the
             working directory.
-        asks_trl: check `[train]` against TRL's config, which takes seconds to import; and what goes to vLLM against its.
+        asks_trl: check `[train]` against TRL's config, which takes seconds to import; and what goes to vLLM against its; and import tools
+            and environments.
 
     Raises:
         ConfigConflictError: with everything that is wrong, each with its place.
@@ -38,7 +39,7 @@ def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     document, found = _document(path, overrides)
     found += check_document(document)
     found += check_together(document)
-    found += [*_ask_trl(document), *_ask_vllm(document)] if asks_trl else []
+    found += [*_ask_trl(document), *_ask_vllm(document), *_import_tools(document)] if asks_trl else []
     if found:
         raise collected(f"reading {path}", list(dict.fromkeys(map(str, found))), ConfigConflictError)
     return _settled(document, path)
@@ -173,6 +174,18 @@ def _ask_vllm(document: Mapping[str, Any]) -> list[Finding]:
     return taken + [
         Finding("[rollout] vllm", text.format(show(name), nearest(name, known))) for name in given if name not in known
     ]
+
+
+def _import_tools(document: Mapping[str, Any]) -> list[Finding]:
+    """Tools and environments, where nothing is wrong with their names."""
+    named = {name: document[name] for name in ("tools", "environment") if name in document}
+    if not named or any(each.place.startswith(("[tools]", "[environment]")) for each in check_document(named)):
+        return []
+    from qlora_rl.train.setup.tools import check_tools
+
+    tools, environment = (named.get(name, {}).get("use") for name in ("tools", "environment"))
+    found = check_tools(tools or [], environment, has_rewards=bool(document.get("rewards")))
+    return [Finding(f"[{table}] use", text) for table, text in found]
 
 
 def _settled(document: Mapping[str, Any], path: Path) -> RunConfig:

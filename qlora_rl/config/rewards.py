@@ -72,9 +72,9 @@ def load_reward(reward: Reward) -> Any:
     return find_reward(reward.use, reward.arguments)
 
 
-def digest(reward: Reward) -> str:
-    """SHA-256 of the file of a reward, for the record; empty for one of ours."""
-    path, _ = split_reward(reward.use)
+def digest(use: str) -> str:
+    """SHA-256 of the file of "path.py:function", for the record; empty for a reward of ours."""
+    path, _ = split_reward(use)
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 
 

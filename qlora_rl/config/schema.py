@@ -58,6 +58,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     }
 )
 DRAWING = tuple(name for name, method in METHODS.items() if method.draws)
+CALLING = ("grpo", "async_grpo")  # TRL's trainers of these take tools and environments
 PLANNED = ("grpo", "rloo", "async_grpo")  # their memory is planned
 
 
@@ -70,7 +71,8 @@ class Rules:
         above, at_least, at_most, below: bounds of a number.
         choices: the only values; of a text.
         is_required: there is no default.
-        kind: "path" (made absolute), "model", "data" (a path, or a name on the hub), "reward", or "" for a plain value.
+        kind: "path" (made absolute), "model", "data" (a path, or a name on the hub), "reward", "function" ("path.py:name"), or "" for a
+            plain value.
         methods: the only methods that know it; empty for all.
         example: for a template.
     """
@@ -221,6 +223,32 @@ class Reward:
 
 
 @dataclass(frozen=True)
+class Tools:
+    """Functions that the model may call while it answers: TRL's `tools=`."""
+
+    use: list[str] | None = option(
+        "`path.py:function` of each, with type hints and a docstring, from which the prompt's schema is made",
+        None,
+        kind="function",
+        methods=CALLING,
+        example=["tools.py:calculate"],
+    )
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Objects with a state, one for each completion, whose methods the model may call: TRL's `environment_factory=`."""
+
+    use: str | dict[str, str] | None = option(
+        "`path.py:Class`; or several by name, among which a column `environment` chooses",
+        None,
+        kind="function",
+        methods=CALLING,
+        example="game.py:Game",
+    )
+
+
+@dataclass(frozen=True)
 class Rollout:
     """Where completions are sampled."""
 
@@ -334,6 +362,8 @@ class RunConfig:
     data: Data
     adapter: Adapter = Adapter()
     rewards: tuple[Reward, ...] = ()
+    tools: Tools = Tools()
+    environment: Environment = Environment()
     rollout: Rollout = Rollout()
     sync: Sync = Sync()
     run: Run = Run()
@@ -342,7 +372,17 @@ class RunConfig:
 
 # In the order in which they are shown. [train] is TRL's, [[rewards]] a list of tables.
 TABLES: Mapping[str, type] = MappingProxyType(
-    {"base": Base, "adapter": Adapter, "data": Data, "rewards": Reward, "rollout": Rollout, "sync": Sync, "run": Run}
+    {
+        "base": Base,
+        "adapter": Adapter,
+        "data": Data,
+        "rewards": Reward,
+        "tools": Tools,
+        "environment": Environment,
+        "rollout": Rollout,
+        "sync": Sync,
+        "run": Run,
+    }
 )
 TRAIN = "train"
 
@@ -365,6 +405,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "dataset": "[data] train",
         "dataset_name": "[data] train",
         "reward_funcs": "[[rewards]] use",
+        "environment_factory": "[environment] use",
         "load_in_4bit": "[base] quant",
         "output_dir": "[run] dir",
         "out": "[run] dir",

@@ -117,10 +117,10 @@ def make_tiny_model(
     home = Path(os.environ.get("QLORA_RL_CACHE") or Path.home() / ".cache" / "qlora_rl")
     cached = home / f"tiny-{recipe.digest()}"
     if not cached.is_dir():
-        _put(cached, lambda target: _pretrain_into(target, recipe, progress))
+        put_directory(cached, lambda target: _pretrain_into(target, recipe, progress))
     if out is None:
         return cached
-    _put(out, lambda target: shutil.copytree(cached, target, dirs_exist_ok=True))
+    put_directory(out, lambda target: shutil.copytree(cached, target, dirs_exist_ok=True))
     return out
 
 
@@ -221,7 +221,7 @@ def _pretrain(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, recipe: Recipe,
     careful_N_S = _encode(tokenizer, rows, [row.answer for row in rows])
     careless_N_S = _encode(tokenizer, rows, [row.careless_answer for row in rows])
     rng = torch.Generator().manual_seed(recipe.seed)
-    optimizers = _make_optimizers(model, recipe)
+    optimizers = make_optimizers(model, recipe.muon_lr, recipe.adamw_lr, recipe.muon_weight_decay)
     peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     order = torch.empty(0, dtype=torch.long)
     model.train()
@@ -260,21 +260,19 @@ def _encode(tokenizer: Qwen2Tokenizer, rows: list[Problem], answers: list[str]) 
     return torch.tensor([ids + [_IGNORED] * (longest - len(ids)) for ids in encoded])
 
 
-def _make_optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    model: PreTrainedModel, muon_lr: float, adamw_lr: float, muon_weight_decay: float
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for all else."""
     import torch
 
     layers = {id(p) for p in model.model.layers.parameters() if p.ndim == 2}
     return [
         torch.optim.Muon(
-            [p for p in model.parameters() if id(p) in layers],
-            lr=recipe.muon_lr,
-            weight_decay=recipe.muon_weight_decay,
+            [p for p in model.parameters() if id(p) in layers], lr=muon_lr, weight_decay=muon_weight_decay
         ),
         torch.optim.AdamW(
-            [p for p in model.parameters() if id(p) not in layers],
-            lr=recipe.adamw_lr,
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
+            [p for p in model.parameters() if id(p) not in layers], lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0
         ),
     ]
 
@@ -284,7 +282,7 @@ def _recipe_of(directory: Path) -> dict[str, object] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def _put(directory: Path, fill: Callable[[Path], object]) -> None:
+def put_directory(directory: Path, fill: Callable[[Path], object]) -> None:
     """Fill a temporary directory next to `directory` and rename it; where another process was first, its directory stays."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))

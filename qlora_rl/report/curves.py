@@ -63,6 +63,8 @@ _DASHBOARD = {
     "completion_length": ("Length of completions", "tokens, mean", "Growing without reward is a policy that pads."),
     "completions/clipped_ratio": ("Truncated completions", "share", "Cut at max_completion_length, so they have no end."),
     "frac_reward_zero_std": ("Prompts that teach nothing", "share", "All completions of a group have one reward: no gradient."),
+    "tools/call_frequency": ("Tool calls", "calls per completion", "Of all turns; those that failed are among them."),
+    "tools/failure_frequency": ("Failed tool calls", "share of the calls", "An unknown tool, wrong arguments, or a tool that raised."),
     "reward_std": ("Spread of rewards", "standard deviation", "Within a group; the signal of GRPO."),
     "entropy": ("Entropy", "nats per token", "Near zero, the policy no longer explores."),
     "kl": ("KL to the reference", "nats per token", "How far the policy is from where it started (beta > 0)."),

@@ -1,4 +1,4 @@
-"""`load_reward`: a reward function out of what stands in a file or on a command line."""
+"""`load_reward`: a reward function out of what stands in a file or on a command line; `import_function`: any function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qlora_rl.errors import ConfigConflictError, RewardFunctionError
+from qlora_rl.errors import ConfigConflictError, QloraRLError, RewardFunctionError
 from qlora_rl.rewards.formulas import math_match
 from qlora_rl.rewards.match import exact_match, format_match, length_match, numeric_match
 from qlora_rl.rewards.programs import program_match
@@ -45,8 +45,8 @@ def load_reward(
         ConfigConflictError: there is no such function, or it does not take these arguments.
         RewardFunctionError: its file raised while it was imported.
     """
-    place, colon, own = name.rpartition(":")
-    function = _imported(place, own, Path(folder or ".")) if colon else built_in(name)
+    colon = ":" in name
+    function = import_function(name, folder=folder, raised=RewardFunctionError) if colon else built_in(name)
     if function is None:
         hint = f" Did you mean {name}:FUNCTION?" if name.endswith(".py") else ""
         raise ConfigConflictError(
@@ -55,6 +55,28 @@ def load_reward(
     if inspect.isclass(function):
         return _made(function, name, dict(arguments or {}))
     return _with_arguments(function, name, dict(arguments or {}))
+
+
+def import_function(
+    name: str,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    doing: str = _DOING,
+    raised: type[QloraRLError] = ConfigConflictError,
+) -> Callable[..., Any]:
+    """A function or class by "path.py:name" or "package.module:name".
+
+    Args:
+        name: of it.
+        folder: that a relative path starts from; by default the working directory.
+        doing: for messages.
+        raised: class of the error where the file itself raises.
+
+    Raises:
+        ConfigConflictError: there is no such file, or nothing in it that can be called by that name.
+    """
+    place, _, own = name.rpartition(":")
+    return _imported(place, own, Path(folder or "."), doing, raised)
 
 
 def built_in(name: str) -> Callable[..., Any] | None:
@@ -102,10 +124,14 @@ def _with_arguments(function: Callable[..., Any], name: str, arguments: dict[str
     return bound
 
 
-def _imported(place: str, own: str, folder: Path) -> Callable[..., Any]:
+def _imported(place: str, own: str, folder: Path, doing: str, raised: type[QloraRLError]) -> Callable[..., Any]:
     if not own.isidentifier() or not place:
-        raise ConfigConflictError(f"{_DOING}: {place}:{own} is not path.py:function, nor package.module:function.")
-    module = _of_file(folder / Path(place).expanduser()) if place.endswith(".py") else _of_package(place)
+        raise ConfigConflictError(f"{doing}: {place}:{own} is not path.py:function, nor package.module:function.")
+    module = (
+        _of_file(folder / Path(place).expanduser(), doing, raised)
+        if place.endswith(".py")
+        else _of_package(place, doing, raised)
+    )
     function = getattr(module, own, None)
     if not callable(function):
         names = sorted(
@@ -114,15 +140,15 @@ def _imported(place: str, own: str, folder: Path) -> Callable[..., Any]:
             if inspect.isfunction(value) and value.__module__ == module.__name__ and not each.startswith("_")
         )
         what = "is not there" if function is None else f"is a {type(function).__name__}, not a function"
-        raise ConfigConflictError(f"{_DOING}: {own} {what} in {place}. Its functions: {', '.join(names) or 'none'}.")
+        raise ConfigConflictError(f"{doing}: {own} {what} in {place}. Its functions: {', '.join(names) or 'none'}.")
     return function
 
 
-def _of_file(file: Path) -> ModuleType:
+def _of_file(file: Path, doing: str, raised: type[QloraRLError]) -> ModuleType:
     """The file as a module; modules next to it can be imported meanwhile."""
     file = file.resolve()
     if not file.is_file():
-        raise ConfigConflictError(f"{_DOING}: there is no file {file}. Name it as path.py:function.")
+        raise ConfigConflictError(f"{doing}: there is no file {file}. Name it as path.py:function.")
     # A name of its own: "rewards.py" must not hide a package of that name, nor another file; what has changed is read again.
     digest = hashlib.sha256(str(file).encode() + file.read_bytes()).hexdigest()
     name = f"qlora_rl_reward_{file.stem}_{digest[:8]}"
@@ -140,8 +166,8 @@ def _of_file(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise RewardFunctionError(
-            f"{_DOING}: {file} raised {type(error).__name__} while it was imported: {error}. Try it: python {file}"
+        raise raised(
+            f"{doing}: {file} raised {type(error).__name__} while it was imported: {error}. Try it: python {file}"
         ) from error
     finally:
         sys.path.remove(str(file.parent))
@@ -151,14 +177,12 @@ def _of_file(file: Path) -> ModuleType:
     return module
 
 
-def _of_package(place: str) -> ModuleType:
+def _of_package(place: str, doing: str, raised: type[QloraRLError]) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         raise ConfigConflictError(
-            f"{_DOING}: there is no module {place!r} ({error}). Name a file as path.py:function, or install the package."
+            f"{doing}: there is no module {place!r} ({error}). Name a file as path.py:function, or install the package."
         ) from error
     except Exception as error:
-        raise RewardFunctionError(
-            f"{_DOING}: {place} raised {type(error).__name__} while it was imported: {error}."
-        ) from error
+        raise raised(f"{doing}: {place} raised {type(error).__name__} while it was imported: {error}.") from error

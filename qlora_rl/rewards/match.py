@@ -73,10 +73,11 @@ def length_match(completion_ids: Sequence[Sequence[int]], *, at_most: int, at_le
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: itself, or the content of its last message."""
+    """The text of a completion: itself, or the content of its last message; empty where that is a tool's."""
     if isinstance(completion, str):
         return completion
-    content = completion[-1].get("content") if completion else ""
+    is_said = bool(completion) and completion[-1].get("role") != "tool"  # a conversation may end with a tool's result
+    content = completion[-1].get("content") if is_said else ""
     if isinstance(content, list):  # parts: text, and what is no text
         return "".join(part.get("text", "") for part in content)
     return content or ""

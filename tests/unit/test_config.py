@@ -89,6 +89,8 @@ WRONG = {
         "weight": [("1", NUMBER), (True, NUMBER)],
         "arguments": [({"colum": "x"}, "did you mean 'column'"), ("x", TABLE)],
     },
+    "tools": {"use": [("tools.py:f", "a list of texts"), (["f"], "'f' is not path.py:name"), (["/nowhere/t.py:f"], "No such file")]},
+    "environment": {"use": [(1, TEXT), ("Game", "'Game' is not path.py:name"), ({"a": "/nowhere/t.py:f"}, "No such file")]},
     "rollout": {
         "where": [("colocat", "did you mean 'colocate'"), ([], "names no server"), (["localhost:8000"], "nor a URL")],
         "api_key_file": [("/nowhere", "no file /nowhere"), (1, TEXT)],
@@ -323,7 +325,7 @@ def test_the_settled_copy_says_every_field_that_its_method_knows(tmp_path):
     """Other defaults of a later version do not change it."""
     document = resolved(read_config(written(tmp_path, GOOD), asks_trl=False))
     for table, kind in TABLES.items():
-        held = document[table][0] if kind is Reward else document[table]
+        held = document[table][0] if kind is Reward else document.get(table, {})
         known = {name for name, (_, rules) in options(kind).items() if not rules.methods or "grpo" in rules.methods}
         silent = known - set(held)
         for name in silent:  # nothing to say

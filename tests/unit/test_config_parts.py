@@ -139,7 +139,7 @@ def test_the_rows_of_the_examples_are_right():
 
 
 def test_every_built_in_reward_is_named_where_one_is_chosen():
-    (line,) = [line for line in markdown().splitlines() if line.startswith("| `use`")]
+    line = next(line for line in markdown().splitlines() if line.startswith("| `use`"))
     assert set(re.findall(r"\w+_match", line)) == set(BUILT_IN)
 
 

@@ -44,6 +44,7 @@ def identity_of(trainer: Any) -> dict[str, Any]:
         "base": trainer.base.identity,
         "train_dataset": digest_dataset(trainer.train_dataset),
         "reward_funcs": list(getattr(trainer, "reward_func_names", [])),
+        "tools": [tool.__name__ for tool in getattr(trainer, "tools", None) or []],
         # DeepSpeed trains a float32 copy, whatever it multiplies with.
         "adapter_dtype": ["float32"] if trainer.is_deepspeed_enabled else _dtypes(trained),
         "args": args,

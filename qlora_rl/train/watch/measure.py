@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _KEPT = 8  # rollouts of a group that are written down
 
 # TRL's metrics that a step's record keeps under TRL's names: of what was generated, and of the loss, known when TRL logs.
-_OF_A_ROLLOUT = ("rewards/", "frac_reward_zero_std", "completions/")
+_OF_A_ROLLOUT = ("rewards/", "frac_reward_zero_std", "completions/", "tools/")
 _OF_A_LOSS = ("loss", "grad_norm", "learning_rate", "entropy", "kl", "clip_ratio/")
 
 

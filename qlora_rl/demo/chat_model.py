@@ -1,0 +1,223 @@
+"""A small chat model that reads conversations on the spot: Qwen3's architecture, chat template and tool calls, in a minute on two cores.
+
+It is a real Qwen3 checkpoint with a real tokenizer, of about a million parameters: enough for the format of its conversations and for
+what can be copied from them, not for arithmetic.
+
+Shape letters: B conversations of a batch, S positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qlora_rl.demo.tiny_model import Progress, make_optimizers, put_directory
+from qlora_rl.processor import processor
+from qlora_rl.products import Float32Products
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, Qwen2Tokenizer
+
+_PAD, _END = "<|endoftext|>", "<|im_end|>"
+# Of Qwen's own; those of a tool call are no special tokens there either, so that a decoded completion has them.
+_SPECIAL, _PLAIN = (_PAD, "<|im_start|>", _END), ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_THINKING = ("<think>", "</think>")
+_IGNORED = -100
+_VOCABULARY = 1024
+_RECIPE = "recipe.json"
+
+
+def make_chat_model(
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    out_dir: str | os.PathLike[str] | None = None,
+    *,
+    tools: Sequence[Callable[..., Any]] = (),
+    steps: int = 300,
+    batch_size: int = 32,
+    hidden_size: int = 128,
+    layers: int = 3,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Path:
+    """Return the directory of a bf16 checkpoint that was trained on the assistants' turns; one that is there already is not trained again.
+
+    Args:
+        conversations: messages; the assistant's may have `tool_calls`, and then a message of role "tool" follows.
+        out_dir: where; by default in the cache (`$QLORA_RL_CACHE`, else `~/.cache/qlora_rl`).
+        tools: what the chat template shows as tools before each conversation.
+        steps: of the training, with `batch_size` conversations each.
+        hidden_size: a multiple of 64, the block size of the quantisation.
+        layers: of the model.
+        seed: of weights and order. Equal arguments, torch, processor and thread count give equal weights.
+        progress: called after every step as `progress(step, steps, loss)`.
+
+    Raises:
+        FileExistsError: `out_dir` holds something else.
+    """
+    import torch
+    from transformers.utils import get_json_schema
+
+    schemas = [get_json_schema(tool) for tool in tools]
+    recipe = {
+        "version": 3, "steps": steps, "batch_size": batch_size, "hidden_size": hidden_size, "layers": layers, "seed": seed,
+        "torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor().as_dict(),
+        "text": hashlib.sha256(json.dumps([list(map(list, conversations)), schemas]).encode()).hexdigest(),
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    home = Path(os.environ.get("QLORA_RL_CACHE") or Path.home() / ".cache" / "qlora_rl")
+    out = Path(out_dir) if out_dir is not None else home / f"chat-{digest[:12]}"
+    if out.is_dir() and any(out.iterdir()):
+        if (out / _RECIPE).is_file() and json.loads((out / _RECIPE).read_text()) == digest:
+            return out
+        raise FileExistsError(
+            f"writing the chat model: out_dir={str(out)!r} contains other files. Choose a new or an empty directory."
+        )
+
+    def fill(target: Path) -> None:
+        tokenizer = _make_tokenizer(conversations, schemas)
+        rows = [_encode(tokenizer, each, schemas) for each in conversations]
+        with torch.random.fork_rng(devices=[]), Float32Products(torch.bfloat16):
+            torch.manual_seed(seed)
+            model = _build_model(tokenizer, hidden_size, layers, max(len(ids) for ids, _ in rows))
+            _train(model, rows, steps, batch_size, seed, progress)
+        model.to(torch.bfloat16).save_pretrained(target)
+        tokenizer.save_pretrained(target)
+        (target / _RECIPE).write_text(json.dumps(digest) + "\n")
+
+    put_directory(out, fill)
+    return out
+
+
+def _make_tokenizer(
+    conversations: Sequence[Sequence[Mapping[str, Any]]], schemas: Sequence[Mapping[str, Any]]
+) -> Qwen2Tokenizer:
+    """Byte pairs of the conversations' own words, as Qwen splits them: each digit is a token."""
+    import re
+
+    from tokenizers import Tokenizer, models, trainers
+    from transformers import Qwen2Tokenizer
+    from trl.chat_template_utils import qwen3_chat_template, qwen3_training_chat_template
+
+    names = {"pad_token": _PAD, "eos_token": _END, "unk_token": _PAD, "padding_side": "left"}
+    plain: Any = Qwen2Tokenizer(vocab=_bytes(), merges=[], chat_template=qwen3_training_chat_template, **names)
+    texts = [
+        plain.apply_chat_template(list(map(dict, each)), tools=list(schemas) or None, tokenize=False)
+        for each in conversations[:256]
+    ]
+    marks = "|".join(map(re.escape, (*_SPECIAL, *_PLAIN, *_THINKING)))
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = plain.backend_tokenizer.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY - 16, min_frequency=2, initial_alphabet=list(_bytes()), show_progress=False
+    )
+    learned.train_from_iterator((part for text in texts for part in re.split(marks, text)), trainer)
+    held = json.loads(learned.to_str())["model"]
+    made: Any = Qwen2Tokenizer(
+        vocab=held["vocab"],
+        merges=[tuple(pair) for pair in held["merges"]],
+        chat_template=qwen3_chat_template,
+        additional_special_tokens=list(_SPECIAL),
+        **names,
+    )
+    made.add_tokens([*_PLAIN, *_THINKING])
+    return made
+
+
+def _bytes() -> dict[str, int]:
+    from tokenizers import pre_tokenizers
+
+    return {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+
+
+def _encode(
+    tokenizer: Any, conversation: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]
+) -> tuple[list[int], list[int]]:
+    """Token ids, and as labels those of the assistant's turns."""
+    from trl.chat_template_utils import qwen3_training_chat_template  # Qwen's own, with marks around these turns
+
+    made = tokenizer.apply_chat_template(
+        list(map(dict, conversation)),
+        tools=list(schemas) or None,
+        chat_template=qwen3_training_chat_template,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ids, mask = made["input_ids"], made["assistant_masks"]
+    return ids, [each if own else _IGNORED for each, own in zip(ids, mask, strict=True)]
+
+
+def _build_model(tokenizer: Qwen2Tokenizer, hidden_size: int, layers: int, longest: int) -> PreTrainedModel:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=_VOCABULARY,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden_size // 32,
+            num_key_value_heads=hidden_size // 64,
+            head_dim=32,
+            max_position_embeddings=max(1024, 2 * longest),
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+
+
+def _train(
+    model: PreTrainedModel,
+    rows: list[tuple[list[int], list[int]]],
+    steps: int,
+    batch_size: int,
+    seed: int,
+    progress: Progress | None,
+) -> None:
+    import torch
+
+    rng = torch.Generator().manual_seed(seed)
+    optimizers = make_optimizers(model, 0.02, 3e-3, 0.1)
+    peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    # What all begin with (the tools' schemas) is computed once a step; the token before an assistant's first is not of it.
+    common = os.path.commonprefix([ids for ids, _ in rows])
+    common = common[: min(next(i for i, own in enumerate(labels) if own != _IGNORED) for _, labels in rows) - 1]
+    common_1_S = torch.tensor([common])
+    model.train()
+    for step in range(steps):
+        done = step / steps
+        for group, peak in peaks:
+            group["lr"] = peak * min(1.0, done / 0.05 + 0.02, (1 - done) / 0.6)
+        chosen = torch.randint(len(rows), (batch_size,), generator=rng).tolist()
+        ids_B_S, labels_B_S = _padded([rows[number] for number in chosen], len(common), model.config.pad_token_id)
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = model.model(common_1_S, use_cache=True).past_key_values
+            cache.batch_repeat_interleave(batch_size)
+            hidden = model.model(ids_B_S[:, :-1], past_key_values=cache).last_hidden_state
+            own = labels_B_S[:, 1:] != _IGNORED
+            logits = model.lm_head(hidden[own])
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels_B_S[:, 1:][own])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if progress is not None:
+            progress(step + 1, steps, loss.item())
+
+
+def _padded(rows: list[tuple[list[int], list[int]]], start: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """From a place on, padded at the end, which causal attention never looks at from before."""
+    import torch
+
+    longest = max(len(ids) for ids, _ in rows)
+    ids = [own[start:] + [pad] * (longest - len(own)) for own, _ in rows]
+    labels = [own[start:] + [_IGNORED] * (longest - len(own)) for _, own in rows]
+    return torch.tensor(ids), torch.tensor(labels)
