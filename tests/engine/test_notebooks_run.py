@@ -26,6 +26,9 @@ ASKED = {
     " 'after': run['steps']['reward'].tail(5).mean(), 'kl': run['steps']['mismatch_kl'].median()} for name, run in runs.items()}}",
     "204": "{'fits': ledger.fits, 'longest': longest.to_dict(), 'too big': too_big.fits, 'advice': advice.fits, 'equal': is_equal,"
     " 'bytes': [counted['base, trainer'], nbytes(copied)]}",
+    "205": "{'steps': len(steps), 'calls': [part['tools/call_frequency'].mean() for part in (first, last)],"
+    " 'right': [part['reward'].mean() for part in (first, last)], 'failed': last['tools/failure_frequency'].mean(),"
+    " 'kl': steps['mismatch_kl'].median()}",
     "301": "{'found': {bug.__name__: [first_fault(alarms[letter])[0], getattr(first_fault(alarms[letter])[1], 'cause', None)]"
     " for letter, bug in runs.items()}, 'stopped': stopped.cause, 'refused': type(refused).__name__}",
     "302": "{name: {'seconds': seconds(way, 'step_seconds'), 'age': int(way['steps'].get('staleness_max', pd.Series([0])).max()),"
@@ -111,6 +114,13 @@ def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kerne
         assert all(run["after"] > run["before"] + 0.1 and run["kl"] < 1e-3 for run in got["runs"].values())
     elif number == "204":
         check_the_plans(got)
+    elif number == "205":
+        (before, after), (wrong, right) = got["calls"], got["right"]
+        assert got["steps"] == 30
+        assert after > 0.7 > 0.45 > before
+        assert right > wrong + 0.3
+        assert got["failed"] < 0.1
+        assert got["kl"] < 1e-4
     elif number == "301":
         causes = {"twice_as_strong": "scale", "an_old_one": "stale", "one_layer_lost": "layer"}
         assert got["found"] == {name: [9, cause] for name, cause in causes.items()} | {"nothing": [None, None]}
