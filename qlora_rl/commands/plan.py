@@ -57,6 +57,9 @@ def add(commands: Any) -> None:
     plan.add_argument(
         "--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="(default: on)"
     )
+    plan.add_argument(
+        "--offload", action="store_true", help="layer inputs wait in host memory (gradient_checkpointing_kwargs)"
+    )
     plan.add_argument("--two-copies", action="store_true", help="trainer and engine hold a base each")
     plan.add_argument("--sleep", action="store_true", help="the KV cache is freed between rollouts")
     plan.add_argument(
@@ -91,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         sequences=max(arguments.batch_size, arguments.num_generations),
         optimizer=arguments.optim,
         gradient_checkpointing=arguments.gradient_checkpointing,
+        offload=arguments.offload,
         shared=not arguments.two_copies,
         sleeps=arguments.sleep,
         device="cuda" if arguments.base_compute is None else "cpu",

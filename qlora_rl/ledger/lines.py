@@ -26,6 +26,8 @@ OVERHEAD_GIB = 1.5
 HEAD_TOKENS, HEAD_VOCABULARY = 4096, 32768
 # Without Triton we make them smaller (train/scoring/logprobs.py): tokens of a tile.
 SMALL_TILE = 128
+# Layer inputs that are on the device at a time, where they wait in host memory (train/setup/layer_inputs.py).
+ON_DEVICE = 2
 # vLLM's default of tokens in one engine step.
 BATCHED_TOKENS = 8192
 KV_BLOCK = {"cuda": 16, "cpu": 128}
@@ -283,6 +285,7 @@ def activation_lines(
     checkpointing: bool,
     device: str,
     padded: bool = True,
+    offload: bool = False,
 ) -> list[Line]:
     """What a forward pass keeps, and what one layer and the output head need on top."""
     wide, tokens, hidden = width(spec), batch * length, shape.hidden
@@ -290,7 +293,11 @@ def activation_lines(
     kept: float
     last = 8 * hidden  # the last norm in float32, its output and that of the embedding
     if checkpointing:
-        kept, why = shape.layers * wide * hidden + last, f"{shape.layers} layer inputs, and the last norm"
+        inputs, elsewhere = shape.layers, ""
+        if offload and device == "cuda":
+            inputs = min(inputs, ON_DEVICE)
+            elsewhere = f" ({shape.layers * wide * hidden * tokens / 2**30:.3g} GiB of layer inputs in host memory)"
+        kept, why = inputs * wide * hidden + last, f"{inputs} layer inputs, and the last norm{elsewhere}"
     else:
         kept, why = shape.layers * layer + last, f"all of {shape.layers} layers, {layer:,.0f} bytes a token each"
     angles = 2 * length * shape.rotary * wide  # sines and cosines

@@ -33,6 +33,7 @@ class MemoryRequest:
         sequences: completions that are sampled at once.
         optimizer: transformers' name of it (`GRPOConfig.optim`).
         gradient_checkpointing: keep layer inputs only.
+        offload: keep them in host memory (`gradient_checkpointing_kwargs={"offload": True}`); no effect on the CPU.
         adapter_dtype: torch name of the dtype of the trained weights.
         shared: trainer and engine hold one base; otherwise two.
         baked: the engine serves the baked base, for full weights; then nothing is shared.
@@ -58,6 +59,7 @@ class MemoryRequest:
     sequences: int = 8
     optimizer: str = "adamw_torch_fused"
     gradient_checkpointing: bool = True
+    offload: bool = False
     adapter_dtype: str = "float32"
     shared: bool = True
     baked: bool = False
@@ -300,7 +302,7 @@ class MemoryLedger:
         head = (
             f"{verdict}{self.shape.name}, {self.shape.parameters / 1e9:.3g}e9 parameters as {r.spec.label}, "
             f"{r.batch_size} x {r.max_length} tokens, {r.optimizer}, "
-            f"gradient checkpointing {'on' if r.gradient_checkpointing else 'off'}, "
+            f"gradient checkpointing {'on' if r.gradient_checkpointing else 'off'}{', layer inputs in host memory' if r.offload else ''}, "
             f"{'one base' if r.shared else 'two bases'}"
         )
         return f"{head}\n{self.table()}"
@@ -393,6 +395,7 @@ def _ledger(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tup
             checkpointing=request.gradient_checkpointing,
             device=device,
             padded=request.padded,
+            offload=request.offload,
         ),
         count.head_line(shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device),
         count.rollout_line(shape, spec, sequences=request.sequences, length=length),
@@ -423,6 +426,8 @@ def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
         changes.append((f"vllm_max_model_length={length}", {"engine_length": length}))
     if not request.gradient_checkpointing:
         changes.append(("gradient_checkpointing=True", {"gradient_checkpointing": True}))
+    elif not request.offload:
+        changes.append(("gradient_checkpointing_kwargs={'offload': True}", {"offload": True}))
     if not request.spec.is_4bit:
         changes.append(("quant='nf4'", {"spec": QuantSpec(compute_dtype=request.spec.compute_dtype)}))
     if not request.shared and not request.baked and request.trainer_parts == request.engine_parts == 1:

@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from qlora_rl.adapter.subject import bare_model
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_fingerprint
@@ -27,6 +28,7 @@ from qlora_rl.train.run.trained_run import (
     trained_values,
 )
 from qlora_rl.train.setup import settings
+from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes
 
 
@@ -90,6 +92,7 @@ class OfflineTrainer(TrainedRun):
                 **of_trl,
             )
             args.model_init_kwargs = init
+            keep_on_host(bare_model(self.model))
             set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
             begin_alike(self.model)
             check_optimizer(optimizers[0], self.model)

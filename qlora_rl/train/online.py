@@ -38,6 +38,7 @@ from qlora_rl.train.scoring.logprobs import use_small_tiles
 from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
+from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.pairing import SHARE, Pair, expects_one_copy, make_pair
 from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, shards_base
 from qlora_rl.train.setup.whole import check_whole, trains_whole, unfreeze
@@ -290,6 +291,7 @@ class OnlineTrainer(TrainedRun):
 
     def _after_trl(self, args: Any) -> None:
         """What TRL has built is made ready; `args` are the user's again."""
+        keep_on_host(bare_model(self.model))
         if not getattr(args, "cast_lm_head_to_fp32", False):
             use_small_tiles(bare_model(self.model), self.temperature)
         self._failures = [] if ranks().size > 1 else None

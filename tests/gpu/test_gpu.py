@@ -162,3 +162,18 @@ def test_a_push_in_place_waits_for_nothing(base, adapted):
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert all(torch.equal(places[n].cpu(), t) for n, t in live.bundle().tensors.items())
+
+
+def test_layer_inputs_in_host_memory_change_no_bit(base):
+    from qlora_rl.bench.memory import Step
+    from qlora_rl.train.setup.layer_inputs import keep_on_host
+
+    step, found = Step(base, 2, 192, "cuda"), []
+    keep_on_host(step.bare)
+    for offload in (False, True):
+        step.model.gradient_checkpointing_enable(offload=offload)
+        for _ in range(3):  # memory is used again
+            loss = step.run()
+        found.append((loss, {name: p.grad.clone() for name, p in step.trained.items()}))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in step.trained)

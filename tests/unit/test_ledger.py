@@ -276,6 +276,7 @@ def test_what_cannot_be_at_once_is_not_added():
             {"batch_size": 4},
             {"activations", "one layer's work", "attention masks", "attention mask of a layer", "logits"},
         ),
+        ({"offload": True}, {"activations"}),
         ({"padded": False}, {"attention masks", "attention mask of a layer", "one layer's work"}),
         ({"spec": QuantSpec("none")}, {"base, shared", "one dequantised weight", "rollout"}),
     ],

@@ -38,6 +38,9 @@ ROWS = 4096
 def identity_of(trainer: Any) -> dict[str, Any]:
     """What `trainer` trains, with what, on what, as plain JSON."""
     args = {name: value for name, value in trainer.args.to_dict().items() if name not in FREE}
+    # Where layer inputs wait changes no bit.
+    checkpointing = args.get("gradient_checkpointing_kwargs")
+    args["gradient_checkpointing_kwargs"] = {k: v for k, v in (checkpointing or {}).items() if k != "offload"} or None
     trained = trainer.accelerator.unwrap_model(trainer.model)
     found = {
         "trainer": type(trainer).__name__,

@@ -222,6 +222,7 @@ def _plan(
         sequences=options["max_num_seqs"],
         optimizer=_optimizer_name(args, optimizer),
         gradient_checkpointing=args.gradient_checkpointing,
+        offload=bool((args.gradient_checkpointing_kwargs or {}).get("offload")),
         sleeps=bool(options["enable_sleep"]) and request["device"] == "cuda",
         cache_dtype=str(options.get("kv_cache_dtype", "auto")),
         kv_cache_gib=_cache_gib(options),

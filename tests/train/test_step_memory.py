@@ -1,0 +1,70 @@
+"""What saves memory in a step changes no run: with sampler, alarm and importance sampling, killed and resumed. `FakeEngine`, one process."""
+
+from functools import partial
+
+import pytest
+import torch
+from copiers import LateCopier
+from datasets import Dataset
+from peft import LoraConfig
+from resumed import adapter, assert_same_run, make
+from transformers import TrainerCallback
+from trl import DPOConfig
+
+from qlora_rl import QLoRADPOTrainer
+from qlora_rl.train import offline, online
+from qlora_rl.train.setup.layer_inputs import keep_on_host
+
+CHECKPOINTED = {"gradient_checkpointing": True, "max_steps": 4, "save_steps": 2, "max_completion_length": 8}
+OFFLOAD = {"gradient_checkpointing_kwargs": {"use_reentrant": False, "offload": True}}
+
+
+class Killed(BaseException):
+    """Ends a training without any of the clean-up that an error has."""
+
+
+class KillAt(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == 3:
+            raise Killed
+
+
+@pytest.fixture
+def copier(monkeypatch):
+    copier = LateCopier()
+    for module in (online, offline):
+        monkeypatch.setattr(module, "keep_on_host", partial(keep_on_host, copier=copier))
+    return copier
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_layer_inputs_in_host_memory_change_no_run_and_it_may_go_on_without(base, copier, tmp_path, beta):
+    """With beta TRL disables checkpointing for the reference, and enables it again with all of the config's dict."""
+    fields = CHECKPOINTED | {"beta": beta}
+    with make(base, tmp_path / "straight", "fake", **fields) as straight:
+        straight.train()
+    assert copier.sent == []
+    trainer = make(base, tmp_path / "killed", "fake", **fields, **OFFLOAD)
+    trainer.add_callback(KillAt())
+    with pytest.raises(Killed):
+        trainer.train()
+    sent = len(copier.sent)
+    assert sent > 0
+    with make(base, tmp_path / "killed", "fake", **fields) as trainer:
+        trainer.train()
+    assert len(copier.sent) == sent
+    assert_same_run(tmp_path / "killed", tmp_path / "straight")
+
+
+def test_layer_inputs_in_host_memory_change_no_offline_training(base, copier, tmp_path):
+    pairs = Dataset.from_list(
+        [{"prompt": f"{a}+{a}=", "chosen": str(2 * a), "rejected": str(2 * a + 7)} for a in range(10, 26)]
+    )
+    for name, extra in (("plain", {}), ("host", OFFLOAD)):
+        args = DPOConfig(str(tmp_path / name), max_steps=2, report_to=[], use_cpu=True, bf16=True, **extra)
+        lora = LoraConfig(r=4, target_modules="all-linear")
+        with QLoRADPOTrainer(base, args=args, train_dataset=pairs, peft_config=lora) as trainer:
+            trainer.train()
+    plain, host = adapter(tmp_path / "plain"), adapter(tmp_path / "host")
+    assert len(copier.sent) > 0
+    assert all(torch.equal(plain[name], host[name]) for name in plain)
