@@ -13,7 +13,7 @@ from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
 from qlora_rl.config.paths import all_uses, is_file, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward
-from qlora_rl.config.schema import METHODS, PLANNED, Adapter, Rollout, RunConfig, default
+from qlora_rl.config.schema import METHODS, PLANNED, SCORED, Adapter, Rollout, RunConfig, default
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
@@ -190,7 +190,9 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     """Arguments that our trainers add to TRL's."""
     found: dict[str, Any] = {"adapter_dtype": config.adapter.dtype, "existing_run": config.run.existing}
     if config.method in PLANNED:
-        found |= {"gpu_memory": config.run.gpu_memory, "remove_padding": config.run.remove_padding}
+        found["gpu_memory"] = config.run.gpu_memory
+    if config.method in SCORED:
+        found["remove_padding"] = config.run.remove_padding
     if config.method == "async_grpo":
         found |= {"max_staleness": config.rollout.max_staleness, "rollout_threads": config.rollout.rollout_threads}
     if not METHODS[config.method].draws:

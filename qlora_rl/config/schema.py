@@ -60,6 +60,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 DRAWING = tuple(name for name, method in METHODS.items() if method.draws)
 CALLING = ("grpo", "async_grpo")  # TRL's trainers of these take tools and environments
 PLANNED = ("grpo", "rloo", "async_grpo")  # their memory is planned
+SCORED = tuple(name for name in METHODS if name != "online_dpo")  # by TRL's fused head
 
 
 @dataclass(frozen=True)
@@ -344,7 +345,7 @@ class Run:
         methods=PLANNED,
     )
     remove_padding: bool = option(
-        "sequences of a micro-batch are computed without padding, where the model allows it", True, methods=PLANNED
+        "sequences of a micro-batch are computed without padding, where the model allows it", True, methods=SCORED
     )
 
 

@@ -27,6 +27,8 @@ from qlora_rl.train.run.trained_run import (
     set_adapter_dtype,
     trained_values,
 )
+from qlora_rl.train.scoring.logprobs import use_small_tiles
+from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes
@@ -51,6 +53,7 @@ class OfflineTrainer(TrainedRun):
         optimizers: tuple[Any, Any],
         adapter_dtype: str,
         existing_run: str,
+        remove_padding: bool,
         **of_trl: Any,
     ) -> None:
         """Everything, TRL's `__init__` included.
@@ -95,6 +98,9 @@ class OfflineTrainer(TrainedRun):
             keep_on_host(bare_model(self.model))
             set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
             begin_alike(self.model)
+            bare = bare_model(self.model)
+            use_small_tiles(bare, 1.0, self._outputs())
+            padding = settle_padding(bare, "" if remove_padding else "remove_padding=False")
             check_optimizer(optimizers[0], self.model)
             self.make_resumable()
             show_progress(self)
@@ -104,10 +110,14 @@ class OfflineTrainer(TrainedRun):
                 self.run.begin()
                 verdict = judge_adapter(self.model)
                 travels = {"travels_as": verdict.kind, "reasons": list(verdict.reasons)}
-                self.run.write_json(CONFIG, self._describe(adapter_dtype, {"adapter": travels}))
+                self.run.write_json(CONFIG, self._describe(adapter_dtype, {"adapter": travels, "padding": padding}))
         # Last, so that nothing is claimed for a trainer that could not be made.
         products = products_of(self.model, self.base, args)
         self._finalizer = weakref.finalize(self, products.close)  # also when nobody calls close()
+
+    def _outputs(self) -> set[str]:
+        """What TRL reads of each token besides its logprob."""
+        return {"entropy", "is_top1"}
 
     def close(self) -> None:
         """Give torch its own products back, where others were made; harmless when repeated."""
@@ -153,7 +163,7 @@ class _Recorder(TrainerCallback):
 
 
 class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
-    """Supervised fine-tuning of an adapter on a 4-bit base: TRL's SFTTrainer, its arguments and config, and these two.
+    """Supervised fine-tuning of an adapter on a 4-bit base: TRL's SFTTrainer, its arguments and config, and these.
 
     ::
 
@@ -171,6 +181,8 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
         adapter_dtype: of the trained LoRA weights: "float32" (default), or "bfloat16" as TRL.
         existing_run: what to do when `args.output_dir` holds a run: `"refuse"`, `"overwrite"`, `"continue"` (append), or `"resume"`: `train()`
             goes on from its last whole checkpoint, or begins where there is none yet.
+        remove_padding: the sequences of a micro-batch are computed one behind the other, without padding and without attention masks,
+            where the model allows it (docs/memory.md#without-padding). False: padded, as TRL does.
 
     Raises:
         BaseMismatchError, ConfigConflictError, AdapterRejectedError, UnsupportedQuantError, NotYetSupportedError, RunDirectoryError:
@@ -201,6 +213,7 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
         *,
         adapter_dtype: str = "float32",
         existing_run: str = "refuse",
+        remove_padding: bool = True,
     ):
         self.set_up(
             model,
@@ -214,6 +227,7 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
             peft_config=peft_config,
             adapter_dtype=adapter_dtype,
             existing_run=existing_run,
+            remove_padding=remove_padding,
             data_collator=data_collator,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
@@ -243,6 +257,9 @@ class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):
     _config_name = "dpo"
     _refers = True
 
+    def _outputs(self) -> set[str]:
+        return super()._outputs() | {"mean_logits"} | ({"log_sum_sq_probs"} if self.use_weighting else set())
+
     def __init__(
         self,
         model: Any,
@@ -260,6 +277,7 @@ class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):
         *,
         adapter_dtype: str = "float32",
         existing_run: str = "refuse",
+        remove_padding: bool = True,
     ):
         self.set_up(
             model,
@@ -273,6 +291,7 @@ class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):
             peft_config=peft_config,
             adapter_dtype=adapter_dtype,
             existing_run=existing_run,
+            remove_padding=remove_padding,
             ref_model=ref_model,
             data_collator=data_collator,
             compute_metrics=compute_metrics,

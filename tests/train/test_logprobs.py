@@ -3,6 +3,8 @@
 import pytest
 import torch
 from support import randomise
+from trl.kernels import ChunkedLogProbFunction
+from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
 from trl.trainer.utils import add_fused_lm_head
 
 from qlora_rl.train.scoring import logprobs
@@ -34,6 +36,16 @@ def test_tiles_give_what_full_logits_give(dtype, softcap, count):
     assert (ours.double() - theirs).abs().max() < bound
     assert (entropy.double() + (all_logprobs.exp() * all_logprobs).sum(-1)).abs().max() < bound
     assert (hidden.grad.double() - exact.grad).abs().max() < bound
+
+
+def test_whatever_trl_reads_of_a_token_is_that_of_one_large_tile():
+    hidden, weight, targets = tokens(300)
+    ours = logprobs.score(hidden, weight, None, targets, 0.7, None, OPTIONAL_OUTPUTS)
+    theirs = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 0.7, 1000, None, 1.0, OPTIONAL_OUTPUTS)
+    assert len(ours) == 1 + len(OPTIONAL_OUTPUTS)
+    for one, other in zip(ours, theirs, strict=True):
+        # Products of fewer rows may add in another order, and are rounded to bf16.
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-3, atol=0.06)
 
 
 def trained(trainer, loss):

@@ -7,9 +7,12 @@ import torch
 import transformers
 from datasets import Dataset
 from online_kinds import by_place
+from peft import LoraConfig
+from support import tiny_training
+from trl import DPOConfig, SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from qlora_rl import FakeEngine, load_base, prepare_base
+from qlora_rl import FakeEngine, QLoRADPOTrainer, QLoRASFTTrainer, load_base, prepare_base
 from qlora_rl.train.scoring import attention
 from qlora_rl.train.scoring.padding import make_row, remove_padding
 
@@ -240,6 +243,46 @@ def test_twenty_steps_of_rloo_end_with_the_same_adapter(make_online, exact, tmp_
     padded, _, _ = trained(make, tmp_path / "padded", remove_padding=False)
     assert padding == {"removed": True}
     assert (adapter - padded).norm() < 1e-5 * padded.norm()
+
+
+SENTENCES = Dataset.from_list([{"text": row["prompt"] + str(i)} for i, row in enumerate(MIXED)])
+PAIRS = Dataset.from_list([row | {"chosen": str(i), "rejected": f"{i}+{i}"} for i, row in enumerate(MIXED)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("sft", {"gradient_checkpointing": True}),
+        ("sft", {"loss_type": "dft"}),
+        ("dpo", {}),
+        ("dpo", {"loss_type": "ipo", "use_weighting": True}),
+    ],
+)
+def test_twenty_steps_from_data_end_with_the_same_adapter(kind, fields, exact, tmp_path):
+    """Metrics too: TRL's of the batch as they come."""
+    trainer, config, rows = {
+        "sft": (QLoRASFTTrainer, SFTConfig, SENTENCES),
+        "dpo": (QLoRADPOTrainer, DPOConfig, PAIRS),
+    }[kind]
+
+    def make(directory, **arguments):
+        usual = {
+            "output_dir": str(directory),
+            "max_steps": 20,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "bf16": False,
+        }
+        args = config(**tiny_training(**usual | fields))
+        lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+        return trainer(model=exact[0], args=args, train_dataset=rows, peft_config=lora, **arguments)
+
+    adapter, log, padding = trained(make, tmp_path / "row")
+    padded, padded_log, _ = trained(make, tmp_path / "padded", remove_padding=False)
+    assert padding == {"removed": True}
+    assert (adapter - padded).norm() < 1e-5 * padded.norm()
+    for row, other in zip(log, padded_log, strict=True):
+        assert row == pytest.approx(other, rel=1e-3, abs=1e-4)
 
 
 def test_a_run_goes_on_with_padding_and_without(make_trainer, config, tmp_path):

@@ -1,4 +1,4 @@
-"""Logprobs and entropies of the sampled tokens, in tiles that are small on every device.
+"""Logprobs and entropies of the tokens that are trained on, in tiles that are small on every device.
 
 TRL 1.16 never holds logits of B x T x V: it multiplies the hidden states with the output head in tiles of 4096 tokens x 32768
 words (`trl.kernels.ChunkedLogProbFunction`). With Triton a tile is 256 MiB in bf16 and worked on in place. Without Triton, on
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from trl.kernels import ChunkedLogProbFunction
+from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head, maybe_gather_lm_head_ctx
 
 from qlora_rl.ledger.lines import HEAD_VOCABULARY, SMALL_TILE
@@ -28,12 +30,13 @@ TOKENS, WORDS = SMALL_TILE, HEAD_VOCABULARY
 _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 
-def use_small_tiles(model: Any, temperature: float) -> bool:
+def use_small_tiles(model: Any, temperature: float, outputs: Collection[str] = ("entropy",)) -> bool:
     """Have `model(..., fused_lm_head=True)` score in small tiles; all other calls stay as they are.
 
     Args:
         model: the bare transformers model, to which TRL has given its fused head.
         temperature: that logits are divided by.
+        outputs: what is computed besides logprobs, by TRL's names (`trl.kernels.chunked_logprob.OPTIONAL_OUTPUTS`).
 
     Returns:
         Whether it was done: not for a model that scales its logits, nor on a device with Triton, where TRL's tiles do.
@@ -42,7 +45,7 @@ def use_small_tiles(model: Any, temperature: float) -> bool:
     device = model.get_output_embeddings().weight.device
     if device.type in ("cuda", "xpu") or any(getattr(text, name, None) is not None for name in _SCALES):
         return False
-    of_trl = model.forward
+    of_trl, names = model.forward, tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
     softcap = getattr(text, "final_logit_softcapping", None)
 
     @functools.wraps(type(model).forward)
@@ -59,8 +62,8 @@ def use_small_tiles(model: Any, temperature: float) -> bool:
         head = self.get_output_embeddings()
         # The head itself is not called, so ZeRO-3 would not gather it.
         with maybe_gather_lm_head_ctx(head.weight, head.bias) if hasattr(head.weight, "ds_id") else nullcontext():
-            logprobs, entropy = score(
-                hidden_BTH[wanted_BT], head.weight, head.bias, labels[:, 1:][wanted_BT], temperature, softcap
+            logprobs, *others = score(
+                hidden_BTH[wanted_BT], head.weight, head.bias, labels[:, 1:][wanted_BT], temperature, softcap, names
             )
 
         def spread(values_N: torch.Tensor) -> torch.Tensor:
@@ -68,7 +71,10 @@ def use_small_tiles(model: Any, temperature: float) -> bool:
             return values_N.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT, values_N)
 
         loss = -logprobs.sum() / (wanted_BT.sum().clamp(min=1) if count is None else count)
-        return FusedCausalLMOutput(loss=loss, log_probs=spread(logprobs), entropy=spread(entropy), label_mask=wanted_BT)
+        spreads = {
+            name: spread(values) for name, values in zip(("log_probs", *names), (logprobs, *others), strict=True)
+        }
+        return FusedCausalLMOutput(loss=loss, label_mask=wanted_BT, **spreads)
 
     model.forward = types.MethodType(forward, model)
     return True
@@ -87,14 +93,16 @@ def score(
     targets_N: torch.Tensor,
     temperature: float,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of `targets_N` and entropies, float32 [N] each, with at most TOKENS x WORDS logits at a time."""
+    outputs: tuple[str, ...] = ("entropy",),
+) -> tuple[torch.Tensor, ...]:
+    """Logprobs of `targets_N`, float32 [N], and each of `outputs`, with at most TOKENS x WORDS logits at a time.
+
+    Args:
+        outputs: in the order of `OPTIONAL_OUTPUTS`; entropies are float32 [N].
+    """
     words = min(WORDS, weight_VH.shape[0])
     parts = [
-        ChunkedLogProbFunction.apply(
-            hidden, weight_VH, bias_V, targets, temperature, words, softcap, 1.0, ("entropy",)
-        )[:2]
+        ChunkedLogProbFunction.apply(hidden, weight_VH, bias_V, targets, temperature, words, softcap, 1.0, outputs)
         for hidden, targets in zip(hidden_NH.split(TOKENS), targets_N.split(TOKENS), strict=True)
     ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True) if column[0] is not None)
