@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from qlora_rl.advice.chat import Chat
 from qlora_rl.config.data import check_files, known_dataset, load_data
 from qlora_rl.config.paths import is_file
 from qlora_rl.config.schema import METHODS, Data
@@ -38,14 +39,20 @@ class Tables:
 
 
 def tables_for(
-    name: str, task: str, *, is_chat: bool = True, subset: str | None = None, split: str | None = None, reward: str = ""
+    name: str,
+    task: str,
+    chat: Chat | None = None,
+    *,
+    subset: str | None = None,
+    split: str | None = None,
+    reward: str = "",
 ) -> Tables:
     """[data] and [[rewards]] for a dataset and a method.
 
     Args:
         name: of a dataset on the hub, or a .jsonl or .parquet file.
         task: "grpo", "rloo", "sft" or "dpo".
-        is_chat: the model has a chat template.
+        chat: of `chat_of`, for the model; by default a template that takes everything.
         subset: configuration of a hub dataset; by default the first of a known one.
         split: of a hub dataset.
         reward: one of ours, or `path.py:function`, in place of the one that would be chosen.
@@ -54,6 +61,7 @@ def tables_for(
         ConfigConflictError: it cannot be loaded, or has no columns for the method; names those that it has.
         NotYetSupportedError: it holds images.
     """
+    chat = chat or Chat()
     given: dict[str, Any] = {key: value for key, value in (("subset", subset), ("split", split)) if value is not None}
     known, scores = known_dataset(name), METHODS[task].scores
     length = None
@@ -63,16 +71,19 @@ def tables_for(
         is_talk, is_whole = "prompt_template" not in told.get("data", {}), False
     else:
         told, is_talk, is_whole = _seen(name, task, given, wants_reward=scores and not reward)
-    if is_talk and not is_chat:
+    if is_talk and not chat.is_there:
         raise ConfigConflictError(
             f"choosing the data: {name} holds messages, and the model has no chat template. Use an instruct model."
         )
     data = {"train": name, **told.get("data", {}), **given}
     instruction = told.get("instruction")
-    if is_chat and not is_whole:
-        data |= {"format": "chat", **({"system_prompt": instruction} if instruction else {})}
+    has_messages = chat.is_there and not is_whole
+    if has_messages:
+        data["format"] = "chat"
+    if instruction and has_messages and chat.takes_system:
+        data["system_prompt"] = instruction
     elif instruction:
-        data["prompt_template"] = f"{instruction}\n\n{data['prompt_template']}\n"
+        data["prompt_template"] = f"{instruction}\n\n{data['prompt_template']}" + ("" if has_messages else "\n")
     rewards = [{"use": reward}] if reward and scores else told.get("rewards", [])
     return Tables(data, [dict(each) for each in rewards], dict(told.get("comments", {})), length)
 

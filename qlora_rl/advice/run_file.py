@@ -7,10 +7,8 @@ from typing import Any
 
 from qlora_rl.advice.rows import Tables
 from qlora_rl.advice.settings import Recommendation
-from qlora_rl.base.hub import hub_reachable, is_local
 from qlora_rl.config.schema import METHODS, PLANNED
 from qlora_rl.config.write import value
-from qlora_rl.ledger.published import published
 
 # PEFT is told it by the trainer, and the trainer's field has another name in the file.
 _ELSEWHERE = ("task_type",)
@@ -29,7 +27,15 @@ _REWARDS = {
 }
 
 
-def run_file(advice: Recommendation, model: str, tables: Tables, switch: str = "") -> str:
+def run_file(
+    advice: Recommendation,
+    model: str,
+    tables: Tables,
+    *,
+    switch: str = "",
+    command: str = "",
+    trust_remote_code: bool = False,
+) -> str:
     """A complete file for `qlora-rl train`, as TOML.
 
     Args:
@@ -37,10 +43,10 @@ def run_file(advice: Recommendation, model: str, tables: Tables, switch: str = "
         model: hub name or directory.
         tables: of `tables_for`, for the same task.
         switch: argument of the chat template that turns thinking off; empty where there is none.
+        command: that writes it, for its first line.
+        trust_remote_code: let the model's own code run.
     """
     gpu_memory = advice.trainer.get("gpu_memory")
-    limit = advice.ledger.request.gpu_memory_gib
-    size = f" --gpu-memory {limit:g}" if limit else ""
     data = dict(tables.data)
     comments = dict(tables.comments)
     if switch and data.get("format") == "chat":
@@ -56,7 +62,7 @@ def run_file(advice: Recommendation, model: str, tables: Tables, switch: str = "
         )
     lora = {name: each for name, each in advice.lora.items() if name not in _ELSEWHERE}
     lines = [
-        f"# Written by `qlora-rl recommend {model} --task {advice.task} --data {tables.data['train']}{size} --toml`.",
+        *([f"# Written by `{command}`."] if command else []),
         "# `qlora-rl data FILE` prints prompts as the model will see them, and `qlora-rl train FILE` trains.",
         "# Sources: QLoRA: arXiv 2305.14314. LWR: LoRA Without Regret, thinkingmachines.ai/blog/lora. TRL: defaults of 1.16.",
         *(["# TIS: truncated importance sampling, docs/fidelity.md."] if advice.task == "grpo" else []),
@@ -65,7 +71,11 @@ def run_file(advice: Recommendation, model: str, tables: Tables, switch: str = "
         f"method = {value(advice.task)}",
     ]
     blocks: list[tuple[str, Mapping[str, Any], Mapping[str, str]]] = [
-        ("[base]", {"model": model} | advice.base, reasons),
+        (
+            "[base]",
+            {"model": model} | advice.base | ({"trust_remote_code": True} if trust_remote_code else {}),
+            reasons,
+        ),
         ("[adapter]", lora | own, reasons),
         ("[data]", data, comments),
         *(("[[rewards]]", each, {"use": _REWARDS.get(each["use"], "")}) for each in tables.rewards),
@@ -76,23 +86,6 @@ def run_file(advice: Recommendation, model: str, tables: Tables, switch: str = "
     for head, held, why in blocks:
         lines += ["", head, *_rows(held, why)]
     return "\n".join(lines) + "\n"
-
-
-def chat_of(model: str) -> tuple[bool, str]:
-    """Has the model a chat template, and which of its arguments turns thinking off ("" for none)?
-
-    Of a tokenizer that cannot be read, what is published; of an unknown one, that it has a template: the run checks it.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        if not is_local(model):
-            hub_reachable()
-        template = AutoTokenizer.from_pretrained(model).chat_template
-    except Exception:  # whatever the library finds; a run says it where it loads the model
-        known = published(model)
-        return (known.is_chat, known.switch) if known is not None else (True, "")
-    return bool(template), "enable_thinking" if "enable_thinking" in str(template) else ""
 
 
 def _rows(held: Mapping[str, Any], why: Mapping[str, str]) -> Iterator[str]:

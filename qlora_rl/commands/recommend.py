@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from pathlib import Path
 from typing import Any
 
 from qlora_rl.commands.codes import DOES_NOT_FIT, UsageError
@@ -43,8 +45,9 @@ def add(commands: Any) -> None:
         metavar="R",
         help="with --data: a built-in reward, or path.py:function (default: by its answers)",
     )
-    recommend.add_argument("--toml", action="store_true", help="print a file for `qlora-rl train`; needs --data")
-    recommend.add_argument("--json", action="store_true", help="print JSON")
+    form = recommend.add_mutually_exclusive_group()
+    form.add_argument("--toml", action="store_true", help="print a file for `qlora-rl train`; needs --data")
+    form.add_argument("--json", action="store_true", help="print JSON")
     recommend.set_defaults(run=run)
 
 
@@ -54,23 +57,45 @@ def run(arguments: argparse.Namespace) -> int:
 
     from qlora_rl.advice import chat_of, recommend, run_file, tables_for
 
-    if arguments.toml != bool(arguments.data):
-        raise UsageError("recommending settings: --toml and --data belong together: a run's file names its data.")
-    tables = None
+    _check_usage(arguments)
+    trusts, length, tables = arguments.trust_remote_code, arguments.max_length, None
     if arguments.toml:
-        is_chat, switch = chat_of(arguments.model)
+        chat = chat_of(arguments.model, trust_remote_code=trusts)
         chosen = {"subset": arguments.subset, "split": arguments.split, "reward": arguments.reward}
-        tables = tables_for(arguments.data, arguments.task, is_chat=is_chat, **chosen)
+        tables = tables_for(arguments.data, arguments.task, chat, **chosen)
+        length = tables.length if length is None else length
     advice = recommend(
         arguments.model,
         arguments.task,
         arguments.gpu_memory,
-        max_length=arguments.max_length or (tables and tables.length) or 2048,
+        max_length=2048 if length is None else length,
         device=arguments.device,
-        trust_remote_code=arguments.trust_remote_code,
+        trust_remote_code=trusts,
     )
     if tables is not None:
-        print(run_file(advice, arguments.model, tables, switch), end="")
+        command = _command(arguments)
+        text = run_file(advice, arguments.model, tables, switch=chat.switch, command=command, trust_remote_code=trusts)
+        print(text, end="")
     else:
         print(json.dumps(advice.as_dict(), indent=1, default=str) if arguments.json else advice)
     return 0 if advice.fits else DOES_NOT_FIT
+
+
+def _check_usage(arguments: argparse.Namespace) -> None:
+    if arguments.toml != bool(arguments.data):
+        raise UsageError("recommending settings: --toml and --data belong together: a run's file names its data.")
+    if not arguments.data and (arguments.subset or arguments.split or arguments.reward):
+        raise UsageError("recommending settings: --subset, --split and --reward are about --data. Leave them out.")
+    if arguments.toml and Path(arguments.model).is_file():
+        raise UsageError(
+            "recommending settings: a run's file needs a model, and a config.json is none. Pass a directory."
+        )
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """What writes the same file again."""
+    words = ["qlora-rl", "recommend", arguments.model]
+    for name in ("task", "data", "subset", "split", "reward", "gpu_memory", "max_length", "device"):
+        if (value := getattr(arguments, name)) not in (None, ""):
+            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join([*words, *(["--trust-remote-code"] if arguments.trust_remote_code else []), "--toml"])

@@ -31,6 +31,7 @@ class Published:
         parameters: as published, tied ones once.
         is_chat: it was trained under a chat template.
         switch: argument of that template that turns thinking off; empty where there is none.
+        takes_system: that template takes system messages.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Published:
     parameters: int
     is_chat: bool
     switch: str = ""
+    takes_system: bool = True
 
 
 def published(model: str) -> Published | None:
@@ -52,7 +54,9 @@ def models() -> Mapping[str, Published]:
     for row in _file()["model"]:
         config, parameters = row["config"], row["parameters"]
         for name in row["chat"]:
-            found[name.lower()] = Published(name, config, parameters, True, row.get("switch", ""))
+            found[name.lower()] = Published(
+                name, config, parameters, True, row.get("switch", ""), row.get("takes_system", True)
+            )
         positions = row.get("pretrained_positions", config["max_position_embeddings"])
         for name in row.get("pretrained", ()):
             found[name.lower()] = Published(name, config | {"max_position_embeddings": positions}, parameters, False)

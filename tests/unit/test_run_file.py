@@ -4,8 +4,9 @@ import json
 
 import pytest
 from runfile import ROOT
+from transformers import AutoTokenizer
 
-from qlora_rl.advice import tables_for
+from qlora_rl.advice import Chat, chat_of, tables_for
 from qlora_rl.cli import main
 from qlora_rl.config.data import _known_datasets
 from qlora_rl.config.read import read_config
@@ -115,7 +116,7 @@ def test_a_reward_of_ones_own_takes_the_place_of_the_chosen_one(tmp_path):
 def test_messages_need_a_model_with_a_template(tmp_path):
     file = rows(tmp_path, {"messages": [{"role": "user", "content": "a"}]})
     with pytest.raises(ConfigConflictError, match="holds messages, and the model has no chat template"):
-        tables_for(file, "sft", is_chat=False)
+        tables_for(file, "sft", Chat(is_there=False))
 
 
 @pytest.mark.parametrize("name", list(_known_datasets()))
@@ -130,8 +131,53 @@ def test_what_is_known_of_a_dataset_makes_a_right_file(name, capsys, tmp_path):
             )
 
 
-def test_a_file_needs_its_data(capsys):
-    assert main(["recommend", *MODEL, "--toml"]) == 2
-    assert "--toml and --data belong together" in capsys.readouterr().err
+def test_a_template_without_system_messages_gets_the_instruction_in_the_users_turn(capsys, tmp_path):
+    data = read_config(made(capsys, tmp_path, "google/gemma-2-2b-it", "--data", "openai/gsm8k")).data
+    assert (data.format, data.system_prompt) == ("chat", None)
+    assert data.prompt_template.startswith("Solve the problem")
+    assert data.prompt_template.endswith("number.\n\n{question}")
+
+
+TEMPLATES = {
+    "": Chat(is_there=False),
+    "{{ messages[0].content }}": Chat(),
+    "{% if enable_thinking %}a{% endif %}": Chat(switch="enable_thinking"),
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}": Chat(takes_system=False),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_template_of_a_local_model_is_looked_at(template, model_dir, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.chat_template = template or None
+    tokenizer.save_pretrained(tmp_path)
+    assert chat_of(str(tmp_path)) == TEMPLATES[template]
+
+
+def test_options_are_in_the_first_line_and_in_the_file(capsys, tmp_path):
+    options = ["--data", "openai/gsm8k", "--subset", "socratic", "--max-length", "512", "--trust-remote-code"]
+    file = made(capsys, tmp_path, *MODEL, *options)
+    first = file.read_text().splitlines()[0]
+    assert all(option in first for option in options)
+    config = read_config(file)
+    assert (config.data.subset, config.base.trust_remote_code) == ("socratic", True)
+    assert config.train["vllm_max_model_length"] == 512
+
+
+@pytest.mark.parametrize(
+    "options", [["--toml"], ["--data", "openai/gsm8k"], ["--subset", "main"], ["--reward", "exact_match"]]
+)
+def test_options_about_data_need_it(options, capsys):
+    assert main(["recommend", *MODEL, *options]) == 2
+    assert "--data" in capsys.readouterr().err
+
+
+def test_a_config_is_no_model_to_train(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["recommend", str(tmp_path / "config.json"), "--data", "openai/gsm8k", "--toml"]) == 2
+    assert "a config.json is none" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_printed_and_said(capsys):
     assert main(["recommend", "Qwen/Qwen3-8B", "--gpu-memory", "4", "--data", "openai/gsm8k", "--toml"]) == 3
     assert "does not fit" in capsys.readouterr().out
