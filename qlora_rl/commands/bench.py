@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.max_length:
         if arguments.what != "memory":
-            raise ConfigConflictError(f"measuring: --max-length with bench {arguments.what}. Use it with bench memory.")
+            raise UsageError(f"measuring: --max-length with bench {arguments.what}. Use it with bench memory.")
         from qlora_rl.bench.memory import bench_memory
 
         results: dict[str, Any] = {}

@@ -61,6 +61,7 @@ def add(commands: Any) -> None:
         "--offload", action="store_true", help="layer inputs wait in host memory (gradient_checkpointing_kwargs)"
     )
     plan.add_argument("--two-copies", action="store_true", help="trainer and engine hold a base each")
+    plan.add_argument("--padded", action="store_true", help="micro-batches keep their padding (remove_padding=False)")
     plan.add_argument("--sleep", action="store_true", help="the KV cache is freed between rollouts")
     plan.add_argument(
         "--base-compute",
@@ -97,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         offload=arguments.offload,
         shared=not arguments.two_copies,
         sleeps=arguments.sleep,
+        padded=arguments.padded,
         device="cuda" if arguments.base_compute is None else "cpu",
         copies_dtype=copies_dtype() if arguments.base_compute == "baked" else None,
         gpu_memory_gib=arguments.gpu_memory,

@@ -41,7 +41,8 @@ class MemoryRequest:
             (`base_compute="baked"`, on the CPU); `None` for no copies.
         sleeps: the KV cache is given back while the trainer works.
         chunked_logits: the output head works in tiles (TRL's way); otherwise all logits are held.
-        padded: sequences are of unequal length, so that attention gets a mask.
+        padded: micro-batches keep their padding (`remove_padding=False`), so that attention gets masks; as they do for a model that
+            needs it (`ModelShape.needs_masks`).
         cache_dtype: of the KV cache.
         kv_cache_gib: size of the KV cache; by default what is left, up to what `sequences` of full length need.
         gpu_memory_gib: all that may be held; with device="cuda" the size of a card, such as 24, is what these cards have, less a
@@ -66,7 +67,7 @@ class MemoryRequest:
     copies_dtype: str | None = None
     sleeps: bool = False
     chunked_logits: bool = True
-    padded: bool = True
+    padded: bool = False
     cache_dtype: str = "auto"
     kv_cache_gib: float | None = None
     gpu_memory_gib: float | None = None
@@ -394,7 +395,7 @@ def _ledger(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tup
             length=length,
             checkpointing=request.gradient_checkpointing,
             device=device,
-            padded=request.padded,
+            padded=request.padded or shape.needs_masks(length),
             offload=request.offload,
         ),
         count.head_line(shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device),
@@ -428,6 +429,8 @@ def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
         changes.append(("gradient_checkpointing=True", {"gradient_checkpointing": True}))
     elif not request.offload:
         changes.append(("gradient_checkpointing_kwargs={'offload': True}", {"offload": True}))
+    if request.padded and not ledger.shape.needs_masks(length):
+        changes.append(("remove_padding=True", {"padded": False}))
     if not request.spec.is_4bit:
         changes.append(("quant='nf4'", {"spec": QuantSpec(compute_dtype=request.spec.compute_dtype)}))
     if not request.shared and not request.baked and request.trainer_parts == request.engine_parts == 1:

@@ -92,6 +92,10 @@ class ModelShape:
         singles = [prod(shape[-2:]) for shape in self.experts.values()]
         return max([prod(shape) for shape in self.linears.values()] + singles, default=0)
 
+    def needs_masks(self, length: int) -> bool:
+        """Sequences of `length` tokens keep their padding: a layer is no attention, or attends to a window that is shorter."""
+        return len(self.caches) < self.layers or any(c.window is not None and c.window < length for c in self.caches)
+
     def cache_elements(self, length: int) -> int:
         """Numbers in the KV cache of one sequence of `length` tokens."""
         return sum(c.elements * (length if c.window is None else min(length, c.window)) for c in self.caches)

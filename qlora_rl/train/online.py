@@ -395,6 +395,7 @@ def _budget(
         shared=expects_one_copy(model, rollout, options.share_base),
         has_engine=rollout == "colocate",
         baked=expects_full_weights(model, peft_config, options.sync, trust_remote_code=args.trust_remote_code),
+        padded=not options.remove_padding,
     )
 
 

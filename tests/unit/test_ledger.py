@@ -1,12 +1,14 @@
 """The memory ledger: against tensors that are really there, and as a table of decisions."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support import ARCHITECTURES, make_model
 from transformers import AutoConfig
+from trl.trainer.utils import add_fused_lm_head
 
 from qlora_rl import ConfigConflictError, MemoryBudgetError, QuantSpec, load_base, plan_memory, prepare_base
 from qlora_rl.cli import main
@@ -15,6 +17,8 @@ from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, card_size, usable_gib
 from qlora_rl.ledger.plan import MemoryRequest, largest_length
 from qlora_rl.ledger.published import models, published
 from qlora_rl.ledger.shape import Cache, read_config, read_shape
+from qlora_rl.train.scoring.attention import without_masks
+from qlora_rl.train.scoring.padding import remove_padding, row_inputs
 
 GIB = 2**30
 SPECS = {
@@ -25,6 +29,20 @@ SPECS = {
     "bf16": {"quant": "none"},
     "float32": {"quant": "none", "compute_dtype": "float32"},
 }
+
+
+def make_config(architecture, **fields):
+    """A small one."""
+    from transformers import AutoConfig
+
+    tiny = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return AutoConfig.for_model(architecture, **tiny | fields)
 
 
 def known(name):
@@ -168,7 +186,8 @@ def test_the_optimizer_keeps_exactly_what_the_ledger_says(tmp_path, optim, dtype
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
-def test_a_layer_keeps_what_the_ledger_says(tmp_path, architecture, targets):
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_layer_keeps_what_the_ledger_says(tmp_path, architecture, targets, padded):
     """Within 2 % of a tiny model: the ledger leaves out a few float32 numbers for each token (one for a norm, one for a head)."""
     source = make_model(tmp_path / "model", architecture=architecture)
     base = prepare_base(source, out=tmp_path / "base")
@@ -186,13 +205,26 @@ def test_a_layer_keeps_what_the_ledger_says(tmp_path, architecture, targets):
     mask = torch.ones(batch, length, dtype=torch.long)
     mask[0, :5] = 0
     ids = torch.randint(3, 60, (batch, length))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
-        out = model.get_base_model().model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if not padded:
+        add_fused_lm_head(model.get_base_model())
+        assert remove_padding(model.get_base_model()) == ""
+        inputs = row_inputs(ids.reshape(1, -1), (length, length))
+    with (
+        without_masks() if not padded else nullcontext(),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        out = model.get_base_model().model(**inputs, use_cache=False).last_hidden_state
     assert out.requires_grad
-    measured = sum(size for size, numel, _ in kept.values() if numel % (batch * length) == 0) / (batch * length)
+    # Without padding attention keeps the output of each sequence.
+    whole = batch * length if padded else length
+    measured = sum(size for size, numel, _ in kept.values() if numel % whole == 0) / (batch * length)
     adapter = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    layer = count.layer_activations(shape, base.spec, adapter, "cpu", padded=True)
+    layer = count.layer_activations(shape, base.spec, adapter, "cpu", padded=padded)
     last = 4 * shape.hidden  # the last norm in float32
+    if not padded:
+        last += 2 * 2 * shape.rotary  # every token has its own angles; in a padded batch all sequences have the same
     assert measured == pytest.approx(shape.layers * layer + last, rel=0.02)
 
 
@@ -247,6 +279,19 @@ def test_sliding_windows_and_layers_without_a_cache_are_counted_as_such():
     assert Cache(10).window is None
 
 
+def test_masks_are_planned_where_padding_stays():
+    def masks(config, **request):
+        return {line.name for line in plan_memory(config, **request).lines if "mask" in line.name}
+
+    both = {"attention masks", "attention mask of a layer"}
+    plain = known("Qwen2.5-0.5B")[0]
+    assert masks(plain) == set()
+    assert masks(plain, padded=True) == both
+    assert any(s.advice == "remove_padding=True" for s in plan_memory(plain, padded=True, max_length=8192).savings())
+    assert masks(make_config("mistral", sliding_window=512), max_length=512) == set()
+    assert masks(make_config("mistral", sliding_window=512), max_length=513) == both
+
+
 def test_what_cannot_be_at_once_is_not_added():
     """The head's tile and a layer's work take turns, and so do step and rollout."""
     ledger = plan_memory(known("Qwen2.5-0.5B")[0], max_length=1024)
@@ -263,7 +308,7 @@ def test_what_cannot_be_at_once_is_not_added():
         ({"shared": False}, {"base, trainer", "base, engine"}),
         (
             {"gradient_checkpointing": False},
-            {"activations", "one layer's work", "attention masks", "attention mask of a layer"},
+            {"activations", "one layer's work"},
         ),
         ({"optimizer": "adamw_8bit"}, {"optimizer"}),
         ({"chunked_logits": False}, {"logits"}),
@@ -274,10 +319,10 @@ def test_what_cannot_be_at_once_is_not_added():
         ),
         (
             {"batch_size": 4},
-            {"activations", "one layer's work", "attention masks", "attention mask of a layer", "logits"},
+            {"activations", "one layer's work", "logits"},
         ),
         ({"offload": True}, {"activations"}),
-        ({"padded": False}, {"attention masks", "attention mask of a layer", "one layer's work"}),
+        ({"padded": True}, {"attention masks", "attention mask of a layer", "one layer's work"}),
         ({"spec": QuantSpec("none")}, {"base, shared", "one dequantised weight", "rollout"}),
     ],
 )

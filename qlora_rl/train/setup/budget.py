@@ -54,6 +54,7 @@ class MemoryBudget:
         shared: trainer and engine hold one base.
         baked: the engine serves the baked base.
         has_engine: the trainer makes the engine.
+        padded: micro-batches keep their padding.
 
     Raises:
         ConfigConflictError: `gpu_memory` is no number above 0, or more than the card has.
@@ -74,6 +75,7 @@ class MemoryBudget:
         shared: bool,
         has_engine: bool,
         baked: bool = False,
+        padded: bool = False,
     ):
         on_gpu = torch.cuda.is_available() and not args.use_cpu
         limit = _limit(gpu_memory, on_gpu)
@@ -101,6 +103,7 @@ class MemoryBudget:
                 baked=baked,
                 copies_dtype=copies_dtype() if keeps_copies else None,
                 has_engine=has_engine,
+                padded=padded or _attention(model, args) == "eager",
                 gpu_memory_gib=limit,
                 device="cuda" if on_gpu else "cpu",
                 # On the CPU all parts share one memory.
@@ -228,6 +231,13 @@ def _plan(
         kv_cache_gib=_cache_gib(options),
         **request,
     )
+
+
+def _attention(model: Any, args: GRPOConfig) -> str | None:
+    """transformers' name of the attention that the trainer will use; `None` for its choice."""
+    if isinstance(model, str | os.PathLike):
+        return (args.model_init_kwargs or {}).get("attn_implementation")
+    return model.config._attn_implementation
 
 
 def _cache_gib(options: dict[str, Any]) -> float | None:

@@ -68,4 +68,5 @@ def check_memory(model: str, args: Any, quantization: dict[str, Any], peft_confi
         shared=expects_one_copy(model, rollout, ours["share_base"]),
         has_engine=rollout == "colocate",
         baked=expects_full_weights(model, peft_config, ours["sync"], trust_remote_code=args.trust_remote_code),
+        padded=not ours["remove_padding"],
     )
