@@ -112,7 +112,7 @@ def test_every_run_file_passes_the_check(text, tmp_path):
 
 def test_the_blocks_are_found():
     assert len(SHELL) > 10
-    assert len(PYTHON) > 25
+    assert len(PYTHON) > 20
     assert len(blocks("toml")) >= 2
 
 
