@@ -197,7 +197,7 @@ def overlap() -> str:
     """GRPO against async GRPO where the environment waits."""
     result = _load("async.json")
     lines = [
-        "| rollouts | steps per second | against GRPO | right before | and after | oldest policy | mismatch KL |",
+        "| rollouts | steps per second | against GRPO | accuracy before | after | oldest policy | mismatch KL |",
         "|---|---|---|---|---|---|---|",
     ]
     middle = {
