@@ -7,7 +7,18 @@ Each piece is a process of its own with a time limit: first the stack, then one 
 benches. Its outcome is a file in the state directory the moment it ends, and counts for this commit, GPU and versions alone. A check
 that was stopped, by whatever, goes on with the piece that it was in. Nothing is downloaded.
 
-Exit code: 0 none failed, 1 some did, 2 bad usage, 3 no NVIDIA GPU (or torch without CUDA), 4 pieces are left, 130 stopped.
+Exit code: 0 no piece failed; 1 some did; 2 bad usage, or the packages do not fit; 3 no NVIDIA GPU, or torch without CUDA: nothing was run or
+written; 4 pieces are left, run it again; 130 stopped. `make` turns every code but 0 into 2.
+
+On a machine without network: `make gpu-check ARGS="--wheels DIR --budget 540"`. DIR holds wheels or archives (.tar.xz, .tar.gz) of
+site-packages. They are unpacked into runs/gpu-check/site, before the machine's own packages, and `make setup` is not needed. Fetch them
+elsewhere, with the dependencies that the machine lacks:
+
+    pip download -d DIR --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
+        vllm==0.26.0 bitsandbytes==0.50.2 trl==1.16.0 datasets==5.2.0 pytest iniconfig pluggy
+
+`.venv` is used if there is one, else `python3` (`PYTHON=python3.12 make gpu-check`). Without git, delete runs/gpu-check/ when the code has
+changed. FlashInfer's sampler, which needs a compiler, and DeepGEMM are off.
 """
 
 from __future__ import annotations
