@@ -13,7 +13,7 @@ TRAINING: list[Column] = [
     ("mismatch KL", "mismatch_kl_median", lambda v: f"{v:.1e}", min),
     ("drift of the base", "base_drift", lambda v: f"{v:.1e}" if v else "0", min),
     ("steps/s", "steps_per_s", lambda v: f"{v:.2f}", max),
-    ("push, verified where it is", "sync_seconds", lambda v: f"{1e3 * v:.1f} ms", min),
+    ("push, with its check if there is one", "sync_seconds", lambda v: f"{1e3 * v:.1f} ms", min),
     ("rollout, tokens/s", "rollout_tokens_per_s", lambda v: f"{v:.0f}", max),
     ("peak memory", "peak_gib", lambda v: f"{v:.2f} GiB", min),
     ("whole process", "process_seconds", lambda v: f"{v:.0f} s", min),

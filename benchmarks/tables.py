@@ -71,19 +71,19 @@ def demo() -> str:
 
     return "\n".join(
         [
-            f"| {steps} steps of GRPO, {len(ours)} and {len(merge)} seeds | **qlora_rl**: only the adapter is sent | TRL 1.16: merge, push, unmerge |",
+            f"| {steps} steps of GRPO | **qlora_rl**: only the adapter is sent ({len(ours)} seeds) | TRL 1.16: merge, push, unmerge ({len(merge)} seeds) |",
             "|---|---|---|",
             row(f"accuracy on {problems} held-out sums, before", lambda r: _percent(_values(r, "accuracy_before"))),
             row("… and after", lambda r: f"**{_percent(_values(r, 'accuracy_after'))}**"),
             row(
-                "distance of trainer and sampler (mismatch KL), median; worst step",
+                "distance of trainer and sampler (mismatch KL, lower is better): median; worst step",
                 lambda r: f"{_power(statistics.median(_values(r, 'mismatch_kl_median')))}; {_power(max(_values(r, 'mismatch_kl_max')))}",
             ),
             row(
                 "syncing a new policy",
                 lambda r: f"{1e3 * statistics.median(_values(r, 'sync_seconds_median')):.1f} ms, {_share(r)} of a step",
             ),
-            row("… and verifying it in the sampler", _proof_share),
+            row("verifying it in the sampler", _proof_share),
             row(
                 "the whole command, pretraining not counted",
                 lambda r: f"{statistics.median(_values(r, 'process_seconds')):.0f} s",
@@ -139,7 +139,7 @@ def _rollouts() -> list[dict]:
 def rollout() -> str:
     """Tokens per second against vLLM as it comes; a shape, a batch and a way to a line."""
     lines = [
-        "| shape | prompts at once | multiplied with | tokens/s | vLLM as it comes | ratio | of 16 bit without adapter |",
+        "| shape | prompts at once | multiplied with | tokens/s | vLLM as it comes | ratio | share of the speed in 16 bits without an adapter |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in _rollouts():
@@ -197,7 +197,7 @@ def overlap() -> str:
     """GRPO against async GRPO where the environment waits."""
     result = _load("async.json")
     lines = [
-        "| rollouts | steps per second | against GRPO | accuracy before | after | oldest policy | mismatch KL |",
+        "| rollouts | steps per second | against GRPO | accuracy before | after | staleness, at most | mismatch KL |",
         "|---|---|---|---|---|---|---|",
     ]
     middle = {
@@ -294,7 +294,7 @@ def shared_base() -> str:
     result = _load("shared_base.json")
     rss, above, base = result["rss_mib"], result["above_imports_mib"], result["base_mib"]
     lines = [
-        "| process | resident | above imports | in bases |",
+        "| process | resident | above imports | as a multiple of the base |",
         "|---|---|---|---|",
         f"| imports only | {rss['imports']:.0f} MiB | | |",
     ]
@@ -407,8 +407,8 @@ def server() -> str:
             row("**push** (`seconds`)", "seconds"),
             row("… folding and copying, packing or writing (`deliver_seconds`)", "deliver_seconds"),
             row("… sending, checking, loading (`load_seconds`)", "load_seconds"),
-            row("verification: held (`canary_seconds`)", "canary_seconds_held"),
-            row("verification: held and scored", "canary_seconds_scored"),
+            row("verification, matrices compared (`canary_seconds`)", "canary_seconds_held"),
+            row("verification, matrices compared and sequences scored", "canary_seconds_scored"),
         ]
     )
 
