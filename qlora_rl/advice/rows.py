@@ -107,7 +107,7 @@ def _seen(name: str, task: str, given: Mapping[str, Any], *, wants_reward: bool)
     columns, rows = dataset.column_names, dataset[:_SEEN]
     if pictures := [each for each in columns if each in ("image", "images")]:
         raise NotYetSupportedError(
-            f"choosing the data: {name} holds images ({pictures[0]}), which are not handed to the engine. Use text."
+            f"choosing the data: {name} holds images ({pictures[0]}), which a run's file cannot describe. Use text."
         )
     data: dict[str, Any] = {}
     told: dict[str, Any] = {"data": data, "comments": {}}
