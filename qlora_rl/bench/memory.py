@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from qlora_rl.base.checkpoint import PreparedBase, load_base, prepare_base
 from qlora_rl.bench.live import Live
@@ -43,12 +44,25 @@ class Step:
         batch: B.
         length: T.
         device: "cpu" or "cuda".
+        tiles: MLPs work in tiles.
+        offload: layer inputs wait in host memory; with the CPU as the device, in memory that is not counted.
     """
 
-    def __init__(self, base: PreparedBase, batch: int, length: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        base: PreparedBase,
+        batch: int,
+        length: int,
+        device: str = "cpu",
+        *,
+        tiles: bool = True,
+        offload: bool = False,
+    ) -> None:
         from peft import LoraConfig, get_peft_model
 
         from qlora_rl.train.rollouts.logprobs import use_fused_head
+        from qlora_rl.train.setup.layer_inputs import keep_on_host
+        from qlora_rl.train.setup.mlp_tiles import tile_mlps
 
         torch.manual_seed(0)
         self.spec, self.batch, self.length, self.device = base.spec, batch, length, device
@@ -63,8 +77,12 @@ class Step:
                 if ".lora_B." in name:
                     parameter.normal_(0, 0.01)
         use_fused_head(self.bare)
+        self.tiles, self.offload = tiles, offload
+        if tiles:
+            tile_mlps(self.bare)
+        keep_on_host(self.bare, None if device == "cuda" else _Uncounted())
         self.model.train()
-        self.model.gradient_checkpointing_enable()
+        self.model.gradient_checkpointing_enable(offload=offload)
         ids = torch.randint(3, self.shape.vocabulary, (batch, length))
         mask = torch.ones(batch, length, dtype=torch.long)
         mask[min(1, batch - 1) :, :PADDING] = 0
@@ -133,6 +151,8 @@ class Step:
             max_length=self.length,
             device=self.device,
             has_engine=False,
+            tiles=self.tiles,
+            offload=self.offload,
             **request,
         )
         return {line.name: line.nbytes for line in ledger.lines if line.when != "always"} | {"peak": ledger.step_bytes}
@@ -150,6 +170,22 @@ class Step:
     def _wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+
+class _Uncounted:
+    """The CPU as a device, whose host memory is that of the same machine."""
+
+    device = "cpu"
+
+    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        with _disable_current_modes():
+            return tensor.clone(), None
+
+    def fetch(self, host: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return host.clone(), None
+
+    def wait(self, event: None) -> None:
+        """Copies are made at once."""
 
 
 @contextmanager

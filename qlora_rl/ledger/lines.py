@@ -28,6 +28,10 @@ HEAD_TOKENS, HEAD_VOCABULARY = 4096, 32768
 SMALL_TILE = 128
 # Layer inputs that are on the device at a time, where they wait in host memory (train/setup/layer_inputs.py).
 ON_DEVICE = 2
+# Tokens that an MLP works on at a time under gradient checkpointing (train/setup/mlp_tiles.py).
+MLP_TILE = {"cpu": 1024, "cuda": 4096}
+# The linears of the MLPs that do, those of Llama, Qwen, Mistral, Gemma and others.
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 # vLLM's default of tokens in one engine step.
 BATCHED_TOKENS = 8192
 KV_BLOCK = {"cuda": 16, "cpu": 128}
@@ -275,6 +279,20 @@ def layer_activations(
     return kept + wide * (own + sum(rank for _, rank in inputs.values()) / shape.layers)
 
 
+def mlp_activations(
+    shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]], device: str
+) -> float | None:
+    """The part of `layer_activations` that the MLP keeps; `None` where there is none that works in tiles (`train/setup/mlp_tiles.py`)."""
+    if shape.experts or not all(any(name.endswith(end) for name in shape.linears) for end in MLP_LINEARS):
+        return None
+    inputs = [each for name, each in adapted_inputs(adapter).items() if name.endswith(MLP_LINEARS)]
+    if device == "cpu":
+        own = sum(i for i, _ in inputs if i != shape.inner) / shape.layers
+    else:
+        own = shape.hidden if inputs else 0
+    return width(spec) * (4 * shape.inner + own + sum(rank for _, rank in inputs) / shape.layers)
+
+
 def activation_lines(
     shape: ModelShape,
     spec: QuantSpec,
@@ -286,15 +304,17 @@ def activation_lines(
     device: str,
     padded: bool = True,
     offload: bool = False,
+    tiles: bool = True,
 ) -> list[Line]:
     """What a forward pass keeps, and what one layer and the output head need on top."""
     wide, tokens, hidden = width(spec), batch * length, shape.hidden
     layer = layer_activations(shape, spec, adapter, device, padded=padded)
     kept: float
+    words = ""
     last = 8 * hidden  # the last norm in float32, its output and that of the embedding
     if checkpointing:
         inputs, elsewhere = shape.layers, ""
-        if offload and device == "cuda":
+        if offload:
             inputs = min(inputs, ON_DEVICE)
             elsewhere = f" ({shape.layers * wide * hidden * tokens / 2**30:.3g} GiB of layer inputs in host memory)"
         kept, why = inputs * wide * hidden + last, f"{inputs} layer inputs, and the last norm{elsewhere}"
@@ -305,12 +325,20 @@ def activation_lines(
     # largest where PEFT lifts the input of the down projection.
     on_gpu = max(18 * hidden, 7 * hidden + 4 * shape.inner)
     working: float = max(14 * hidden, 2 * hidden + 6 * shape.inner) if device == "cpu" else on_gpu
-    if checkpointing:
+    mlp = mlp_activations(shape, spec, adapter, device) if checkpointing and tiles else None
+    tile = MLP_TILE[device]
+    if mlp is not None and tokens > tile:
+        # What the norm behind attention lifts in its backward pass, or a tile. The whole gradients of output and input find room in either.
+        rest = max(14 * hidden if device == "cpu" else 18 * hidden, (mlp + working) * tile / tokens)
+        working, words = layer - mlp + rest, f", {tile} of them at a time in the MLP"
+    elif checkpointing:
         working += layer
     working = max(working, 30 * hidden - last)
     lines = [
         Line("activations", int(tokens * kept) + angles, f"{batch} x {length} tokens x {why}", "step", False),
-        Line("one layer's work", int(tokens * working), f"{tokens} tokens x {working:,.0f} bytes", "layer", False),
+        Line(
+            "one layer's work", int(tokens * working), f"{tokens} tokens x {working:,.0f} bytes{words}", "layer", False
+        ),
     ]
     if padded:
         masks = batch * length * length

@@ -33,7 +33,8 @@ class MemoryRequest:
         sequences: completions that are sampled at once.
         optimizer: transformers' name of it (`GRPOConfig.optim`).
         gradient_checkpointing: keep layer inputs only.
-        offload: keep them in host memory (`gradient_checkpointing_kwargs={"offload": True}`); no effect on the CPU.
+        offload: keep them in host memory (`gradient_checkpointing_kwargs={"offload": True}`); on the CPU, where it has no effect, the estimate is for a device of the same kind.
+        tiles: MLPs work on some tokens at a time under gradient checkpointing, where the model has such MLPs.
         adapter_dtype: torch name of the dtype of the trained weights.
         shared: trainer and engine hold one base; otherwise two.
         baked: the engine serves the baked base, for full weights; then nothing is shared.
@@ -61,6 +62,7 @@ class MemoryRequest:
     optimizer: str = "adamw_torch_fused"
     gradient_checkpointing: bool = True
     offload: bool = False
+    tiles: bool = True
     adapter_dtype: str = "float32"
     shared: bool = True
     baked: bool = False
@@ -397,6 +399,7 @@ def _ledger(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tup
             device=device,
             padded=request.padded or shape.needs_masks(length),
             offload=request.offload,
+            tiles=request.tiles,
         ),
         count.head_line(shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device),
         count.rollout_line(shape, spec, sequences=request.sequences, length=length),

@@ -31,7 +31,8 @@ from qlora_rl.train.scoring.logprobs import use_small_tiles
 from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.layer_inputs import keep_on_host
-from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes
+from qlora_rl.train.setup.mlp_tiles import tile_mlps
+from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
 
 
 class OfflineTrainer(TrainedRun):
@@ -96,6 +97,8 @@ class OfflineTrainer(TrainedRun):
             )
             args.model_init_kwargs = init
             keep_on_host(bare_model(self.model))
+            if not shards_base(args):
+                tile_mlps(bare_model(self.model))
             set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
             begin_alike(self.model)
             bare = bare_model(self.model)

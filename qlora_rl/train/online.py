@@ -39,6 +39,7 @@ from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.setup.layer_inputs import keep_on_host
+from qlora_rl.train.setup.mlp_tiles import tile_mlps
 from qlora_rl.train.setup.pairing import SHARE, Pair, expects_one_copy, make_pair
 from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, shards_base
 from qlora_rl.train.setup.whole import check_whole, trains_whole, unfreeze
@@ -218,6 +219,9 @@ class OnlineTrainer(TrainedRun):
                         **of_trl,
                     )
                 set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
+                keep_on_host(bare_model(self.model))
+                if not shards_base(args):
+                    tile_mlps(bare_model(self.model))
                 begin_alike(self.model)
                 self._after_trl(args)
                 padding = settle_padding(bare_model(self.model), self._why_padded(options))
@@ -291,7 +295,6 @@ class OnlineTrainer(TrainedRun):
 
     def _after_trl(self, args: Any) -> None:
         """What TRL has built is made ready; `args` are the user's again."""
-        keep_on_host(bare_model(self.model))
         if not getattr(args, "cast_lm_head_to_fp32", False):
             use_small_tiles(bare_model(self.model), self.temperature)
         self._failures = [] if ranks().size > 1 else None

@@ -7,12 +7,13 @@ import torch
 from copiers import LateCopier
 from datasets import Dataset
 from peft import LoraConfig
-from resumed import adapter, assert_same_run, make
+from resumed import adapter, assert_same_run, lines, make
 from transformers import TrainerCallback
 from trl import DPOConfig
 
 from qlora_rl import QLoRADPOTrainer
 from qlora_rl.train import offline, online
+from qlora_rl.train.setup import mlp_tiles
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 
 CHECKPOINTED = {"gradient_checkpointing": True, "max_steps": 4, "save_steps": 2, "max_completion_length": 8}
@@ -35,6 +36,27 @@ def copier(monkeypatch):
     for module in (online, offline):
         monkeypatch.setattr(module, "keep_on_host", partial(keep_on_host, copier=copier))
     return copier
+
+
+def test_a_run_with_mlps_in_tiles_is_resumed_bit_for_bit_and_raises_no_alarm(base, monkeypatch, tmp_path):
+    """Tiles of eight tokens; the first loss is that of whole MLPs, and the adapter differs by the rounding of its gradients."""
+    fields = CHECKPOINTED | {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "learning_rate": 1e-3}
+    with make(base, tmp_path / "whole", "fake", **fields) as whole:
+        whole.train()
+    monkeypatch.setattr(mlp_tiles, "MLP_TILE", {"cpu": 8})
+    with make(base, tmp_path / "straight", "fake", **fields) as straight:
+        straight.train()
+        assert straight.alarm is not None
+    trainer = make(base, tmp_path / "killed", "fake", **fields)
+    trainer.add_callback(KillAt())
+    with pytest.raises(Killed):
+        trainer.train()
+    with make(base, tmp_path / "killed", "fake", **fields) as trainer:
+        trainer.train()
+    assert_same_run(tmp_path / "killed", tmp_path / "straight")
+    assert lines(tmp_path / "whole")[0]["loss"] == lines(tmp_path / "straight")[0]["loss"]
+    ours, theirs = adapter(tmp_path / "straight"), adapter(tmp_path / "whole")
+    assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

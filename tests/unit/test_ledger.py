@@ -323,6 +323,7 @@ def test_what_cannot_be_at_once_is_not_added():
         ),
         ({"offload": True}, {"activations"}),
         ({"padded": True}, {"attention masks", "attention mask of a layer", "one layer's work"}),
+        ({"tiles": False}, {"one layer's work"}),
         ({"spec": QuantSpec("none")}, {"base, shared", "one dequantised weight", "rollout"}),
     ],
 )

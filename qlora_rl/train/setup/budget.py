@@ -225,6 +225,7 @@ def _plan(
         sequences=options["max_num_seqs"],
         optimizer=_optimizer_name(args, optimizer),
         gradient_checkpointing=args.gradient_checkpointing,
+        tiles=not (shards_base(args) or _is_special(peft_config)),
         offload=bool((args.gradient_checkpointing_kwargs or {}).get("offload")),
         sleeps=bool(options["enable_sleep"]) and request["device"] == "cuda",
         cache_dtype=str(options.get("kv_cache_dtype", "auto")),
@@ -259,3 +260,8 @@ def _optimizer_name(args: GRPOConfig, optimizer: Any) -> str:
         return str(getattr(args.optim, "value", args.optim))
     name = type(optimizer).__name__
     return {"AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd"}.get(name, name)
+
+
+def _is_special(peft_config: Any) -> bool:
+    """An adapter with which MLPs do not work in tiles, as far as its config says it."""
+    return bool(getattr(peft_config, "use_dora", False) or getattr(peft_config, "lora_dropout", 0.0))

@@ -1,0 +1,166 @@
+"""`tile_mlps`: the MLP of each layer works on a tile of tokens at a time, forward and backward.
+
+An MLP keeps several tensors of its inner width for every token, most of what a layer computes under gradient checkpointing. Tokens do
+not depend on each other there, so a few thousand at a time do. In the backward pass each tile is computed again before its gradients are.
+The layer is computed again by checkpointing as far as the input of its MLP, which is the last thing that it saves: so there are no
+more products than without tiles. Weights are decoded once for each tile.
+
+N tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+
+from qlora_rl.ledger.lines import MLP_LINEARS, MLP_TILE
+
+logger = logging.getLogger(__name__)
+
+
+def tile_mlps(model: Any, tokens: int | None = None) -> str:
+    """Have the MLPs of a model work in tiles where they get more tokens than that.
+
+    With gradients it is done in layers whose checkpointing is on. The gradients of the adapter are sums over tokens, which are now added
+    up tile by tile in float32; nothing else is split.
+
+    Args:
+        model: with plain LoRA on its MLPs, or none.
+        tokens: of a tile; by default `ledger.lines.MLP_TILE` of its device.
+
+    Returns:
+        Why nothing was done; empty where it was.
+    """
+    found = [
+        (layer, mlp)
+        for layer in model.modules()
+        if hasattr(layer, "gradient_checkpointing")
+        for mlp in layer.children()
+        if dict(mlp.named_children()).keys() >= set(MLP_LINEARS)
+    ]
+    reason = why_whole([mlp for _, mlp in found])
+    if reason:
+        logger.info("the MLPs work on all tokens at once: %s", reason)
+        return reason
+    size = tokens or MLP_TILE[next(model.parameters()).device.type]
+    for layer, mlp in found:
+        mlp.forward = _Tiled(layer, mlp, size)
+    return ""
+
+
+def why_whole(mlps: Sequence[torch.nn.Module]) -> str:
+    """Why these modules cannot work in tiles; empty where they can."""
+    if not mlps:
+        return "there is no module of gate_proj, up_proj and down_proj in a layer"
+    parts = [part for mlp in mlps for part in mlp.modules()]
+    if any(isinstance(part, _DropoutNd) and part.p > 0 for part in parts):
+        return "dropout would be sampled again for each tile"
+    if any(p.requires_grad and ".lora_" not in f".{name}" for mlp in mlps for name, p in mlp.named_parameters()):
+        return "more than an adapter is trained there"
+    if any(getattr(part, "lora_variant", None) for part in parts):
+        return "their adapter is not plain LoRA"
+    if any(hasattr(part, "active_adapters") and not hasattr(part, "lora_A") for part in parts):
+        return "their adapter is not LoRA"
+    return ""
+
+
+class _Tiled:
+    """The forward of one MLP.
+
+    Args:
+        layer: in which it is; says whether it is computed again in the backward pass.
+        mlp: whose trained parameters get gradients.
+        size: tokens of a tile.
+    """
+
+    def __init__(self, layer: Any, mlp: Any, size: int) -> None:
+        self._layer, self._mlp, self._whole, self._size = layer, mlp, mlp.forward, size
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., H]; the same shape comes back."""
+        if x.shape[:-1].numel() <= self._size:
+            return self._whole(x)
+        trained = [p for p in self._mlp.parameters() if p.requires_grad]
+        if not (torch.is_grad_enabled() and (x.requires_grad or trained)):
+            return self.run(x, _autocast(x.device.type))
+        if not (self._layer.gradient_checkpointing and self._layer.training):
+            return self._whole(x)
+        saved = _Save.apply(torch.empty(0, requires_grad=True), x)
+        return _Tiles.apply(self, saved.grad_fn, x, *trained)
+
+    def split(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """x [..., H] as [1, n, H] each."""
+        return x.reshape(1, -1, x.shape[-1]).split(self._size, dim=1)
+
+    def run(self, x: torch.Tensor, autocast: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:
+        """All tiles, forward only."""
+        out: torch.Tensor | None = None
+        for start, tile in zip(range(0, x.shape[:-1].numel(), self._size), self.split(x), strict=True):
+            part = self.whole(tile, autocast)
+            if out is None:
+                out = part.new_empty(1, x.shape[:-1].numel(), part.shape[-1])
+            out[:, start : start + self._size] = part
+        assert out is not None
+        return out.view(*x.shape[:-1], -1)
+
+    def whole(self, tile: torch.Tensor, autocast: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:
+        """The MLP's own forward."""
+        with autocast():
+            return self._whole(tile)
+
+
+class _Save(torch.autograd.Function):
+    """Saves a tensor ahead of the function that needs it: checkpointing stops where the last tensor is saved, before that function runs."""
+
+    @staticmethod
+    def forward(ctx: Any, connected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return connected.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tiled: _Tiled, saved: Any, x: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
+        ctx.tiled, ctx.saved, ctx.trained, ctx.autocast = tiled, saved, trained, _autocast(x.device.type)
+        return tiled.run(x, ctx.autocast)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved.saved_tensors
+        needs_x = ctx.needs_input_grad[2]
+        gradient_x = (
+            torch.empty(1, x.shape[:-1].numel(), x.shape[-1], dtype=x.dtype, device=x.device) if needs_x else None
+        )
+        sums: list[torch.Tensor | None] = [None] * len(ctx.trained)
+        start = 0
+        for tile, gradient in zip(ctx.tiled.split(x), ctx.tiled.split(gradients[0]), strict=True):
+            tile = tile.detach().requires_grad_(needs_x)
+            with torch.enable_grad():
+                out = ctx.tiled.whole(tile, ctx.autocast)
+            wanted = [*([tile] if needs_x else []), *ctx.trained]
+            found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
+            del out
+            if gradient_x is not None:
+                gradient_x[:, start : start + tile.shape[1]] = found.pop(0)
+            start += tile.shape[1]
+            for i, part in enumerate(found):
+                if part is not None:
+                    sums[i] = part.float() if (before := sums[i]) is None else before.add_(part)
+            del found
+        given = [each if each is None else each.to(p.dtype) for each, p in zip(sums, ctx.trained, strict=True)]
+        return None, None, None if gradient_x is None else gradient_x.view_as(x), *given
+
+
+def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Autocast as it is now, for later. Without its cache: what is cast without gradients would be used with them."""
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    return lambda: torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
