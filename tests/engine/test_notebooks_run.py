@@ -15,7 +15,10 @@ _SPEC.loader.exec_module(SCRIPT)
 # What is asked of the kernel when all cells have run.
 ASKED = {
     "101": "{'states': [as_loaded.state, repaired.state], 'named': in_memory.module, 'disk': on_disk.reasons, 'weights': len(errors)}",
-    "102": "{'before': accuracy_before, 'after': accuracy_after, 'kl': steps['mismatch_kl'].median(), 'steps': len(steps)}",
+    "100": "{'before': accuracy_before, 'after': accuracy_after, 'kl': steps['mismatch_kl'].median(), 'steps': len(steps)}",
+    "102": "{'before': accuracy_before, 'after': accuracy_after, 'kl': steps['mismatch_kl'].median(), 'steps': len(steps),"
+    " 'rewards': {name: [part[f'rewards/{name}/mean'].mean() for part in (steps.head(5), steps.tail(5))]"
+    " for name in ('numeric_match', 'in_form')}, 'exported': done.distance.kl_mean}",
     "103": "{'accuracy': list(accuracy.values()), 'kl': done.distance.kl_mean}",
     "201": "{'steps': [len(lines(out, 'metrics')) for out in runs.values()], 'lost': type(lost).__name__,"
     " 'ends': [process.poll() is not None for process in (beside.process, served.process)],"
@@ -61,12 +64,12 @@ def answers(notebook):
 def test_a_first_grpo_run_learns_on_another_model_and_with_fewer_steps(with_demo_model, tmp_path):
     """As somebody would run it who changes the first cell: here to a copy of the demo's model."""
     model = str(tmp_path / "model")
-    notebook = load("102")
+    notebook = load("100")
     changes = (
         f"from qlora_rl.demo.tiny_model import make_tiny_model\nMODEL, STEPS = str(make_tiny_model({model!r})), 25\n"
     )
     notebook.cells.insert(3, nbformat.v4.new_code_cell(changes))  # behind the cell that keeps the libraries quiet
-    notebook.cells.append(ask(ASKED["102"]))
+    notebook.cells.append(ask(ASKED["100"]))
     SCRIPT.execute(notebook, tmp_path, with_demo_model)
     (got,) = answers(notebook)
     assert got["steps"] == 25
@@ -75,7 +78,7 @@ def test_a_first_grpo_run_learns_on_another_model_and_with_fewer_steps(with_demo
     printed = [o for cell in notebook.cells for o in cell.get("outputs", []) if o.output_type == "stream"]
     assert not [o.text for o in printed if o.name != "stdout"]
     assert "training: step 25/25" in "".join(o.text for o in printed)
-    assert (tmp_path / "runs/102/report.html").exists()
+    assert (tmp_path / "runs/100/report.html").exists()
 
 
 @pytest.mark.full
@@ -92,6 +95,11 @@ def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kerne
         assert got["disk"] == ["model.safetensors: its bytes differ from what was prepared"]
         assert got["weights"] >= 19  # an offset may happen to be a bf16 number
     elif number == "102":
+        assert got["after"] > got["before"] + 0.2
+        assert all(late > early + 0.2 for early, late in got["rewards"].values())
+        assert got["kl"] < 1e-3
+        assert 0 <= got["exported"] < 1e-3
+    elif number == "100":
         assert got["after"] > 0.8 > 0.5 > got["before"]
         assert got["kl"] < 2e-4
     elif number == "103":
@@ -251,7 +259,7 @@ def test_a_launch_that_was_stopped_leaves_no_process_and_can_be_run_again(tmp_pa
 
 @pytest.mark.full
 def test_a_training_cell_that_was_stopped_can_be_run_again(tmp_path):
-    notebook = load("102")
+    notebook = load("100")
     (training,) = (i for i, cell in enumerate(notebook.cells) if "with QLoRAGRPOTrainer" in cell.source)
     mine = "reward_kept, calls = reward, []\n\ndef reward(completions, **columns):\n    calls.append(1)\n"
     mine += "    if len(calls) == 4:\n        raise KeyboardInterrupt\n    return reward_kept(completions, **columns)\n"
