@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         sequences=max(arguments.batch_size, arguments.num_generations),
         optimizer=arguments.optim,
         gradient_checkpointing=arguments.gradient_checkpointing,
-        offload=arguments.offload,
+        offload=arguments.offload and arguments.base_compute is None,
         shared=not arguments.two_copies,
         sleeps=arguments.sleep,
         padded=arguments.padded,

@@ -430,7 +430,7 @@ def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
         changes.append((f"vllm_max_model_length={length}", {"engine_length": length}))
     if not request.gradient_checkpointing:
         changes.append(("gradient_checkpointing=True", {"gradient_checkpointing": True}))
-    elif not request.offload:
+    elif not request.offload and request.device == "cuda":
         changes.append(("gradient_checkpointing_kwargs={'offload': True}", {"offload": True}))
     if request.padded and not ledger.shape.needs_masks(length):
         changes.append(("remove_padding=True", {"padded": False}))

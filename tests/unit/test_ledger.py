@@ -453,6 +453,12 @@ def test_a_saving_is_what_the_change_really_saves():
     assert found["rank 8"].nbytes == ledger.least_bytes - lower.least_bytes
 
 
+def test_layer_inputs_in_host_memory_are_advised_on_a_gpu_alone():
+    config = known("Qwen3-8B")[0]
+    advised = {d: any("offload" in s.advice for s in plan_memory(config, device=d).savings()) for d in ("cuda", "cpu")}
+    assert advised == {"cuda": True, "cpu": False}
+
+
 def test_the_largest_length_fits_and_the_next_one_does_not():
     ledger = plan_memory(known("Qwen3-8B")[0], gpu_memory_gib=16, batch_size=1)
     longest = largest_length(ledger)

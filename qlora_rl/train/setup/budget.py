@@ -226,7 +226,7 @@ def _plan(
         optimizer=_optimizer_name(args, optimizer),
         gradient_checkpointing=args.gradient_checkpointing,
         tiles=not (shards_base(args) or _is_special(peft_config)),
-        offload=bool((args.gradient_checkpointing_kwargs or {}).get("offload")),
+        offload=bool((args.gradient_checkpointing_kwargs or {}).get("offload")) and request["device"] == "cuda",
         sleeps=bool(options["enable_sleep"]) and request["device"] == "cuda",
         cache_dtype=str(options.get("kv_cache_dtype", "auto")),
         kv_cache_gib=_cache_gib(options),

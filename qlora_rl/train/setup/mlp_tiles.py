@@ -2,8 +2,9 @@
 
 An MLP keeps several tensors of its inner width for every token, most of what a layer computes under gradient checkpointing. Tokens do
 not depend on each other there, so a few thousand at a time do. In the backward pass each tile is computed again before its gradients are.
-The layer is computed again by checkpointing as far as the input of its MLP, which is the last thing that it saves: so there are no
-more products than without tiles. Weights are decoded once for each tile.
+The layer is computed again by checkpointing as far as the input of its MLP, where that is the last thing that it saves: then there are
+no more products than without tiles. Where a norm follows the MLP (Gemma), its forward is computed once more. Weights are decoded once for each
+tile.
 
 N tokens, H hidden size.
 """
@@ -47,7 +48,7 @@ def tile_mlps(model: Any, tokens: int | None = None) -> str:
     if reason:
         logger.info("the MLPs work on all tokens at once: %s", reason)
         return reason
-    size = tokens or MLP_TILE[next(model.parameters()).device.type]
+    size = tokens or MLP_TILE["cpu" if next(model.parameters()).device.type == "cpu" else "cuda"]
     for layer, mlp in found:
         mlp.forward = _Tiled(layer, mlp, size)
     return ""
@@ -81,10 +82,10 @@ class _Tiled:
     def __init__(self, layer: Any, mlp: Any, size: int) -> None:
         self._layer, self._mlp, self._whole, self._size = layer, mlp, mlp.forward, size
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., H]; the same shape comes back."""
-        if x.shape[:-1].numel() <= self._size:
-            return self._whole(x)
+    def __call__(self, x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+        """x [..., H]; the same shape comes back. With anything else given, which may be of all tokens, the MLP stays whole."""
+        if more or named or x.shape[:-1].numel() <= self._size:
+            return self._whole(x, *more, **named)
         trained = [p for p in self._mlp.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and (x.requires_grad or trained)):
             return self.run(x, _autocast(x.device.type))
