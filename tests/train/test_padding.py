@@ -80,6 +80,16 @@ def test_a_row_gives_what_a_padded_batch_gives(kind, monkeypatch):
     assert (gradient - padded_gradient).norm() < 1e-5 * padded_gradient.norm()
 
 
+def test_a_second_trainer_finds_the_model_as_the_first_did():
+    model = make_model()
+    padded, _ = step(model, batch())
+    assert remove_padding(model) == ""
+    add_fused_lm_head(model, temperature=0.8, outputs=("log_probs", "entropy"))
+    torch.testing.assert_close(model(**batch(), fused_lm_head=True).log_probs, padded.log_probs, rtol=1e-5, atol=1e-5)
+    assert remove_padding(model) == ""
+    torch.testing.assert_close(model(**batch(), fused_lm_head=True).log_probs, padded.log_probs, rtol=1e-5, atol=1e-5)
+
+
 def test_recomputed_layers_attend_by_sequence_too():
     model = make_model()
     _, padded_gradient = step(model, batch())

@@ -59,9 +59,10 @@ def remove_padding(model: Any) -> str:
         Why batches stay padded; empty where they do not.
     """
     before = model.config._attn_implementation
-    why = _why_not(model, before)
+    is_sdpa = before in ("sdpa", NAME)  # another trainer may have had the model before
+    why = _why_not(model, "sdpa" if is_sdpa else before)
     if not why:
-        if before == "sdpa":
+        if is_sdpa:
             register()
             model.set_attn_implementation(NAME)
         why = _probe(model)
@@ -71,7 +72,7 @@ def remove_padding(model: Any) -> str:
         logger.info("micro-batches stay padded: %s", why)
         return why
     of_trl = model.forward
-    longest = layer_window(model.config) if before == "sdpa" else None  # FlashAttention has windows
+    longest = layer_window(model.config) if is_sdpa else None  # FlashAttention has windows
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
