@@ -1,0 +1,164 @@
+"""A loss step (forward, loss, backward) on sequences of mixed lengths: padded, and one behind the other without padding.
+
+    python benchmarks/padding.py [--jobs 512 8192] [--json benchmarks/results/padding.json]
+
+The 0.1 B shape of `qlora-rl bench` as NF4, LoRA of rank 16 on every linear, gradient checkpointing, bf16 autocast, one thread. Both
+sides are the same model, in turns, in one process: seconds of the processor, the peak of live tensors (as a dispatch mode of torch sees them), and how far
+losses, logprobs and gradients are apart. About ten minutes on an idle core; with --jobs the others keep their results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+# Length of the longest sequence, of the shortest as a part of it, sequences of the micro-batch, layers of the model, rounds. Two of the
+# twelve layers at 8192: the ratio is that of a layer, and the rest of the step is small.
+JOBS = {"512": (512, 0.25, 8, 12, 2), "512, nearly equal": (512, 0.95, 8, 12, 2), "8192": (8192, 0.25, 2, 2, 2)}
+PROMPT = 64
+
+
+def make_batch(count: int, longest: int, least: float):
+    """Sequences of evenly spread lengths between `least` and all of `longest`, prompts padded left and completions right, as TRL does."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 60, (count, longest), generator=generator)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(torch.linspace(least * longest, longest, count).long().tolist()):
+        prompt = PROMPT - row * (PROMPT // 2) // max(1, count - 1)
+        mask[row, PROMPT - prompt : length] = 1
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :PROMPT] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def make_model(directory: Path, layers: int):
+    """A model as the trainer has it, and its forward with padding and without."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from trl.trainer.utils import add_fused_lm_head
+
+    from qlora_rl import load_base, prepare_base
+    from qlora_rl.bench import shapes
+    from qlora_rl.train.scoring.logprobs import use_small_tiles
+    from qlora_rl.train.scoring.padding import remove_padding
+
+    source = shapes.make_model(
+        directory / "model",
+        replace(shapes.SIZES["0.1b"], layers=layers),
+        positions=2 * max(longest for longest, *_ in JOBS.values()),
+    )
+    bare = load_base(prepare_base(source, out=directory / "base"))
+    add_fused_lm_head(bare, outputs=("log_probs", "entropy"))
+    use_small_tiles(bare, 1.0)
+    forwards = {"padded": bare.forward}
+    why = remove_padding(bare)
+    if why:
+        raise SystemExit(f"measuring without padding: {why}")
+    forwards["one row"] = bare.forward
+    torch.manual_seed(0)
+    model = get_peft_model(bare, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.01)
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    return model, forwards
+
+
+def step(model, batch):
+    """Loss, logprobs and gradients of one micro-batch."""
+    import torch
+
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(**batch, fused_lm_head=True)
+    found.loss.backward()
+    gradients = [p.grad.detach().flatten().float() for p in model.parameters() if p.grad is not None]
+    return found.loss.item(), found.log_probs.detach(), torch.cat(gradients)
+
+
+def job(model, forwards, name: str) -> dict:
+    """One kind of micro-batch: both sides in turns, the first as a warm-up; and how far padding alone moves the padded side."""
+    import torch
+
+    from qlora_rl.bench.live import Live
+    from qlora_rl.bench.rounds import compare
+
+    longest, least, count, layers, rounds = JOBS[name]
+    batch, bare = make_batch(count, longest, least), model.get_base_model()
+    seconds: dict[str, list[float]] = {side: [] for side in forwards}
+    peaks, results = {}, {}
+    for number in range(rounds):
+        for side in list(forwards)[:: 1 if number % 2 else -1]:
+            bare.forward = forwards[side]
+            model.zero_grad()
+            begun = time.process_time()
+            with Live() as live:
+                results[side] = step(model, batch)
+            seconds[side].append(time.process_time() - begun)
+            peaks[side] = live.peak
+            print(name, side, f"{seconds[side][-1]:.2f} s, {live.peak / 2**20:.0f} MiB", flush=True)
+    found = {}
+    if longest <= 512:
+        bare.forward = forwards["padded"]
+        wider = {
+            key: torch.nn.functional.pad(values, (8, 0), value=-100 if key == "labels" else 0)
+            for key, values in batch.items()
+        }
+        again = step(model, wider)
+        found = {"padded_with_eight_more": differences(results["padded"], (again[0], again[1][:, 8:], again[2]))}
+    return found | {
+        "layers": layers,
+        "sequences": count,
+        "lengths": [int(least * longest), longest],
+        "tokens": int(batch["attention_mask"].sum()),
+        "padded_tokens": batch["attention_mask"].numel(),
+        "cpu_seconds": seconds,
+        "ratio": compare(seconds["one row"], seconds["padded"])["ratio"],
+        "peak_bytes": peaks,
+        "peak_ratio": peaks["one row"] / peaks["padded"],
+        "padded_against_one_row": differences(results["padded"], results["one row"]),
+    }
+
+
+def differences(one, other) -> dict[str, float]:
+    """Of two results of `step`."""
+    return {
+        "loss": abs(one[0] - other[0]),
+        "logprob_mean": (one[1] - other[1]).abs().mean().item(),
+        "logprob_max": (one[1] - other[1]).abs().max().item(),
+        "gradient_relative": ((one[2] - other[2]).norm() / one[2].norm()).item(),
+    }
+
+
+def main() -> None:
+    """Measure and print; with --json also write."""
+    import torch
+
+    from qlora_rl.bench.rounds import described
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", nargs="*", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in arguments.jobs:
+        with tempfile.TemporaryDirectory() as directory:
+            found = {name: job(*make_model(Path(directory), JOBS[name][3]), name)}
+        print(json.dumps(found, indent=1))
+        if arguments.json:
+            known = json.loads(arguments.json.read_text())["jobs"] if arguments.json.exists() else {}
+            result = described({"size": "0.1b", "jobs": known | found})
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
