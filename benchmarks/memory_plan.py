@@ -33,6 +33,11 @@ SHAPES = {
     ),
 }  # fmt: skip
 CARDS = (16, 24, 48, 80)
+WAYS = {
+    "one base": [],
+    "one base, `--offload --sleep`": ["--offload", "--sleep"],
+    "two bases": ["--two-copies"],
+}
 ONE = ["--gpu-memory", "24", "--max-length", "4096", "--batch-size", "1", "--num-generations", "8"]
 
 
@@ -65,9 +70,9 @@ def main() -> None:
                 result["one"] = plan(config, *ONE)
                 result["two"] = plan(config, *ONE, "--two-copies")
             for card in CARDS:
-                for copies in ([], ["--two-copies"]):
-                    options = ["--gpu-memory", str(card), "--batch-size", "1", "--num-generations", "8", *copies]
-                    key = f"{name}, {'two bases' if copies else 'one base'}"
+                for way, switches in WAYS.items():
+                    options = ["--gpu-memory", str(card), "--batch-size", "1", "--num-generations", "8", *switches]
+                    key = f"{name}, {way}"
                     result["longest"].setdefault(key, {})[str(card)] = plan(config, *options)["longest_max_length"]
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["longest"], indent=1))
