@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from resumed import adapter, assert_same_run, lines, make, reward_digits
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
@@ -378,6 +379,8 @@ def test_the_digest_of_a_dataset_sees_rows_order_and_columns():
     assert len({same, *map(digest_dataset, others)}) == 5
     assert digest_dataset(iter([])) is None
     assert digest_dataset([{"prompt": object()}]) == digest_dataset([{"prompt": object()}])  # no address in it
+    one, other = ([{"prompt": "1", "image": Image.new("RGB", (4, 4), color)}] for color in ("red", "blue"))
+    assert digest_dataset(one) == digest_dataset([{**one[0], "image": one[0]["image"].copy()}]) != digest_dataset(other)
 
 
 def test_whole_means_every_file_of_the_manifest(tmp_path):
