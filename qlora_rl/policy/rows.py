@@ -13,8 +13,8 @@ from qlora_rl.config.schema import Data
 def as_trained(rows: Sequence[Mapping[str, Any]], data: Data | None) -> list[dict[str, Any]]:
     """Rows of an evaluation with the prompts and references that [data] of the run makes of its own rows.
 
-    A step that a row has behind it is left out: a prompt that is there, or messages; a new name that is taken; a pattern of
-    `extract` that is found in no row.
+    The template is applied where a row has all that it names, as in training, also where it has a prompt. A step that a row has behind it
+    is left out: messages; a new name that is taken; a pattern of `extract` that is found in no row.
 
     Args:
         rows: as they were read.
@@ -27,8 +27,7 @@ def as_trained(rows: Sequence[Mapping[str, Any]], data: Data | None) -> list[dic
     if data is None:
         return found
     for row in found:
-        if "prompt" not in row:
-            _add_prompt(row, data.prompt_template)
+        _add_prompt(row, data.prompt_template)
         for new, old in data.columns.items():
             if old in row and new not in row:
                 row[new] = row.pop(old)
@@ -50,5 +49,6 @@ def turn(text: str, data: Data | None) -> str:
 
 def _add_prompt(row: dict[str, Any], template: str | None) -> None:
     names = placeholders(template) if template is not None else []
-    if template is not None and all(row.get(name) is not None for name in names):
+    # A list of messages is no text to be put into a template.
+    if template is not None and all(row.get(name) is not None and not isinstance(row[name], list) for name in names):
         row["prompt"] = template.format(**{name: row[name] for name in names})

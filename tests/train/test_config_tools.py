@@ -230,3 +230,30 @@ def test_a_conversation_that_ends_with_a_tool_has_said_nothing():
         0.0,
         1.0,
     ]
+
+
+def test_a_static_method_of_an_environment_keeps_its_first_argument():
+    from transformers.utils import get_json_schema
+
+    from qlora_rl.train.setup.tools import _methods
+
+    class Game:
+        @staticmethod
+        def double(x: int) -> int:
+            """Double.
+
+            Args:
+                x: a number.
+            """
+            return 2 * x
+
+        def guess(self, x: int) -> int:
+            """Guess.
+
+            Args:
+                x: a number.
+            """
+            return x
+
+    schemas = {name: get_json_schema(method)["function"]["parameters"] for name, method in _methods(Game)}
+    assert {name: found["required"] for name, found in schemas.items()} == {"double": ["x"], "guess": ["x"]}

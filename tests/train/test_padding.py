@@ -310,3 +310,14 @@ def test_a_run_goes_on_with_padding_and_without(make_trainer, config, tmp_path):
         trainer.train()
         assert trainer.state.global_step == steps
         trainer.close()
+
+
+@pytest.mark.parametrize("multiple", [None, 8])
+def test_rows_that_trls_collator_packs_are_one_row_here_too(multiple):
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, pad_to_multiple_of=multiple)
+    given = collator([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}])
+    row = make_row(dict(given))
+    assert row.inputs["sequence_lengths"][:2] == (3, 2)
+    assert row.labels_1N[0, :5].tolist() == [-100, 6, 7, -100, 9]

@@ -115,6 +115,17 @@ def test_what_would_not_be_the_same_stays_whole_and_says_why(lora, reason):
         assert all(torch.equal(before[name], grad) for name, grad in gradients(model)[1].items())
 
 
+def test_tiles_of_an_earlier_trainer_are_taken_off_first():
+    """With dropout, forward and backward of a tile would use other masks."""
+    model = small()
+    assert tile_mlps(model.get_base_model(), 8) == ""
+    bare = model.unload()
+    again = get_peft_model(bare, LoraConfig(r=4, target_modules=["down_proj"], lora_dropout=0.5))
+    assert "dropout" in tile_mlps(again.get_base_model(), 8)
+    assert not any("forward" in vars(layer.mlp) for layer in bare.model.layers)
+    assert tile_mlps(small().get_base_model(), 8) == ""
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_estimate_knows_tiles_and_layer_inputs(base, offload):
     step = Step(base, 1, 2100, offload=offload)

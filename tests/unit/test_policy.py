@@ -151,6 +151,8 @@ def test_rows_of_an_evaluation_become_what_the_runs_rows_were(told):
     renamed = open_trained(told(train="rows.jsonl", columns={"prompt": "question", "solution": "answer"}))
     assert as_trained([{"question": "a", "answer": "b"}], renamed.data) == [{"prompt": "a", "solution": "b"}]
     assert as_trained(rows, None) == rows
+    framed = open_trained(told(train="rows.jsonl", prompt_template="Q: {prompt}\nA:"))
+    assert as_trained([{"prompt": "2+2"}], framed.data) == [{"prompt": "Q: 2+2\nA:"}]  # as training does it
 
 
 def test_what_cannot_be_answered_is_said(run, monkeypatch, capsys):

@@ -29,6 +29,8 @@ _PADDED = {"input_ids", "attention_mask", "labels"}
 # Of TRL's collator for SFT with `padding_free` or `packing`.
 _LENGTHS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 _ONE_ROW = {"input_ids", "position_ids", "labels"} | _LENGTHS
+# Which sequence a token is of: for layers other than attention, of which no model here has any.
+_IGNORED = {"seq_idx"}
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Of the first check: the largest difference of hidden states, relative to their size. A sequence that sees another one, or wrong
 # positions, differs by more than 16 bits round.
@@ -105,7 +107,7 @@ def make_row(given: dict[str, Any], longest: int | None = None) -> Row | None:
             `cu_seq_lens_q` as well, and no mask.
         longest: tokens of the longest sequence that attends to all of itself; `None` for no limit.
     """
-    names = given.keys() - _HANDED_ON
+    names = given.keys() - _HANDED_ON - _IGNORED
     if names == _PADDED and given["attention_mask"].ndim == 2:
         kept_BT, labels_BT = given["attention_mask"].bool(), given["labels"]
         starts_BT = kept_BT.clone()

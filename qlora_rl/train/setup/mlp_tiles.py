@@ -44,6 +44,9 @@ def tile_mlps(model: Any, tokens: int | None = None) -> str:
         for mlp in layer.children()
         if dict(mlp.named_children()).keys() >= set(MLP_LINEARS)
     ]
+    for _, mlp in found:  # an earlier trainer of this model may have left its own, with which nothing below may be true
+        if isinstance(tiled := vars(mlp).get("forward"), _Tiled):
+            tiled.take_off()
     reason = why_whole([mlp for _, mlp in found])
     if reason:
         logger.info("the MLPs work on all tokens at once: %s", reason)
@@ -93,6 +96,13 @@ class _Tiled:
             return self._whole(x)
         saved = _Save.apply(torch.empty(0, requires_grad=True), x)
         return _Tiles.apply(self, saved.grad_fn, x, *trained)
+
+    def take_off(self) -> None:
+        """Give the MLP back the forward that it had."""
+        if getattr(self._whole, "__func__", None) is type(self._mlp).forward:
+            del self._mlp.forward
+        else:
+            self._mlp.forward = self._whole
 
     def split(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """x [..., H] as [1, n, H] each."""

@@ -134,7 +134,8 @@ def _methods(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The tools of an environment: its public methods, bound as those of an instance are."""
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if name not in _OF_ENVIRONMENTS and not name.startswith("_"):
-            yield name, types.MethodType(function, kind)
+            is_static = isinstance(inspect.getattr_static(kind, name), staticmethod)
+            yield name, function if is_static else types.MethodType(function, kind)
 
 
 def _check_schema(tool: Callable[..., Any], use: str) -> list[str]:
