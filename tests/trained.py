@@ -48,7 +48,7 @@ def make_run(base, directory: Path, config=None, *, seed: int = 0, steps: int = 
     return directory
 
 
-def make_bpe_model(directory: Path, architecture: str, *, seed: int = 0) -> Path:
+def make_bpe_model(directory: Path, architecture: str, *, seed: int = 0, spare: int = 8) -> Path:
     """A random tiny model of an architecture, with a tokenizer that llama.cpp knows how to split for."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -87,18 +87,18 @@ def make_bpe_model(directory: Path, architecture: str, *, seed: int = 0) -> Path
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
     fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     fast.save_pretrained(directory)
-    _resize(directory, len(fast) + 8)  # larger than the vocabulary, as real models are
+    _resize(directory, len(fast) + spare, seed)  # larger than the vocabulary, as real models are
     assert AutoTokenizer.from_pretrained(directory).encode(TEXT[0]) == fast.encode(TEXT[0])
     return directory
 
 
-def _resize(directory: Path, size: int) -> None:
+def _resize(directory: Path, size: int, seed: int) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
     config.vocab_size, config.pad_token_id, config.eos_token_id = size, 0, 0
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -35,6 +35,7 @@ class Card:
     load: dict[str, str]
     original: str | None
     elsewhere: dict[str, Distance]
+    far: str | None
 
 
 def write_card(card: Card, directory: Path) -> None:
@@ -51,6 +52,7 @@ def write_card(card: Card, directory: Path) -> None:
         "base_identity": card.trained.base.identity,
         "distance": card.distance.as_dict(),
         "elsewhere": {name: found.as_dict() for name, found in card.elsewhere.items()} or None,
+        "warning": card.far,
         "prompts": card.prompts,
         "versions": describe_versions(),
     }
@@ -133,7 +135,9 @@ def _elsewhere(card: Card) -> list[str]:
         if len(rows) > 1
         else ""
     )
-    return [_table(["computed by", "mean KL", "worst token", "same likeliest token"], rows), *([own] if own else [])]
+    mark = f"**Warning: {card.far}**" if card.far else ""
+    found = _table(["computed by", "mean KL", "worst token", "same likeliest token"], rows)
+    return [*([mark] if mark else []), found, *([own] if own else [])]
 
 
 def _front_matter(card: Card) -> str:

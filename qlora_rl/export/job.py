@@ -199,13 +199,12 @@ def export_run(
                 f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:g}. Nothing was written. In 16 bits "
                 "the rounding of a large model may come to that: look at it with --max-kl 1, or export float32."
             )
+        far = None if on is None or elsewhere[_on(on)].kl_mean <= limit else _far(on, elsewhere[_on(on)], limit)
+        if far is not None:
+            say(f"WARNING: {far}")
         load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
-        write_card(
-            Card(
-                trained, to, dtype, form, distance, where, load, None if original is None else str(original), elsewhere
-            ),
-            staging,
-        )
+        source = None if original is None else str(original)
+        write_card(Card(trained, to, dtype, form, distance, where, load, source, elsewhere, far), staging)
         staging.chmod(0o755)
         _settle(staging)
         if target.exists():
@@ -305,6 +304,13 @@ def _on(base: str | os.PathLike[str]) -> str:
     return f"llama.cpp on {Path(base).name}"
 
 
+def _far(base: str | os.PathLike[str], found: Distance, limit: float) -> str:
+    return (
+        f"on {Path(base).name} this adapter is not the trained policy: mean KL {found.kl_mean:.2e} nats per token, above the limit of "
+        f"{limit:g}. Serve it on the dequantised base, or the merged model."
+    )
+
+
 def _in_llama_cpp(
     trained: TrainedRun,
     tokenizer: Any,
@@ -335,6 +341,11 @@ def _in_llama_cpp(
 def _asked(witness: Witness, file: Path, adapter: Path | None = None) -> Distance:
     model = llama_cpp.LlamaCpp(file, adapter, longest=witness.longest)
     try:
+        if model.vocabulary < witness.vocabulary:
+            raise ExportError(
+                f"comparing with {file.name} in llama.cpp: it has {model.vocabulary} tokens and the policy {witness.vocabulary}, so it is "
+                "another vocabulary. Name the GGUF file of a base with the policy's tokenizer."
+            )
         return witness.distance_of(model.logprobs)
     finally:
         model.close()

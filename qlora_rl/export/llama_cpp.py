@@ -52,6 +52,11 @@ class LlamaCpp:
             what = file.name if adapter is None else f"{adapter.name} on {file.name}"
             raise ExportError(f"{_DOING}: llama.cpp does not load {what}: {error}") from error
 
+    @property
+    def vocabulary(self) -> int:
+        """V of the file."""
+        return int(self._model.n_vocab())
+
     def logprobs(self, ids: Sequence[int], start: int) -> torch.Tensor:
         """[N, V] natural logs, float64: of every token from `start` on."""
         self._model.reset()

@@ -83,6 +83,11 @@ class Witness:
         return sum(len(logprobs_NV) for logprobs_NV in self._logprobs_NV)
 
     @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self._logprobs_NV[0].shape[1]
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return max(len(ids) for ids, _ in self._cases)
