@@ -78,7 +78,8 @@ def check_vision_type(config: Any) -> None:
 
 def vision_parts(model: torch.nn.Module) -> list[str]:
     """Names of the parts of a vision-language model that are not its language model: tower and projector, such as "model.visual"."""
-    if not takes_images(model.config):
+    config = getattr(model, "config", None)  # layers by name alone have none
+    if config is None or not takes_images(config):
         return []
     inner = getattr(model, "model", None)
     return sorted(

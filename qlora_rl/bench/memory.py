@@ -37,7 +37,7 @@ _LAYERS, _HEAD = "layers", "head"
 
 
 class Step:
-    """A model with an adapter, and a training step of it.
+    """A model with an adapter, and a training step of it, on a padded micro-batch with attention masks.
 
     Args:
         base: of a model with `base_model.norm`.
@@ -60,7 +60,7 @@ class Step:
     ) -> None:
         from peft import LoraConfig, get_peft_model
 
-        from qlora_rl.train.rollouts.logprobs import use_fused_head
+        from qlora_rl.train.scoring.logprobs import use_fused_head
         from qlora_rl.train.setup.layer_inputs import keep_on_host
         from qlora_rl.train.setup.mlp_tiles import tile_mlps
 
@@ -153,6 +153,7 @@ class Step:
             has_engine=False,
             tiles=self.tiles,
             offload=self.offload,
+            padded=True,
             **request,
         )
         return {line.name: line.nbytes for line in ledger.lines if line.when != "always"} | {"peak": ledger.step_bytes}
