@@ -20,6 +20,7 @@ from qlora_rl.adapter.rules import Finding, judge_method
 from qlora_rl.adapter.store import CONFIG, ORIGIN, WEIGHTS
 from qlora_rl.adapter.subject import active_adapter, method_of
 from qlora_rl.base.checkpoint import models_are_whole
+from qlora_rl.base.kinds import auto_class
 from qlora_rl.errors import AdapterRejectedError
 
 _PREFIX = "base_model.model."
@@ -254,13 +255,13 @@ def _build(config: Any, tensors: Mapping[str, torch.Tensor], where: Path | None)
 
 
 def _model_of(directory: Path) -> torch.nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with models_are_whole():
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return auto_class(config).from_config(config, trust_remote_code=False)
 
 
 class _Skeleton(torch.nn.Module):

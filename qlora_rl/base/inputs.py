@@ -38,7 +38,8 @@ def digest_tokenizer(tokenizer: Any) -> str:
     if tokenizer is None:
         return ""
     with tempfile.TemporaryDirectory() as directory:
-        getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(directory)
+        is_processor = hasattr(tokenizer, "image_processor")
+        (tokenizer if is_processor else getattr(tokenizer, "tokenizer", tokenizer)).save_pretrained(directory)
         return digest_directory(Path(directory))
 
 

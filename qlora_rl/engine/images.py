@@ -72,11 +72,21 @@ def _rendered(llm: Any, images: Sequence[Any]) -> Any:
     """vLLM's input for a text of nothing but these images."""
     renderer = llm.llm_engine.renderer
     text = renderer.get_mm_processor().dummy_inputs.get_dummy_text({"image": len(images)})
-    prompt = {"prompt": text, "multi_modal_data": {"image": list(images)}}
+    prompt = {"prompt": text, "multi_modal_data": {"image": [_as_trainer(image) for image in images]}}
     try:
         return renderer.render_cmpl([prompt], renderer.default_cmpl_tok_params)[0]
     except Exception as error:
         raise EngineUnsupportedError(f"generating: vLLM rejects the images of a prompt: {error}") from error
+
+
+def _as_trainer(image: Any) -> Any:
+    """The pixels that transformers' processor takes: vLLM would put white behind transparent ones, and turn a picture as its EXIF says."""
+    if not hasattr(image, "convert"):
+        return image  # vLLM says what it is not
+    from PIL import Image
+
+    plain = image.convert("RGB")
+    return Image.frombytes("RGB", plain.size, plain.tobytes())  # without what it knew besides
 
 
 def _placed(rendered: Any, ids: list[int], which: str) -> dict[str, Any]:

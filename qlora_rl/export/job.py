@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -171,10 +172,10 @@ def export_run(
 
             file = staging / f"{trained.name}.gguf"
             if dtype == "q4_k_m":
-                whole = staging / "whole.gguf"
-                write_gguf(policy, trained.base, tokenizer, whole, "bfloat16", name=trained.name)
-                llama_cpp.quantise(whole, file, dtype)
-                whole.unlink()
+                with tempfile.TemporaryDirectory(prefix=".whole-", dir=target.parent) as room:
+                    whole = Path(room) / "whole.gguf"
+                    write_gguf(policy, trained.base, tokenizer, whole, "bfloat16", name=trained.name)
+                    llama_cpp.quantise(whole, file, dtype)
             else:
                 write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name)
             write_modelfile(staging, tokenizer, model=f"./{file.name}")
@@ -193,7 +194,8 @@ def export_run(
         elsewhere = _in_llama_cpp(trained, tokenizer, witness, staging, to, on, say) if to.startswith("gguf") else {}
         limit = max_kl if max_kl is not None else _limit(to, dtype)
         own = {name: found for name, found in elsewhere.items() if on is None or name != _on(on)}
-        worst = max([distance, *own.values()], key=lambda found: found.kl_mean)
+        # What is not a number is beyond any limit.
+        worst = max([distance, *own.values()], key=lambda found: (math.isnan(found.kl_mean), found.kl_mean))
         if not worst.kl_mean <= limit:
             raise ExportError(
                 f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:g}. Nothing was written. In 16 bits "

@@ -13,6 +13,7 @@ from typing import Any
 
 from qlora_rl.adapter.store import ORIGIN
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, load_base, open_base
+from qlora_rl.base.kinds import auto_class
 from qlora_rl.config.schema import Data, options
 from qlora_rl.errors import BaseIncompleteError, BaseMismatchError, RunDirectoryError
 from qlora_rl.train.run import ADAPTER, CONFIG, MODEL, SUMMARY
@@ -181,10 +182,12 @@ def load_plain(directory: str | os.PathLike[str], dtype: str = "auto", **options
         BaseIncompleteError: weights are missing, or do not fit.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    # A GGUF file has no config.json next to it.
+    kind = AutoModelForCausalLM if "gguf_file" in options else auto_class(AutoConfig.from_pretrained(directory))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    model, told = AutoModelForCausalLM.from_pretrained(
+    model, told = kind.from_pretrained(
         directory, dtype=dtype, device_map={"": device}, output_loading_info=True, **options
     )
     wrong = [

@@ -180,6 +180,7 @@ class OnlineTrainer(TrainedRun):
                 check_whole(self.base, options.share_base)
             if processing_class is None:
                 processing_class = load_tokenizer(self.base, args)
+            settings.check_processor(processing_class, self.base.path)
             # The base verification below finds what was rounded, repairs it, and says so.
             engine_options = {
                 "repair_scales": False,

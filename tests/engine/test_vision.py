@@ -1,7 +1,10 @@
 """Prompts with images in real vLLM: the same base, the same numbers as the trainer's, and other tokens are never put in the place of ours."""
 
+import io
+
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoProcessor
 from vision import make_vision_model, picture
 
@@ -53,6 +56,24 @@ def test_both_sides_compute_the_same_logprobs(exact, count):
     prompt, inputs = asked(processor, [picture(i, 56 + 32 * i, 64) for i in range(count)])
     theirs = torch.tensor(engine.score([prompt])[0])
     assert (theirs - ours(model, inputs)).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "L", "P", "CMYK", "turned"])
+def test_pictures_of_other_modes_have_the_same_pixels_on_both_sides(exact, mode):
+    """vLLM by itself puts white behind what is transparent, and turns a picture as its EXIF says."""
+    engine, model, processor = exact
+    image = picture(7, 56, 112)
+    if mode == "turned":
+        image.getexif()[0x0112] = 6
+        held = io.BytesIO()
+        image.save(held, "PNG", exif=image.getexif())
+        image = Image.open(held)
+    else:
+        image = image.convert("L").convert(mode) if mode == "LA" else image.convert(mode)
+        if mode.endswith("A"):
+            image.putalpha(picture(8, 56, 112).convert("L"))
+    prompt, inputs = asked(processor, [image])
+    assert (torch.tensor(engine.score([prompt])[0]) - ours(model, inputs)).abs().max() < EXACT
 
 
 def test_a_batch_of_prompts_with_and_without_images_is_not_mixed_up(exact):

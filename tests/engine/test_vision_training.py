@@ -14,6 +14,7 @@ from vision import make_vision_model, picture
 
 from qlora_rl import (
     AdapterRejectedError,
+    ConfigConflictError,
     NotYetSupportedError,
     QLoRAAsyncGRPOTrainer,
     QLoRAGRPOTrainer,
@@ -21,6 +22,7 @@ from qlora_rl import (
     prepare_base,
 )
 from qlora_rl.engine.images import ImagePrompt
+from qlora_rl.export.job import LIMIT, export_run
 
 pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
 LANGUAGE = r"model\.language_model\..*_proj"
@@ -94,6 +96,8 @@ def test_a_policy_learns_what_only_the_picture_shows(base, tmp_path):
     found = lines(tmp_path)
     assert max(line["mismatch_kl"] for line in found) < 1e-3
     assert {line["base_verified"] for line in found} == {1.0}
+    for kind in ("adapter", "merged"):
+        assert export_run(tmp_path, kind, out=tmp_path / f"as-{kind}", prompts=2).distance.kl_mean < LIMIT
     about = json.loads((tmp_path / "config.json").read_text())
     assert about["base_held"]["copies"] == 1
     assert "reads images" in about["memory"]["reason"]
@@ -136,6 +140,10 @@ def test_what_cannot_be_sampled_with_images_is_rejected_before_anything_is_loade
         QLoRAGRPOTrainer(**common, args=args, peft_config=lora, rollout="server")
     with pytest.raises(NotYetSupportedError, match="its column image holds images, and QLoRAAsyncGRPOTrainer"):
         QLoRAAsyncGRPOTrainer(**common, args=args, peft_config=lora)
+    other = AutoProcessor.from_pretrained(base.path)
+    other.image_processor.image_mean = [0.0, 0.0, 0.0]
+    with pytest.raises(ConfigConflictError, match="differs from the one stored with the base in image_mean"):
+        QLoRAGRPOTrainer(**common, args=args, peft_config=lora, processing_class=other)
     with pytest.raises(
         AdapterRejectedError, match=r"model\.visual\.blocks\.0\.attn\.\w+ and \d+ more belong to the vision tower"
     ):

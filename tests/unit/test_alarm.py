@@ -10,8 +10,8 @@ import torch
 from qlora_rl import PolicyMismatchError, SamplingSpec
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import measure
-from qlora_rl.sync.diagnosis import Diagnosis, Drawn, _first_seen, _is_nearer
-from qlora_rl.train.watch.alarm import MismatchAlarm, drawn_from, filters_of
+from qlora_rl.sync.diagnosis import Diagnosis, Drawn, Examiner, _first_seen, _is_nearer
+from qlora_rl.train.watch.alarm import MismatchAlarm, drawn_from, filters_of, merged
 
 LIKE = measure(torch.zeros(2, 8), torch.zeros(2, 8), torch.ones(2, 8))
 
@@ -238,3 +238,21 @@ def test_drawn_takes_padding_tools_and_missing_logprobs_out():
     assert len(drawn_from(many, mask.repeat(50, 1), 1.0).prompts) == 2  # each text once
     many["prompt_ids"] = many["prompt_ids"] + torch.arange(100)[:, None]
     assert 8 <= len(drawn_from(many, mask.repeat(50, 1), 1.0).prompts) <= 16
+
+
+def test_prompts_with_images_are_not_scored_again_without_them():
+    output = {
+        "prompt_ids": torch.tensor([[4, 5]]),
+        "prompt_mask": torch.ones(1, 2),
+        "completion_ids": torch.tensor([[6]]),
+        "sampling_per_token_logps": torch.zeros(1, 1),
+    }
+    seen = {
+        name: drawn_from(output | more, torch.ones(1, 1), 1.0)
+        for name, more in {"none": {}, "pixels": {"pixel_values": torch.zeros(1)}, "said": {"has_images": True}}.items()
+    }
+    assert {name: drawn.has_images for name, drawn in seen.items()} == {"none": False, "pixels": True, "said": True}
+    assert merged([seen["none"], seen["said"]]).has_images
+    found = Examiner(None, None, None, None)._tried(seen["said"], 0.1)
+    assert found.cause == "unknown"
+    assert "images are not scored again" in found.sentence

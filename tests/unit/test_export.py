@@ -25,7 +25,7 @@ from qlora_rl import (
     prepare_base,
 )
 from qlora_rl.cli import main
-from qlora_rl.export.job import LIMIT, LIMIT_FLOAT32, LIMITS, export_run
+from qlora_rl.export.job import LIMIT, LIMIT_FLOAT32, LIMITS, Distance, export_run
 
 export = partial(export_run, prompts=6)
 IDS = torch.tensor([[40, 41, 42, 43, 44]])
@@ -530,6 +530,16 @@ def test_a_base_of_another_vocabulary_is_refused_by_its_size(bpe_run, tmp_path):
     with pytest.raises(ExportError, match=r"320 tokens and the policy 328.*another vocabulary"):
         export(bpe_run, "gguf-adapter", out=tmp_path / "a", on=next(foreign.path.glob("*.gguf")))
     assert not (tmp_path / "a").exists()
+
+
+def test_what_is_no_number_is_beyond_the_limit(bpe_run, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    from qlora_rl.export import job
+
+    monkeypatch.setattr(job, "_in_llama_cpp", lambda *_: {"llama.cpp": Distance(float("nan"), float("nan"), 0.0, 1)})
+    with pytest.raises(ExportError, match="above the limit"):
+        export(bpe_run, "gguf", out=tmp_path / "a", dtype="q8_0")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_finished_export_is_pushed_and_one_that_cannot_be_stays(run, tmp_path, monkeypatch):

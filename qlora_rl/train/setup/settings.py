@@ -7,10 +7,12 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from qlora_rl.base.kinds import directory_takes_images
 from qlora_rl.contracts import RolloutEngine, SamplingSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.fidelity import CORRECTION
@@ -231,6 +233,26 @@ def check_datasets(*datasets: Any, why: str = "this trainer takes text prompts o
     if found and why:
         reject_images(found, why)
     return found
+
+
+def check_processor(processing_class: Any, base: Path) -> None:
+    """Reject an image processor that is not the one stored with the base, with which the engine processes images.
+
+    Raises:
+        ConfigConflictError: names what differs.
+    """
+    given = getattr(processing_class, "image_processor", None)
+    if given is None or not directory_takes_images(base):
+        return
+    from transformers import AutoProcessor
+
+    ours, theirs = given.to_dict(), AutoProcessor.from_pretrained(base).image_processor.to_dict()
+    differs = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    if differs:
+        raise ConfigConflictError(
+            f"reading processing_class: its image processor differs from the one stored with the base in {', '.join(differs)}, and the engine uses "
+            "that. Leave processing_class out, or prepare the base with it: prepare_base(model, tokenizer=processor)."
+        )
 
 
 def reject_images(columns: Sequence[str], why: str) -> NoReturn:

@@ -266,7 +266,7 @@ def drawn_from(
         values = output["sampling_per_token_logps"][i, :length].tolist()
         mask = mask_BT[i, :length].tolist()
         logprobs.append([None if not m or math.isnan(v) else v for v, m in zip(values, mask, strict=True)])
-    has_images = output.get("pixel_values") is not None
+    has_images = bool(output.get("has_images")) or output.get("pixel_values") is not None
     return Drawn(prompts, completions, logprobs, temperature or 1.0, filters, has_images)
 
 
@@ -288,7 +288,12 @@ def merged(parts: Sequence[Drawn]) -> Drawn:
     rows = rows[:: max(1, math.ceil(len(rows) / SEQUENCES))]
     prompts, completions = [row[0] for row in rows], [row[1] for row in rows]
     return Drawn(
-        prompts, completions, [row[2] for row in rows], parts[0].temperature, parts[0].filters, parts[0].has_images
+        prompts,
+        completions,
+        [row[2] for row in rows],
+        parts[0].temperature,
+        parts[0].filters,
+        any(part.has_images for part in parts),
     )
 
 
