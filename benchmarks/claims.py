@@ -57,8 +57,8 @@ REDUCE: dict[str, Callable[[list[float]], float]] = {
 
 
 def pages() -> dict[str, str]:
-    """README and docs by their paths."""
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """README, docs and benchmarks/details.md by their paths."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "details.md"]
     return {str(file.relative_to(ROOT)): file.read_text() for file in files}
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of README and docs out of benchmarks/results/*.json; a number stands in prose only through here.
+"""Writes the tables of README, docs and benchmarks/details.md out of benchmarks/results/*.json; a number stands in prose only through here.
 
     python benchmarks/tables.py            rewrite what lies between the markers
     python benchmarks/tables.py --check    exit 1 where a file differs from its JSON
@@ -530,7 +530,7 @@ def render(text: str) -> str:
 def main() -> int:
     """Rewrite, or compare."""
     stale = []
-    for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "details.md"]:
         text = file.read_text()
         fresh = render(text)
         if fresh == text:
