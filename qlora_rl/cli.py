@@ -17,6 +17,7 @@ from qlora_rl.commands import (
     chat,
     data,
     demo,
+    doctor,
     evaluate,
     export,
     judge,
@@ -31,7 +32,9 @@ from qlora_rl.commands import (
 from qlora_rl.commands.codes import BAD_USAGE, INTERRUPTED, UsageError
 from qlora_rl.errors import QloraRLError
 
-COMMANDS = (demo, train, data, prepare, plan, recommend, verify, serve, bench, judge, report, export, chat, evaluate)
+COMMANDS = (
+    demo, train, data, prepare, plan, recommend, verify, serve, bench, judge, report, export, chat, evaluate, doctor,
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ FLOORS = {
     "adapter": 2, "ledger": 2,
     "engine": 3, "sync": 3,
     "train": 4, "torchrl": 4,
-    "advice": 5, "bench": 5, "config": 5, "demo": 5, "report": 5, "policy": 5, "export": 5,
+    "advice": 5, "bench": 5, "config": 5, "demo": 5, "doctor": 5, "report": 5, "policy": 5, "export": 5,
     "commands": 6, "cli": 6, "__main__": 6,
 }  # fmt: skip
 # Which room may import which outside library (at any depth of a function).
