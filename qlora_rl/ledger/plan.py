@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -12,94 +12,14 @@ import torch
 from qlora_rl.adapter.shape import adapter_shapes
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import rank_class
-from qlora_rl.errors import ConfigConflictError, MemoryBudgetError
+from qlora_rl.errors import MemoryBudgetError
 from qlora_rl.ledger import lines as count
 from qlora_rl.ledger.cards import usable_gib
 from qlora_rl.ledger.lines import Line
+from qlora_rl.ledger.request import MemoryRequest
 from qlora_rl.ledger.shape import ModelShape, read_shape, skeleton
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class MemoryRequest:
-    """What a run is to do, as far as memory depends on it.
-
-    Attributes:
-        spec: how the base is held.
-        max_length: prompt plus completion, in tokens.
-        engine_length: the longest sequence that the engine admits, where that is more: its KV cache must hold one.
-        batch_size: sequences of one forward and backward pass (`per_device_train_batch_size`).
-        sequences: completions that are sampled at once.
-        optimizer: transformers' name of it (`GRPOConfig.optim`).
-        gradient_checkpointing: keep layer inputs only.
-        offload: keep them in host memory (`gradient_checkpointing_kwargs={"offload": True}`); on the CPU, where it has no effect, the estimate is for a device of the same kind.
-        tiles: MLPs work on some tokens at a time under gradient checkpointing, where the model has such MLPs.
-        adapter_dtype: torch name of the dtype of the trained weights.
-        shared: trainer and engine hold one base; otherwise two.
-        baked: the engine serves the baked base, for full weights; then nothing is shared.
-        copies_dtype: torch name of the dtype of dequantised copies of the 4-bit linears that the engine multiplies with
-            (`base_compute="baked"`, on the CPU); `None` for no copies.
-        sleeps: the KV cache is given back while the trainer works.
-        chunked_logits: the output head works in tiles (TRL's way); otherwise all logits are held.
-        padded: micro-batches keep their padding (`remove_padding=False`), so that attention gets masks; as they do for a model that
-            needs it (`ModelShape.needs_masks`).
-        cache_dtype: of the KV cache.
-        kv_cache_gib: size of the KV cache; by default what is left, up to what `sequences` of full length need.
-        gpu_memory_gib: all that may be held; with device="cuda" the size of a card, such as 24, is what these cards have, less a
-            reserve (`ledger/cards.py`); `None` for no limit.
-        device: "cuda" or "cpu".
-        has_engine: the run makes an engine; otherwise its lines are left out.
-        trainer_parts: processes, with a GPU each, that the trainer's base is sharded over. The estimate is for one GPU.
-        engine_parts: GPUs that the engine's base is sharded over (`tensor_parallel_size`).
-    """
-
-    spec: QuantSpec = field(default_factory=QuantSpec)
-    max_length: int = 2048
-    engine_length: int | None = None
-    batch_size: int = 8
-    sequences: int = 8
-    optimizer: str = "adamw_torch_fused"
-    gradient_checkpointing: bool = True
-    offload: bool = False
-    tiles: bool = True
-    adapter_dtype: str = "float32"
-    shared: bool = True
-    baked: bool = False
-    copies_dtype: str | None = None
-    sleeps: bool = False
-    chunked_logits: bool = True
-    padded: bool = False
-    cache_dtype: str = "auto"
-    kv_cache_gib: float | None = None
-    gpu_memory_gib: float | None = None
-    device: str = "cuda"
-    has_engine: bool = True
-    trainer_parts: int = 1
-    engine_parts: int = 1
-
-    def __post_init__(self) -> None:
-        counts = ("max_length", "batch_size", "sequences", "trainer_parts", "engine_parts")
-        positive = {name: getattr(self, name) for name in counts}
-        positive |= {n: v for n in ("kv_cache_gib", "gpu_memory_gib") if (v := getattr(self, n)) is not None}
-        wrong = [f"{name}={value} must be above 0" for name, value in positive.items() if not value > 0]
-        if wrong:
-            raise ConfigConflictError(f"planning the memory: {'; '.join(wrong)}.", reasons=wrong)
-        if self.device not in ("cuda", "cpu"):
-            raise ConfigConflictError(f"planning the memory: device={self.device!r} is neither 'cuda' nor 'cpu'.")
-        if self.copies_dtype and self.device != "cpu":
-            raise ConfigConflictError(
-                "planning the memory: base_compute='baked' is for device='cpu'; a GPU has kernels for the codes."
-            )
-        if self.shared and self.has_engine and max(self.trainer_parts, self.engine_parts) > 1:
-            raise ConfigConflictError(
-                f"planning the memory: shared=True, and a base in {max(self.trainer_parts, self.engine_parts)} parts is held twice. Pass "
-                "shared=False."
-            )
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return {**vars(self), "spec": self.spec.as_dict()}
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from qlora_rl import ConfigConflictError, MemoryBudgetError, QuantSpec, load_bas
 from qlora_rl.cli import main
 from qlora_rl.ledger import lines as count
 from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, card_size, usable_gib
-from qlora_rl.ledger.plan import MemoryRequest, largest_length
+from qlora_rl.ledger.plan import largest_length
 from qlora_rl.ledger.published import models, published
+from qlora_rl.ledger.request import MemoryRequest
 from qlora_rl.ledger.shape import Cache, read_config, read_shape
 from qlora_rl.train.scoring.attention import without_masks
 from qlora_rl.train.scoring.padding import remove_padding, row_inputs
