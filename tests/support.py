@@ -18,6 +18,19 @@ ARCHITECTURES = {
     "gemma": ("GemmaConfig", {"hidden_activation": "gelu_pytorch_tanh"}),
 }
 
+MIXTURES = {
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    ),
+    "qwen3_moe-dense": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [0]},
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}),
+}
+
 # Bases that trainer and engine must both hold.
 MATRIX = [
     # architecture, tied, kv heads, quant, double, blocksize, skip
@@ -57,26 +70,26 @@ def make_model(
 
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
-    name, extra = ARCHITECTURES[architecture]
-    config = getattr(transformers, name)(
-        vocab_size=len(tokenizer),
-        hidden_size=4 * head_dim,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=positions,
-        tie_word_embeddings=tied,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        **extra,
-    )
+    name, extra = (ARCHITECTURES | MIXTURES)[architecture]
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 4 * head_dim,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": tied,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    config = getattr(transformers, name)(**shape | extra)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:  # far enough from uniform that a wrong weight shows
+            if parameter.ndim > 1:  # far enough from uniform that a wrong weight shows
                 parameter.mul_(3.0)
             else:  # norms and biases are not all ones and zeros
                 parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -12,6 +12,7 @@ import torch
 
 from qlora_rl.adapter import methods
 from qlora_rl.adapter.subject import Subject, is_lora_layer, method_of, not_finite, ranks_of
+from qlora_rl.base.experts import mixtures_in
 from qlora_rl.base.kinds import vision_parts
 from qlora_rl.contracts import LORA_RANK_CLASSES
 from qlora_rl.distributed import shape_of
@@ -148,6 +149,22 @@ def _is_on_the_language_model(subject: Subject) -> Iterator[Finding]:
             f"{there[0]}{more} belong to the vision tower, on which the engine would leave the adapter out without an error. Adapt the language "
             "model alone: target_modules=r'model\\.language_model\\..*_proj'.",
         )
+
+
+def _is_off_the_experts(subject: Subject) -> Iterator[Finding]:
+    """Experts and router of a mixture: linears nowhere in transformers, and in the engine on a kernel that takes no adapter."""
+    mixtures = tuple(f"{name}." for name in mixtures_in(subject.base))
+    reached = (name.removesuffix(".base_layer") for name in (*subject.tuned, *subject.replaced))
+    if not (there := list(dict.fromkeys(name for name in reached if name.startswith(mixtures)))):
+        return
+    more = f" and {len(there) - 1} more" if len(there) > 1 else ""
+    blocks = (module for name, module in subject.base.named_modules() if name.endswith(".self_attn"))
+    attention = sorted({name for block in blocks for name, _ in block.named_children() if name.endswith("_proj")})
+    yield (
+        "full_weights",
+        f"{there[0]}{more}: experts or router of a mixture, whose adapters the engine does not apply. Adapt the attention alone: "
+        f"target_modules={attention}.",
+    )
 
 
 def _rank_fits(subject: Subject) -> Iterator[Finding]:
@@ -346,6 +363,7 @@ RULES: tuple[Rule, ...] = (
     _is_untouched,
     _has_modules,
     _is_on_the_language_model,
+    _is_off_the_experts,
     _rank_fits,
     _is_plain,
     _is_linear,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qlora_rl.base.experts import check_mixture_type
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
 from qlora_rl.base.hub import hub_reachable, why_missing
 from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, digest_parts, digest_tokenizer
@@ -154,6 +155,7 @@ def _load_source(source: Path, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         check_vision_type(config)
+        check_mixture_type(config)
         with models_are_whole():
             model, told = auto_class(config).from_pretrained(
                 source,
@@ -185,6 +187,7 @@ def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.P
     if isinstance(known, PreparedBase) and out is None:
         return open_base(known)
     check_vision_type(base.config)
+    check_mixture_type(base.config)
     live = spec_of(base)
     written = live if live.is_4bit else spec
     inputs = _digest_inputs(digest_model(base), written, digest_tokenizer(tokenizer))

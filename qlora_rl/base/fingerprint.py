@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from qlora_rl.base.experts import naming_of, stored_parts
 from qlora_rl.base.kinds import directory_takes_images
 from qlora_rl.base.quant import dequantize_exactly, exact_absmax, plain_name
 from qlora_rl.base.stored import StoredTensors
@@ -189,9 +190,12 @@ def identify(found: BaseFingerprint, compute_dtype: str) -> str:
 
 
 def linear_names(directory: str | os.PathLike[str]) -> list[str]:
-    """Last names of the linears of a base directory's language model (`q_proj`, ...), embeddings and head left out, and of their fused forms."""
+    """Last names of the linears of a base directory's language model (`q_proj`, ...) and of their fused forms; not of embeddings, head, experts and
+    their routers."""
     described = json.loads((Path(directory) / "fingerprint.json").read_text())["leaves"]
     owners = {name.removesuffix(".weight") for name, leaf in described.items() if len(leaf["shape"]) == 2}
+    mixtures = tuple({name.partition("experts.")[0] for name in owners if ".experts." in name})
+    owners = {name for name in owners if not name.startswith(mixtures)}
     if directory_takes_images(directory):
         owners = {name for name in owners if name.startswith("model.language_model.")}
     names = {owner.split(".")[-1] for owner in owners} - {
@@ -272,11 +276,14 @@ def digest_bytes(tensor: torch.Tensor, *, zeros_alike: bool = False) -> str:
 
 
 def _leaves(base: torch.nn.Module, baked: torch.dtype | None) -> Iterator[tuple[str, Leaf]]:
+    naming = naming_of(base)
     for name, parameter in base_parameters(base):
         state = getattr(parameter, "quant_state", None)
         if state is None:
-            leaf = digest_plain(parameter.data if baked is None else parameter.data.to(baked))
-        elif baked is None:
+            for stored, part in stored_parts(naming, plain_name(name), parameter.data):
+                yield stored, digest_plain(part if baked is None else part.to(baked))
+            continue
+        if baked is None:
             leaf = digest_4bit(parameter.data, state)
         else:
             weight = dequantize_exactly(parameter.data, exact_absmax(state), state.code, state.blocksize, state.shape)

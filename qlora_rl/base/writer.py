@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qlora_rl.base.experts import naming_of, routers_of, stored_parts
 from qlora_rl.base.kinds import directory_takes_images, vision_parts
 from qlora_rl.base.quant import QuantSpec, plain_name, quantize_linear
-from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
+from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,16 +25,10 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
     from safetensors.torch import save_file
 
     tensors = dict(base_tensors(model))
-    experts = next((name for name in tensors if ".experts." in name), None)
-    if experts is not None:
-        raise NotYetSupportedError(
-            f"preparing a base: {experts} belongs to a mixture of experts, whose tensors transformers holds in another "
-            "layout than the checkpoint. Use a dense model.",
-            module=experts,
-        )
+    routers = set(routers_of(model))  # linears of vLLM's, which would quantise them
     if spec.is_4bit and not is_quantized:
         head = model.get_output_embeddings()
-        skip = set(spec.skip_modules)
+        skip = routers | set(spec.skip_modules)
         vision = vision_parts(model)
         # transformers matches the beginning of a name, vLLM, which calls these parts otherwise, one component of it.
         skip |= {*vision, *(part.rpartition(".")[2] for part in vision)}
@@ -61,7 +57,7 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
             spec.quant_type, spec.double_quant, spec.blocksize, spec.compute_dtype, tuple(sorted(skip))
         )
     else:
-        config_spec = spec
+        config_spec = replace(spec, skip_modules=tuple(sorted(routers | set(spec.skip_modules))))
     for name, tensor in tensors.items():
         is_state = ".weight." in name
         if tensor.is_floating_point() and not is_state and tensor.dtype != spec.dtype:
@@ -136,7 +132,8 @@ def write_weights(
 
 
 def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and CPU tensors of the bare base; adapters left out, tied tensors once, float storage of codes undone."""
+    """Names in checkpoints and CPU tensors of the bare base; adapters left out, tied tensors once, float storage of codes undone."""
+    naming = naming_of(model)
     seen: set[tuple[int, tuple[int, ...]]] = set()
     state = model.state_dict()
     wrappers = [name for name, module in model.named_modules() if hasattr(module, "adapter_layer_names")]
@@ -151,7 +148,8 @@ def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         seen.add(place)
         if f"{name}.absmax" in state:  # codes; FSDP-QLoRA keeps them in a float dtype: the same bits
             tensor = tensor.contiguous().view(torch.uint8).reshape(-1, 1)
-        yield plain_name(name), tensor.detach().cpu().contiguous()
+        for stored, part in stored_parts(naming, plain_name(name), tensor.detach()):
+            yield stored, part.cpu().contiguous()
 
 
 def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_code: bool) -> None:

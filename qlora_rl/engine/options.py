@@ -13,6 +13,7 @@ import torch
 
 from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase, open_base
+from qlora_rl.base.experts import check_mixture_type, is_mixture
 from qlora_rl.base.fingerprint import linear_names
 from qlora_rl.base.kinds import image_tokens
 from qlora_rl.contracts import rank_class
@@ -52,6 +53,7 @@ class StartOptions:
         is_cpu: vLLM runs on the CPU.
         max_lora_rank: one of vLLM's classes; 0 without LoRA.
         max_model_length: prompt plus completion, in tokens.
+        is_mixture: the base is a mixture of experts; vLLM cannot be given other weights for it.
         image_tokens: what stands for images and videos in the ids of a vision-language model, and is never sampled; empty for a text model.
     """
 
@@ -63,7 +65,13 @@ class StartOptions:
     is_cpu: bool
     max_lora_rank: int
     max_model_length: int
+    is_mixture: bool = False
     image_tokens: tuple[int, ...] = ()
+
+    @property
+    def takes_dense(self) -> bool:
+        """It can be given full weights, as far as the base decides."""
+        return not self.is_4bit and self.ranks == 1 and not self.is_mixture and not self.image_tokens
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -130,7 +138,14 @@ def start_options(
     prepared, ranks = open_base(base, verify=False), tensor_parallel_size
     config = AutoConfig.from_pretrained(prepared.path, trust_remote_code=trust_remote_code)
     compat.require_head_size(config)
+    if mixture := is_mixture(config):
+        check_mixture_type(config)
     if ranks > 1:
+        if mixture:
+            raise EngineUnsupportedError(
+                f"starting vLLM: tensor_parallel_size={ranks} with a mixture of experts: which part of an expert a rank holds cannot be told here, "
+                "and so not verified. Use tensor_parallel_size=1."
+            )
         prepared = _for_ranks(prepared, ranks, vllm_options)
     base, is_4bit, is_cpu = prepared.path, prepared.spec.is_4bit, compat.platform_is_cpu()
     if is_4bit:
@@ -176,7 +191,11 @@ def start_options(
         # Without this, vLLM wraps embeddings and head of some models too: buffers of vocabulary x rank that we never
         # fill, and a crash of its CPU backend when prompt logprobs are asked for.
         arguments["lora_target_modules"] = linear_names(base)
-    if base_compute == "auto" and is_4bit and not is_cpu:
+    if mixture:
+        arguments["worker_cls"] = "qlora_rl.engine.worker.mixtures.Worker"
+        if not is_cpu:
+            arguments["moe_backend"] = "triton"  # which leaves the experts in the order in which they are compared
+    elif base_compute == "auto" and is_4bit and not is_cpu:
         arguments["worker_cls"] = "qlora_rl.engine.worker.gpu.Worker"
         # Part of the key of vLLM's cache of compiled code: a graph with other linears must not be taken from there.
         arguments["additional_config"] = {"qlora_rl": {"base_compute": base_compute}}
@@ -192,7 +211,9 @@ def start_options(
             )
         # Without its cache of processed images: one that is rejected half-way would be missing from the other half of it. `images` processes each once.
         arguments |= {"limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0}, "mm_processor_cache_gb": 0}
-    return StartOptions(arguments | vllm_options, base, ranks, version, is_4bit, is_cpu, rank, length, tuple(images))
+    return StartOptions(
+        arguments | vllm_options, base, ranks, version, is_4bit, is_cpu, rank, length, mixture, tuple(images)
+    )
 
 
 def _for_ranks(prepared: PreparedBase, ranks: int, vllm_options: Mapping[str, Any]) -> PreparedBase:

@@ -117,7 +117,7 @@ def _dense(
     if capabilities is not None and not capabilities.takes_dense:
         raise collected(
             f"planning the sync: this adapter can be synced as full weights only, and {capabilities.name} cannot take them: a 4-bit base "
-            "would read them as packed codes, and a server takes them only without LoRA. Serve the baked base without LoRA, "
+            "would read them as packed codes, a mixture of experts keeps its own in an order of vLLM's, and a server takes them only without LoRA. Serve the baked base without LoRA, "
             "LocalEngine(bake_base(base), max_lora_rank=0) or `qlora-rl serve BAKED --max-lora-rank 0`, or pass rollout='colocate' "
             "or 'server', which do this automatically",
             reasons,

@@ -412,7 +412,7 @@ def _pair(
             choice.rollout if choice.engine is None else choice.engine,
             False if is_whole else options.share_base,
             peft_config,
-            check=lambda verdict: why_dense(plan_sync(verdict, wish=options.sync)),
+            check=lambda verdict: why_dense(plan_sync(verdict, wish=options.sync), source.base),
             start=lambda rank: choice.start(source.base, rank),
             reason="the trainer's is sharded over the processes" if sharded else choice.why_no_base,
         )

@@ -103,8 +103,8 @@ class DenseWeights:
         """Raise where vLLM would take dense weights for packed codes without a word, or several GPUs hold parts of them."""
         if not capabilities.takes_dense:
             raise EngineUnsupportedError(
-                f"loading weights: {capabilities.name} serves {base} in 4 bits or on several GPUs, where dense weights cannot be "
-                "written. Serve the baked base: LocalEngine(bake_base(base), max_lora_rank=0)."
+                f"loading weights: {capabilities.name} serves {base} in 4 bits, on several GPUs or as a mixture of experts, where dense weights cannot "
+                "be written. Serve the baked base: LocalEngine(bake_base(base), max_lora_rank=0)."
             )
 
 

@@ -158,7 +158,7 @@ class LocalEngine:
         return EngineCapabilities(
             name=f"vllm {self._vllm_version} ({'cpu' if self._is_cpu else 'gpu'})",
             takes_adapters=bool(self.max_lora_rank),
-            takes_dense=not self._is_4bit and self._start.ranks == 1 and not self._start.image_tokens,
+            takes_dense=self._start.takes_dense,
             max_lora_rank=self.max_lora_rank,
             max_model_length=self._max_model_length,
             adapter_dtype=dtype,

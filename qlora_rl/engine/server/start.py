@@ -163,7 +163,9 @@ class _Server:
         found = described(await engine.collective_rpc("qlora_describe_base"), self.start.base)
         rank = self.start.max_lora_rank
         sizes = adapter_sizes(await engine.collective_rpc("qlora_adapter_sizes"), found) if rank else {}
-        weights = ServedWeights(engine, self.store.root.parent, {} if rank or ranks > 1 else found.leaves)
+        weights = ServedWeights(
+            engine, self.store.root.parent, found.leaves if self.start.takes_dense and not rank else {}
+        )
         limit = self.max_body_mib
         if limit is None:
             limit = max(16.0, 1.1 * 4 * rank * sum(i + o for i, o in sizes.values()) / _MIB + 1)

@@ -146,11 +146,18 @@ class BaseExtension:
         modules = dict(model.named_modules())
         weights = {name: Lent(codes, state) for name, codes, state in quantised(model)}
         withheld: dict[str, str] = {}
+        mixtures = tuple(
+            f"{name.removesuffix('experts.routed_experts')}"
+            for name in modules
+            if name.endswith(".experts.routed_experts")
+        )
         for name, parameter in model.named_parameters():
             if getattr(parameter, "bnb_quant_state", None) is not None:
                 continue
             owner, weight, why = modules[name.rpartition(".")[0]], parameter.data, None
-            if weight.numel() == 0:
+            if name.startswith(mixtures):
+                why = "trainer and engine each hold the mixture of a layer"
+            elif weight.numel() == 0:
                 why = "vLLM's CPU backend has packed it away for its own kernels"
             elif weight.dtype != dtype:
                 why = f"vLLM holds it as {str(weight.dtype).removeprefix('torch.')}"

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from qlora_rl.engine.worker.experts import expert_matrices, expert_names, is_of_experts, unpacked
+
 
 def quantised(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Any]]:
     """Name, packed codes and QuantState of every 4-bit weight; fused ones split back into their shards."""
@@ -37,12 +39,16 @@ def unquantised_parameters(
         if getattr(parameter, "bnb_quant_state", None) is not None:
             continue
         owner = modules[name.rpartition(".")[0]]
-        yield name, _as_loaded(parameter.data, owner, dtype), owner
+        weight = unpacked(parameter.data, owner) if is_of_experts(name) else _as_loaded(parameter.data, owner, dtype)
+        yield name, weight, owner
 
 
 def parts(model: torch.nn.Module, name: str, weight: torch.Tensor, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """An unquantised weight of vLLM's, in the parts that transformers knows; views."""
     shards = shard_names(model, name)
+    if is_of_experts(name):
+        yield from zip(shards, expert_matrices(name, weight, owner), strict=True)
+        return
     if len(shards) > 1:
         yield from zip(shards, weight.split(list(owner.output_sizes), dim=0), strict=True)
         return
@@ -52,6 +58,8 @@ def parts(model: torch.nn.Module, name: str, weight: torch.Tensor, owner: Any) -
 
 def shard_names(model: torch.nn.Module, name: str) -> list[str]:
     """What transformers calls the parts of a vLLM parameter: q, k and v of `qkv_proj`, and so on."""
+    if is_of_experts(name):
+        return expert_names(name, model.get_submodule(name.rpartition(".")[0]))
     path, _, what = _transformers_name(model, name.replace(".base_layer.", ".")).rpartition(".")
     parent, _, own = path.rpartition(".")
     packed = getattr(model, "packed_modules_mapping", {}).get(own)
@@ -76,7 +84,7 @@ def _as_loaded(weight: torch.Tensor, owner: torch.nn.Module, dtype: torch.dtype)
     the identity, which is exact. It may lift a bias to float32: taken back where that loses nothing.
     """
     if weight.numel() == 0 and hasattr(owner, "cpu_linear"):
-        size, device = owner.input_size_per_partition, weight.device
+        size, device = getattr(owner, "input_size_per_partition", owner.input_size), weight.device
         columns = [
             owner.cpu_linear(eye, owner.weight, None) for eye in torch.eye(size, dtype=dtype, device=device).split(1024)
         ]

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from qlora_rl.base.checkpoint import PreparedBase
+from qlora_rl.base.experts import directory_is_mixture
 from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
+from qlora_rl.errors import NotYetSupportedError, collected
 from qlora_rl.products import Float32Products
 from qlora_rl.sync.admission import Admission, verify_base
 from qlora_rl.sync.canary import Canary
@@ -137,7 +139,7 @@ def link_policy(
     try:
         verdict = judge_policy(model)
         # Raises before an engine is started that is not there yet.
-        is_dense = bool(why_dense(plan_sync(verdict, wish=sync)))
+        is_dense = bool(why_dense(plan_sync(verdict, wish=sync), base))
         if engine is None:
             engine = choice.start_dense(base) if is_dense else choice.start(base, verdict.rank)
         plan_sync(verdict, engine.capabilities(), wish=sync)  # before the bases are read
@@ -176,9 +178,21 @@ def _transport(name: str, sync_dir: str | os.PathLike[str] | None, engine: Rollo
     return TransportForAll(transport, engine) if isinstance(engine, EngineForAll) else transport
 
 
-def why_dense(plan: SyncPlan) -> str:
-    """Why the base cannot be shared, as far as the plan tells."""
-    return DENSE if plan.strategy == "weights" else ""
+def why_dense(plan: SyncPlan, base: PreparedBase) -> str:
+    """Why the base cannot be shared, as far as the plan tells.
+
+    Raises:
+        NotYetSupportedError: full weights, for a mixture of experts.
+    """
+    if plan.strategy == "lora_adapter":
+        return ""
+    if directory_is_mixture(base):
+        raise collected(
+            "planning the sync: this policy can be synced as full weights only, and vLLM cannot be given those of a mixture of experts",
+            plan.reasons[:-1],
+            NotYetSupportedError,
+        )
+    return DENSE
 
 
 def release(strategy: Any, close_engine: Callable[[], None] | None) -> None:

@@ -1,0 +1,147 @@
+"""Mixtures of experts in vLLM: loaded next to 4-bit linears, on the CPU's own kernel although LoRA is on; their experts read back.
+
+Names that are private to vLLM and its bitsandbytes plugin, as in `compat`. Runs inside vLLM's worker.
+
+Shape letters: E experts, I inner width of one, H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from qlora_rl.errors import EngineUnsupportedError
+
+_GATE_UP, _DOWN = "w13_weight", "w2_weight"
+
+
+@contextlib.contextmanager
+def experts_in_16_bits() -> Iterator[None]:
+    """While it lasts vLLM makes mixtures whose experts are neither 4-bit nor adapted.
+
+    - With LoRA on, 0.31 takes a Triton kernel for experts even where `lora_target_modules` leaves them out, and ends on the CPU. Remove when
+      its choice knows the target modules.
+    - The plugin (0.0.3) takes the experts of every 4-bit checkpoint for 4-bit, and cannot load these. Remove when it reads their names in
+      `llm_int8_skip_modules`.
+    - It also checks which parameters were loaded, and the experts' are not told by their full names. Remove when `MoERunner.load_weights` does.
+    """
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    select, load = unquantized.select_unquantized_moe_backend, MoERunner.load_weights
+
+    def select_unadapted(moe_config: Any) -> Any:
+        moe_config.is_lora_enabled = False
+        return select(moe_config)
+
+    def load_named(self: Any, weights: Any) -> Iterator[str]:
+        return (f"routed_experts.{name}" for name in load(self, weights))
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(_replaced(unquantized, "select_unquantized_moe_backend", select_unadapted))
+        patches.enter_context(_replaced(MoERunner, "load_weights", load_named))
+        with contextlib.suppress(ImportError):
+            from vllm_bnb_plugin.bitsandbytes_loader import BitsAndBytesModelLoader
+            from vllm_bnb_plugin.quantization.config import BitsAndBytesConfig
+
+            method = BitsAndBytesConfig.get_quant_method
+
+            def method_of(self: Any, layer: Any, prefix: str) -> Any:
+                if isinstance(layer, RoutedExperts):
+                    return unquantized.UnquantizedFusedMoEMethod(layer.moe_config)
+                return method(self, layer, prefix)
+
+            patches.enter_context(_replaced(BitsAndBytesConfig, "get_quant_method", method_of))
+            patches.enter_context(_replaced(BitsAndBytesModelLoader, "_fuse_moe_quant_states", lambda *_: {}))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def is_of_experts(name: str) -> bool:
+    """A parameter of vLLM's holds the experts of a layer."""
+    return name.endswith((f".experts.routed_experts.{_GATE_UP}", f".experts.routed_experts.{_DOWN}"))
+
+
+def expert_names(name: str, owner: Any) -> list[str]:
+    """What checkpoints call the matrices in such a parameter, expert by expert.
+
+    Args:
+        name: of the parameter.
+        owner: vLLM's layer that holds it.
+    """
+    path, _, own = name.rpartition(".routed_experts.")
+    parts = [owner.ckpt_gate_proj_name, owner.ckpt_up_proj_name] if own == _GATE_UP else [owner.ckpt_down_proj_name]
+    return [f"{path}.{number}.{part}.weight" for number in range(owner.moe_config.num_experts) for part in parts]
+
+
+def expert_matrices(name: str, weight: torch.Tensor, owner: Any) -> Iterator[torch.Tensor]:
+    """The matrices in such a parameter, in the order of `expert_names`, without the zeros that its kernel pads them with.
+
+    Args:
+        name: of the parameter.
+        weight: [E, 2I, H] or [E, H, I], as `unpacked` gives it.
+        owner: vLLM's layer that holds it.
+    """
+    width = owner.moe_config.intermediate_size_per_partition_unpadded
+    for expert in weight:
+        if name.endswith(_DOWN):
+            yield expert[:, :width]
+        else:
+            yield from (half[:width] for half in expert.chunk(2))
+
+
+def unpacked(weight: torch.Tensor, owner: Any) -> torch.Tensor:
+    """The experts of a layer in row-major order; on the CPU vLLM's kernel has put them in an order of its own.
+
+    Which order that is, is asked of vLLM's own packing: what it makes of the numbers of all places in an expert.
+
+    Args:
+        weight: as vLLM holds it, [E, rows, columns].
+        owner: vLLM's layer that holds it.
+
+    Raises:
+        EngineUnsupportedError: the packing does more than move elements.
+    """
+    kernel = owner.quant_method.moe_kernel.fused_experts
+    isa = getattr(kernel, "isa", None)
+    if isa is None or kernel._use_zentorch:
+        return weight
+    order = _packed_order(weight.shape[1:], weight.dtype, isa)
+    plain = torch.empty_like(weight)
+    for expert, packed in zip(plain.flatten(1), weight.flatten(1), strict=True):
+        expert[order] = packed
+    return plain
+
+
+def _packed_order(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Tensor:
+    """Where each element of a packed expert was before, [rows · columns]."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    count, width = shape.numel(), dtype.itemsize * 8
+    places = torch.arange(count)
+    order = torch.zeros(count, dtype=torch.long)
+    # Elements of 16 bits cannot hold the number of a place: it is packed in two halves.
+    kind = torch.int16 if width == 16 else torch.int32
+    for low in range(0, 32, width):
+        part = (places >> low) & (2**width - 1)
+        bits = torch.where(part >= 2 ** (width - 1), part - 2**width, part).to(kind)
+        packed = cpu_prepack_moe_weight(bits.view(dtype).reshape(1, *shape), isa)
+        order |= (packed.flatten().view(kind).long() & (2**width - 1)) << low
+    if not torch.equal(order.sort().values, places):
+        raise EngineUnsupportedError(
+            f"reading the experts: vLLM's packing for {isa} does more than move elements of {dtype}, so that what it holds cannot be compared."
+        )
+    return order

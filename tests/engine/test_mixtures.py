@@ -1,0 +1,87 @@
+"""Mixtures of experts in real vLLM: the base verified on both sides, adapters on attention served exactly."""
+
+import pytest
+import torch
+from datasets import Dataset
+from pair import OPTIONS, Pair
+from peft import LoraConfig
+from support import MIXTURES, make_model, tiny_training
+from trl import GRPOConfig
+
+from qlora_rl import (
+    EngineUnsupportedError,
+    LocalEngine,
+    NotYetSupportedError,
+    QLoRAGRPOTrainer,
+    bake_base,
+    compare,
+    fingerprint_base,
+    load_base,
+    prepare_base,
+    verify_base,
+)
+from qlora_rl.base.experts import mixtures_in
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SMALL = OPTIONS | {"max_lora_rank": 8}
+EXACT = 1e-5  # nats, in float32; a wrong scale is 1e-2 and more
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def mixture(request, tmp_path_factory):
+    """A random mixture as an NF4 base."""
+    root = tmp_path_factory.mktemp(request.param)
+    return prepare_base(make_model(root / "model", architecture=request.param, tied=False), out=root / "base")
+
+
+def test_the_base_is_verified_expert_by_expert_and_a_flipped_bit_is_named(mixture):
+    model = load_base(mixture)
+    with LocalEngine(mixture, **SMALL) as engine:
+        admission = verify_base(model, engine)
+        leaves = admission.theirs.leaves
+        count = getattr(model.config, "num_experts", None) or model.config.num_local_experts
+        assert sum(".experts." in name for name in leaves) == 3 * count * len(mixtures_in(model))
+        assert {leaves[f"model.layers.1.self_attn.{name}.weight"].kind for name in ATTENTION} == {"nf4"}
+        assert not engine.capabilities().takes_dense
+        # In the trainer: one value of one expert of one layer.
+        with torch.no_grad():
+            model.model.layers[1].mlp.experts.gate_up_proj[2, -1, 3].neg_()
+        [name] = compare(fingerprint_base(model), engine.describe_base()).modules
+        assert name.startswith("model.layers.1.")
+        assert name.endswith((".experts.2.up_proj.weight", ".experts.2.w3.weight"))
+        # In the engine: one bit of what its kernel multiplies with.
+        runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
+        held = dict(runner.get_model().named_parameters())
+        packed = next(held[n] for n in held if "layers.1" in n and n.endswith("w2_weight"))
+        packed.data[1].flatten().view(torch.uint8)[5] ^= 1
+        [name] = compare(admission.ours, engine.describe_base()).modules
+        assert name.startswith("model.layers.1.")
+        assert name.endswith((".experts.1.down_proj.weight", ".experts.1.w2.weight"))
+
+
+def test_in_float32_attention_adapters_are_served_exactly(mixture, tmp_path):
+    baked = bake_base(mixture, "float32")
+    with LocalEngine(baked, **SMALL) as engine:
+        verify_base(load_base(baked), engine)
+        pair = Pair(engine, baked, tmp_path)
+        bare = engine.score([[40, 41, 42, 43]])[0]
+        assert pair.apart(pair.base.eval()) < EXACT
+        assert pair.difference(pair.adapted(LoraConfig(r=8, lora_alpha=32, target_modules=ATTENTION))) < EXACT
+        served = engine.score([[40, 41, 42, 43]])[0]
+        assert max(abs(a - b) for a, b in zip(bare, served, strict=True)) > 1000 * EXACT
+
+
+def test_a_mixture_is_not_cut_over_ranks(mixture):
+    with pytest.raises(EngineUnsupportedError, match="tensor_parallel_size=2 with a mixture of experts"):
+        LocalEngine(mixture, tensor_parallel_size=2, **SMALL)
+
+
+def test_a_policy_that_needs_full_weights_is_rejected_before_an_engine_starts(mixture, tmp_path):
+    config = GRPOConfig(**tiny_training(output_dir=str(tmp_path), num_generations=2))
+    rows = Dataset.from_list([{"prompt": "1+1="}] * 4)
+    arguments = {"reward_funcs": lambda completions, **_: [0.0] * len(completions), "train_dataset": rows}
+    for adapter in (LoraConfig(target_modules="all-linear"), LoraConfig(target_modules=ATTENTION, use_dora=True)):
+        with pytest.raises(NotYetSupportedError, match="those of a mixture of experts") as caught:
+            QLoRAGRPOTrainer(model=mixture, args=config, peft_config=adapter, rollout="colocate", **arguments)
+        way_out = "Adapt the attention alone" if adapter.target_modules != set(ATTENTION) else "use_dora=False"
+        assert way_out in str(caught.value)
