@@ -35,7 +35,7 @@ SHAPES = {
 CARDS = (16, 24, 48, 80)
 WAYS = {
     "one base": [],
-    "one base, `--offload --sleep`": ["--offload", "--sleep"],
+    "one base, `--no-sleep --no-offload`": ["--no-sleep", "--no-offload"],
     "two bases": ["--two-copies"],
 }
 ONE = ["--gpu-memory", "24", "--max-length", "4096", "--batch-size", "1", "--num-generations", "8"]

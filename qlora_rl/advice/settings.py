@@ -107,7 +107,7 @@ def recommend(
     - In GRPO truncated importance sampling by token: TIS, and docs/fidelity.md#the-correction.
     - float32 adapter weights: docs/fidelity.md#the-dtype-of-the-adapter.
 
-    The batch and, if need be, the length are lowered until the run fits.
+    Until the run fits, the batch is lowered; then the plan turns on what only costs time (`ledger/choice.py`); then the length is lowered.
 
     Args:
         model: checkpoint or base directory, config.json, or hub name; no weight is read.
@@ -156,6 +156,7 @@ def recommend(
         "gradient_checkpointing": True,
         "bf16": True,
     }
+    config |= {way.config[0]: way.config[1] for way in ledger.chosen}
     if task in _SAMPLING:
         config |= {
             "num_generations": _GENERATIONS,
@@ -180,36 +181,32 @@ def recommend(
 
 
 def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any]) -> MemoryLedger:
-    """The memory estimate of the largest batch that fits at full length; or of one sequence, at the length that fits."""
+    """The memory estimate of the largest batch that fits at full length, if need be with what the plan turns on; or of one sequence, shorter."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or max_length
     pairs = 2 if task == "dpo" else 1  # chosen and rejected, in one forward
-    ledger = None
-    for batch in (8, 4, 2, 1):
-        ledger = plan_memory(
-            config,
-            **request,
-            max_length=min(max_length, positions),
-            batch_size=batch * pairs,
-            sequences=_PER_STEP[task] if task in _SAMPLING else 1,
-        )
-        if ledger.fits:
-            return ledger
+    wanted = plan_memory(
+        config,
+        **request,
+        max_length=min(max_length, positions),
+        sequences=_PER_STEP[task] if task in _SAMPLING else 1,
+    )
+    for chosen in ({"offload": False, "sleeps": False}, {}):
+        for batch in (8, 4, 2, 1):
+            ledger = wanted.changed(batch_size=batch * pairs, **chosen)
+            if ledger.fits:
+                return ledger
     shorter = largest_length(ledger)
-    if shorter:
-        return plan_memory(
-            config,
-            **request,
-            max_length=shorter,
-            batch_size=ledger.request.batch_size,
-            sequences=ledger.request.sequences,
-        )
-    return ledger
+    return ledger.changed(max_length=shorter) if shorter else ledger
 
 
 def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int) -> dict[str, str]:
     fits = "the largest of 8, 4, 2, 1 that fits" if ledger.fits else "none fits: a larger card, or a smaller model"
     if ledger.request.gpu_memory_gib is None:
         fits = "no limit was named"
+    only_so = {
+        way.config[0]: f"{way.words}: it fits only so, at about {way.cost:.0%} of a step's time"
+        for way in ledger.chosen
+    }
     length = "as asked" if ledger.request.max_length == wished else "what the model, or the card, allows"
     return {
         "quant": "NormalFloat, better than FP4 and int4 at equal size (QLoRA, table 4); or as the base is held",
@@ -237,7 +234,7 @@ def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int) -> dict[
         "max_completion_length": "half of it",
         "adapter_dtype": "small updates are not rounded away; multiplied in bf16 as the engine does",
         "gpu_memory": _limit(ledger),
-    }
+    } | only_so
 
 
 def _limit(ledger: MemoryLedger) -> str:

@@ -58,11 +58,17 @@ def add(commands: Any) -> None:
         "--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="(default: on)"
     )
     plan.add_argument(
-        "--offload", action="store_true", help="layer inputs wait in host memory (gradient_checkpointing_kwargs)"
+        "--offload",
+        action=argparse.BooleanOptionalAction,
+        help="layer inputs wait in host memory, gradient_checkpointing_kwargs (default: where it fits only so)",
     )
     plan.add_argument("--two-copies", action="store_true", help="trainer and engine hold a base each")
     plan.add_argument("--padded", action="store_true", help="micro-batches keep their padding (remove_padding=False)")
-    plan.add_argument("--sleep", action="store_true", help="the KV cache is freed between rollouts")
+    plan.add_argument(
+        "--sleep",
+        action=argparse.BooleanOptionalAction,
+        help="the KV cache is freed between rollouts (default: where it fits only so)",
+    )
     plan.add_argument(
         "--base-compute",
         choices=["nf4", "baked"],
@@ -95,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         sequences=max(arguments.batch_size, arguments.num_generations),
         optimizer=arguments.optim,
         gradient_checkpointing=arguments.gradient_checkpointing,
-        offload=arguments.offload and arguments.base_compute is None,
+        offload=arguments.offload if arguments.base_compute is None else False,
         shared=not arguments.two_copies,
         sleeps=arguments.sleep,
         padded=arguments.padded,

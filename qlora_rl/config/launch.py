@@ -200,6 +200,10 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     rollout, sync = config.rollout, config.sync
     usual = {each.name: default(each) for each in fields(Rollout)}
     engine = {name: value for name, value in vars(rollout).items() if name not in _NO_ENGINE and value != usual[name]}
+    if rollout.where == "colocate" and config.train.get("vllm_enable_sleep_mode") is False:
+        engine["enable_sleep"] = (
+            False  # the config alone does not tell it from its default, which leaves it to the plan
+        )
     return found | {
         "rollout": rollout.where,
         "api_key_file": rollout.api_key_file,
@@ -257,7 +261,8 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
         lora = make_lora({each.name: getattr(adapter, each.name) for each in fields(Adapter) if each.name not in _OURS})
         if config.method in PLANNED and config.run.gpu_memory != "auto":
             quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
-            check_memory(held.model, args, quantization, lora, trainer_arguments(config))
+            ours, rests = trainer_arguments(config), config.method != "async_grpo"
+            check_memory(held.model, args, quantization, lora, ours, rests=rests)
     base = prepare_base(
         held.model,
         spec.quant_type,

@@ -15,6 +15,7 @@ from qlora_rl.contracts import rank_class
 from qlora_rl.errors import MemoryBudgetError
 from qlora_rl.ledger import lines as count
 from qlora_rl.ledger.cards import usable_gib
+from qlora_rl.ledger.choice import OFFLOAD, SLEEPS, Way, describe, sets_of
 from qlora_rl.ledger.lines import Line
 from qlora_rl.ledger.request import MemoryRequest
 from qlora_rl.ledger.shape import ModelShape, read_shape, skeleton
@@ -40,12 +41,18 @@ class MemoryLedger:
         request: what the run is to do.
         adapter: shapes of the trained tensors.
         lines: all of it but the KV cache.
+        asked: `request`, before the plan has decided what was left to it.
+        chosen: what it has turned on.
+        unaided_bytes: the smallest peak without that.
     """
 
     shape: ModelShape
     request: MemoryRequest
     adapter: Mapping[str, tuple[int, ...]]
     lines: tuple[Line, ...]
+    asked: MemoryRequest
+    chosen: tuple[Way, ...] = ()
+    unaided_bytes: int = 0
 
     # --- sums -------------------------------------------------------------------------------------------------------
 
@@ -149,13 +156,13 @@ class MemoryLedger:
 
     def changed(self, **request: Any) -> MemoryLedger:
         """The estimate for the same model and adapter with other fields of the request, such as `shared=False`."""
-        return _ledger(self.shape, replace(self.request, **request), self.adapter)
+        return _ledger(self.shape, replace(self.asked, **request), self.adapter)
 
     def savings(self) -> list[Saving]:
         """What could be lowered, the largest saving first; of the peak with the smallest KV cache."""
         found = []
         for advice, change in _changes(self):
-            other = change if isinstance(change, MemoryLedger) else self.changed(**change)
+            other = change if isinstance(change, MemoryLedger) else _with(self, **change)
             saved = self.least_bytes - other.least_bytes
             if saved > 0:
                 found.append(Saving(advice, saved, other.fits))
@@ -181,16 +188,25 @@ class MemoryLedger:
             f"\n  {s.advice}: saves {s.nbytes / GIB:.2f} GiB{', which is enough' if s.is_enough else ''}"
             for s in savings
         )
+        chosen = f"{self.choice}\n" if self.choice else ""
         largest = largest_length(self)
         shorter = f"\n  max_length={largest}: the longest that fits" if largest else "\n  no length fits by itself"
         raise MemoryBudgetError(
             f"planning the memory: {self.shape.name} needs {peak:.2f} GiB at its peak > gpu_memory={budget:.2f} GiB{self._card_words}.\n"
-            f"{self.table()}\nLower one of these:{ways}{shorter}",
+            f"{self.table()}\n{chosen}Lower one of these:{ways}{shorter}",
             reasons=[
                 f"peak={peak:.2f} GiB > gpu_memory={budget:.2f} GiB{self._card_words}",
                 *(s.advice for s in savings),
             ],
         )
+
+    @property
+    def choice(self) -> str:
+        """What the plan has turned on, and why; empty where nothing was left to it."""
+        if self.budget_bytes is None or not _left_open(self.asked):
+            return ""
+        without = f"{self.unaided_bytes / GIB:.2f} GiB > {self.budget_bytes / GIB:.2f} GiB"
+        return describe(self.chosen, fits=self.fits, without=without)
 
     # --- for people -------------------------------------------------------------------------------------------------
 
@@ -228,7 +244,7 @@ class MemoryLedger:
             f"gradient checkpointing {'on' if r.gradient_checkpointing else 'off'}{', layer inputs in host memory' if r.offload else ''}, "
             f"{'one base' if r.shared else 'two bases'}"
         )
-        return f"{head}\n{self.table()}"
+        return "\n".join(filter(None, [head, self.table(), self.choice]))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: request, lines, sums and the verdict."""
@@ -236,6 +252,8 @@ class MemoryLedger:
             "model": self.shape.name,
             "parameters": self.shape.parameters,
             "request": self.request.as_dict(),
+            "choice": self.choice,
+            "chosen": {way.field: way.setting for way in self.chosen},
             "lines": [vars(line) for line in self.lines],
             "kv_cache_bytes": self.cache_bytes,
             "kv_cache_sequences": self.cache_sequences,
@@ -300,7 +318,40 @@ def largest_length(ledger: MemoryLedger) -> int:
     return 64 * low
 
 
-def _ledger(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tuple[int, ...]]) -> MemoryLedger:
+def _left_open(asked: MemoryRequest) -> list[Way]:
+    """What the plan may turn on."""
+    if asked.device != "cuda":
+        return []
+    works = ((SLEEPS, asked.has_engine), (OFFLOAD, asked.gradient_checkpointing))
+    return [way for way, does in works if does and getattr(asked, way.field) is None]
+
+
+def _ledger(shape: ModelShape, asked: MemoryRequest, adapter: Mapping[str, tuple[int, ...]]) -> MemoryLedger:
+    """With the cheapest of what was left to the plan that lets it fit; with all of that where nothing does."""
+    tried = []
+    for chosen in sets_of(_left_open(asked)):
+        tried.append(_settled(shape, asked, adapter, chosen))
+        if tried[-1].fits:
+            break
+    return replace(tried[-1], unaided_bytes=tried[0].least_bytes)
+
+
+def _settled(
+    shape: ModelShape, asked: MemoryRequest, adapter: Mapping[str, tuple[int, ...]], chosen: Sequence[Way]
+) -> MemoryLedger:
+    settled: dict[str, Any] = {
+        way.field: way in chosen for way in (SLEEPS, OFFLOAD) if getattr(asked, way.field) is None
+    }
+    request = replace(asked, **settled)
+    return MemoryLedger(shape, request, adapter, _lines(shape, request, adapter), asked, tuple(chosen))
+
+
+def _with(ledger: MemoryLedger, **change: Any) -> MemoryLedger:
+    """With other fields of the request, and what the plan has decided as it is."""
+    return _settled(ledger.shape, replace(ledger.request, **change), ledger.adapter, ())
+
+
+def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tuple[int, ...]]) -> tuple[Line, ...]:
     spec, device = request.spec, request.device
     trained = getattr(torch, request.adapter_dtype).itemsize
     batch, length = request.batch_size, request.max_length
@@ -318,7 +369,7 @@ def _ledger(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tup
             checkpointing=request.gradient_checkpointing,
             device=device,
             padded=request.padded or shape.needs_masks(length),
-            offload=request.offload,
+            offload=bool(request.offload),
             tiles=request.tiles,
         ),
         count.head_line(shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device),
@@ -331,7 +382,7 @@ def _ledger(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tup
         lines.append(Line("CUDA and vLLM", overhead, "context, workspaces, CUDA graphs: assumed", is_exact=False))
     if not request.has_engine:
         lines = [line for line in lines if line.name not in count.OF_THE_ENGINE]
-    return MemoryLedger(shape, request, adapter, tuple(lines))
+    return tuple(lines)
 
 
 def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
@@ -351,7 +402,7 @@ def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
     if not request.gradient_checkpointing:
         changes.append(("gradient_checkpointing=True", {"gradient_checkpointing": True}))
     elif not request.offload and request.device == "cuda":
-        changes.append(("gradient_checkpointing_kwargs={'offload': True}", {"offload": True}))
+        changes.append((OFFLOAD.setting, {OFFLOAD.field: True}))
     if request.padded and not ledger.shape.needs_masks(length):
         changes.append(("remove_padding=True", {"padded": False}))
     if not request.spec.is_4bit:
@@ -365,7 +416,7 @@ def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
     if count.OPTIMIZERS.get(request.optimizer, (2, 0))[0]:
         changes.append(("optim='adamw_8bit'", {"optimizer": "adamw_8bit"}))
     if not request.sleeps and request.device == "cuda":
-        changes.append(("vllm_enable_sleep_mode=True", {"sleeps": True}))
+        changes.append((SLEEPS.setting, {SLEEPS.field: True}))
     if request.kv_cache_gib is not None:
         half = request.kv_cache_gib / 2
         changes.append((f"kv_cache_gib={half:g}", {"kv_cache_gib": half}))
@@ -376,7 +427,7 @@ def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
         half = max(ranks) // 2
         halved = {name: _halved(name, shape) for name, shape in ledger.adapter.items()}
         if rank_class(half) <= rank_class(max(ranks)):
-            changes.append((f"rank {half}", _ledger(ledger.shape, request, halved)))
+            changes.append((f"rank {half}", _settled(ledger.shape, request, halved, ())))
     return changes
 
 

@@ -13,6 +13,9 @@ from qlora_rl.errors import ConfigConflictError
 class MemoryRequest:
     """What a run is to do, as far as memory depends on it.
 
+    `None` leaves `offload` and `sleeps` to the plan: with a limit it turns on the cheapest of them that let the run fit
+    (`ledger/choice.py`), without one none.
+
     Attributes:
         spec: how the base is held.
         max_length: prompt plus completion, in tokens.
@@ -49,13 +52,13 @@ class MemoryRequest:
     sequences: int = 8
     optimizer: str = "adamw_torch_fused"
     gradient_checkpointing: bool = True
-    offload: bool = False
+    offload: bool | None = None
     tiles: bool = True
     adapter_dtype: str = "float32"
     shared: bool = True
     baked: bool = False
     copies_dtype: str | None = None
-    sleeps: bool = False
+    sleeps: bool | None = None
     chunked_logits: bool = True
     padded: bool = False
     cache_dtype: str = "auto"

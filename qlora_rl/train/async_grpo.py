@@ -51,6 +51,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
     _tag_names = ["trl", "grpo", "async", "qlora-rl"]
 
     _takes_images = False
+    _rests = False
     _one_process = "rollouts are generated ahead by one"
 
     def __init__(self, *args: Any, max_staleness: int = 1, rollout_threads: int | None = None, **kwargs: Any):

@@ -97,6 +97,8 @@ class OnlineTrainer(TrainedRun):
     _is_planned = True
     # Its prompts may hold images.
     _takes_images = False
+    # The engine generates nothing while the policy is trained.
+    _rests = True
     # Why it trains in one process; empty where several can share it.
     _one_process = ""
 
@@ -164,8 +166,17 @@ class OnlineTrainer(TrainedRun):
             self.memory = None
             if self._is_planned:
                 self.memory = _budget(
-                    model, args, options, rollout, peft_config, quantization_config, optimizers[0], is_whole=is_whole
+                    model,
+                    args,
+                    options,
+                    rollout,
+                    peft_config,
+                    quantization_config,
+                    optimizers[0],
+                    is_whole=is_whole,
+                    rests=self._rests,
                 )
+                self.memory.set_chosen(args)
             source = self._resolve(
                 model,
                 args,
@@ -381,6 +392,7 @@ def _budget(
     optimizer: Any,
     *,
     is_whole: bool,
+    rests: bool,
 ) -> MemoryBudget:
     if is_whole and options.gpu_memory != "auto":
         raise ConfigConflictError(
@@ -398,6 +410,7 @@ def _budget(
         adapter_dtype=options.adapter_dtype,
         shared=expects_one_copy(model, rollout, options.share_base),
         has_engine=rollout == "colocate",
+        rests=rests,
         baked=expects_full_weights(model, peft_config, options.sync, trust_remote_code=args.trust_remote_code),
         padded=not options.remove_padding,
     )

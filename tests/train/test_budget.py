@@ -2,10 +2,12 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
+from transformers import Qwen3Config
 
-from qlora_rl import ConfigConflictError, MemoryBudgetError, load_base
+from qlora_rl import ConfigConflictError, MemoryBudgetError, load_base, plan_memory
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.ledger.cards import RESERVE_GIB
 from qlora_rl.ledger.plan import GIB
@@ -104,7 +106,7 @@ def test_a_kv_cache_of_the_users_own_stays_his(fields, options, make_trainer, co
     assert colocate[0].get("kv_cache_gib") == options.get("kv_cache_gib")
 
 
-def budget_on_a_card(reported_gib, gpu_memory, base, args, monkeypatch):
+def budget_on_a_card(reported_gib, gpu_memory, base, args, monkeypatch, **options):
     """The budget of a run on a card that reports so much memory."""
     from peft import LoraConfig
 
@@ -113,7 +115,7 @@ def budget_on_a_card(reported_gib, gpu_memory, base, args, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int((reported_gib - 1) * GIB), int(reported_gib * GIB)))
     args.use_cpu = False
-    wanted = {"quantization_config": None, "engine_options": {"base_compute": "auto"}, "optimizer": None}
+    wanted = {"quantization_config": None, "engine_options": {"base_compute": "auto"} | options, "optimizer": None}
     wanted |= {"adapter_dtype": "float32", "shared": True, "has_engine": True}
     lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     return MemoryBudget(gpu_memory, str(base.path), args, peft_config=lora, **wanted)
@@ -134,6 +136,68 @@ def test_a_card_that_has_less_than_others_of_its_size_gets_what_it_has(base, con
         budget = budget_on_a_card(21.6, 24, base, config(), monkeypatch)
     assert budget.ledger.budget_bytes == pytest.approx((21.6 - RESERVE_GIB) * GIB, abs=2)
     assert "21.6" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "set_to"),
+    [
+        ({}, {}, (True, {"offload": True})),
+        (
+            {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            {},
+            (True, {"use_reentrant": False, "offload": True}),
+        ),
+        ({"gradient_checkpointing_kwargs": {"offload": True}}, {}, (True, {"offload": True})),
+        ({"vllm_enable_sleep_mode": True}, {}, (True, {"offload": True})),
+        ({"gradient_checkpointing_kwargs": {"offload": False}}, {}, MemoryBudgetError),
+        ({}, {"enable_sleep": False}, MemoryBudgetError),
+    ],
+)
+def test_the_plan_turns_on_what_is_not_set_and_what_is_set_stays(
+    fields, options, set_to, config, tmp_path, monkeypatch
+):
+    """Qwen3-8B on a card of 24 GB, one sequence of 65,536 tokens."""
+    shape = Qwen3Config(
+        vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=131_072,
+    )  # fmt: skip
+    (tmp_path / "8b").mkdir()
+    (tmp_path / "8b" / "config.json").write_text(shape.to_json_string())
+    args = config(
+        vllm_max_model_length=65_536,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
+        gradient_checkpointing=True,
+        **fields,
+    )
+    wanted = SimpleNamespace(path=tmp_path / "8b")
+    if set_to is MemoryBudgetError:
+        with pytest.raises(MemoryBudgetError, match="turned on by the plan, and not enough"):
+            budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **options)
+        return
+    budget = budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **options)
+    budget.set_chosen(args)
+    assert (args.vllm_enable_sleep_mode, args.gradient_checkpointing_kwargs) == set_to
+    assert budget.as_dict()["choice"].startswith("turned on by the plan: ")
+
+
+def test_an_engine_sleeps_in_a_run_that_fits_only_so(make_trainer, config, colocate, monkeypatch):
+    """The memory is planned as for a GPU whose memory is just enough with an engine that sleeps."""
+    from qlora_rl.train.setup import budget
+
+    def planned(*args, **request):
+        wide = plan_memory(*args, **request | {"device": "cuda", "sleeps": None, "offload": None})
+        return wide.changed(gpu_memory_gib=(wide.changed(sleeps=True).least_bytes + 1000) / GIB)
+
+    monkeypatch.setattr(budget, "plan_memory", planned)
+    trainer = make_trainer(rollout="colocate", gpu_memory="auto", args=config(max_steps=2))
+    assert colocate[0]["enable_sleep"] is True
+    trainer.train()
+    written = json.loads((trainer.run.path / "config.json").read_text())
+    assert written["memory"]["chosen"] == {"sleeps": "vllm_enable_sleep_mode=True"}
+    assert "turned on by the plan: the KV cache" in written["memory"]["choice"]
+    assert trainer.args.vllm_enable_sleep_mode is True
+    assert trainer.engine.naps == 2
 
 
 @pytest.mark.parametrize("asked", [24, 20.5])

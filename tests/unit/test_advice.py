@@ -59,6 +59,22 @@ def test_a_smaller_card_gets_a_smaller_batch_and_then_a_shorter_length(config_of
     assert lengths[-1] < 4096
 
 
+def test_what_only_costs_time_is_turned_on_before_the_length_is_lowered(config_of):
+    asked = config_of("8b", positions=65_536)
+    long = recommend(asked, "grpo", 24, max_length=36_000)
+    assert (long.fits, long.config["vllm_max_model_length"], long.config["per_device_train_batch_size"]) == (
+        True,
+        36_000,
+        1,
+    )
+    assert long.config["gradient_checkpointing_kwargs"] == {"offload": True}
+    assert "fits only so" in long.reasons["gradient_checkpointing_kwargs"]
+    assert "gradient_checkpointing_kwargs" not in recommend(asked, "grpo", 24, max_length=4096).config
+    sft = recommend(asked, "sft", 24, max_length=65_536)
+    assert sft.config["gradient_checkpointing_kwargs"] == {"offload": True}
+    assert "vllm_enable_sleep_mode" not in sft.config
+
+
 def test_the_command_and_the_function_plan_the_same_for_a_card_and_pass_its_size_on(config_of, capsys):
     path = str(config_of("8b"))
     budgets = [recommend(path, "grpo", 24).ledger.budget_bytes]

@@ -174,6 +174,14 @@ def test_only_what_differs_from_the_default_is_told_the_engine(tmp_path):
     assert arguments["sync"] == "auto"
 
 
+@pytest.mark.parametrize(("said", "told"), [({}, {}), ({"vllm_enable_sleep_mode": False}, {"enable_sleep": False})])
+def test_an_engine_that_is_not_to_sleep_is_left_awake_by_the_plan(said, told, tmp_path):
+    document = with_field("rollout", "where", "colocate")
+    document.setdefault("train", {}).update(said)
+    arguments = trainer_arguments(read_config(written(tmp_path, document), asks_trl=False))
+    assert arguments["engine_options"] == told
+
+
 def test_a_server_that_is_started_is_told_what_to_multiply_with(tmp_path):
     document = with_field("rollout", "where", "server")
     document["rollout"] |= {"base_compute": "baked"}

@@ -14,6 +14,7 @@ from qlora_rl import ConfigConflictError, MemoryBudgetError, QuantSpec, load_bas
 from qlora_rl.cli import main
 from qlora_rl.ledger import lines as count
 from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, card_size, usable_gib
+from qlora_rl.ledger.choice import WAYS
 from qlora_rl.ledger.plan import largest_length
 from qlora_rl.ledger.published import models, published
 from qlora_rl.ledger.request import MemoryRequest
@@ -300,6 +301,7 @@ def test_what_cannot_be_at_once_is_not_added():
     step = parts["step"] + max(parts["layer"], parts["head"])
     assert ledger.peak_bytes == parts["always"] + ledger.cache_bytes + max(step, parts["rollout"])
     asleep = plan_memory(known("Qwen2.5-0.5B")[0], max_length=1024, sleeps=True)
+    assert asleep.chosen == ()
     assert asleep.peak_bytes == parts["always"] + max(step, parts["rollout"] + ledger.cache_bytes)
 
 
@@ -444,14 +446,82 @@ def test_what_cannot_fit_is_refused_with_the_numbers_and_what_to_lower():
 
 
 def test_a_saving_is_what_the_change_really_saves():
-    ledger = plan_memory(known("Qwen3-8B")[0], max_length=4096, gpu_memory_gib=16)
+    asked = {"gpu_memory_gib": 16, "sleeps": True, "offload": True}
+    ledger = plan_memory(known("Qwen3-8B")[0], max_length=4096, **asked)
     found = {s.advice.split(" (")[0]: s for s in ledger.savings()}
-    smaller = plan_memory(known("Qwen3-8B")[0], max_length=4096, gpu_memory_gib=16, batch_size=4)
+    smaller = plan_memory(known("Qwen3-8B")[0], max_length=4096, **asked, batch_size=4)
     saving = found["per_device_train_batch_size=4"]
     assert saving.nbytes == ledger.least_bytes - smaller.least_bytes
     assert saving.is_enough == smaller.fits
-    lower = plan_memory(known("Qwen3-8B")[0], max_length=4096, gpu_memory_gib=16, rank=8)
+    lower = plan_memory(known("Qwen3-8B")[0], max_length=4096, **asked, rank=8)
     assert found["rank 8"].nbytes == ledger.least_bytes - lower.least_bytes
+
+
+def long_qwen3(**request):
+    """The memory estimate of Qwen3-8B for longer sequences than its config allows, one in a micro-batch."""
+    config = known("Qwen3-8B")[0]
+    config.max_position_embeddings = 2**19
+    return plan_memory(config, batch_size=1, **request)
+
+
+@pytest.mark.parametrize(
+    ("length", "card", "chosen", "fits"),
+    [
+        (4096, 24, [], True),
+        (24_576, 24, ["sleeps"], True),
+        (32_768, 24, ["offload"], True),
+        (60_032, 24, ["sleeps", "offload"], True),
+        (250_048, 80, ["sleeps", "offload"], True),
+        (250_048, 24, ["sleeps", "offload"], False),
+        (250_048, None, [], True),
+    ],
+)
+def test_the_plan_turns_on_the_cheapest_that_lets_a_run_fit(length, card, chosen, fits):
+    ledger = long_qwen3(max_length=length, gpu_memory_gib=card)
+    assert [way.field for way in ledger.chosen] == chosen
+    assert (ledger.request.sleeps, ledger.request.offload, ledger.fits) == (
+        "sleeps" in chosen,
+        "offload" in chosen,
+        fits,
+    )
+    said = ledger.as_dict()
+    assert said["chosen"] == {way.field: way.setting for way in ledger.chosen}
+    if chosen:
+        unaided = long_qwen3(max_length=length, gpu_memory_gib=card, sleeps=False, offload=False)
+        assert not unaided.fits
+        assert f"without: {unaided.least_bytes / GIB:.2f} GiB > {ledger.budget_bytes / GIB:.2f} GiB" in str(ledger)
+        assert all(way.setting in ledger.choice for way in ledger.chosen)
+        for other in WAYS:  # no other one, and nothing that costs less, is enough
+            cheaper = sum(way.cost for way in ledger.chosen) > other.cost
+            assert not (
+                cheaper
+                and long_qwen3(
+                    max_length=length, gpu_memory_gib=card, **{"sleeps": False, "offload": False} | {other.field: True}
+                ).fits
+            )
+
+
+def test_what_is_said_is_not_changed_by_the_plan_and_what_is_not_enough_is_said():
+    asked = {"max_length": 60_032, "gpu_memory_gib": 24}
+    awake = long_qwen3(**asked, sleeps=False)
+    assert (awake.request.sleeps, awake.request.offload, awake.fits) == (False, True, False)
+    with pytest.raises(MemoryBudgetError, match=r"turned on by the plan, and not enough: layer inputs") as caught:
+        awake.raise_if_too_big()
+    assert "vllm_enable_sleep_mode=True: saves" in str(caught.value)
+    both = long_qwen3(**asked, sleeps=True, offload=True)
+    assert (both.fits, both.chosen, both.choice) == (True, (), "")
+    assert long_qwen3(**asked, gradient_checkpointing=False).request.offload is False
+    assert long_qwen3(**asked, has_engine=False).request.sleeps is False
+    assert long_qwen3(**asked, device="cpu").chosen == ()
+
+
+def test_the_longest_length_counts_what_the_plan_may_turn_on():
+    """By plan, not on a card: a completion at a time on 80 GB and on 24 GB, and eight at a time."""
+    by_plan = {card: largest_length(long_qwen3(gpu_memory_gib=card)) for card in (24, 80)}
+    assert by_plan[24] >= 60_000
+    assert by_plan[80] >= 250_000
+    assert largest_length(long_qwen3(gpu_memory_gib=80).changed(batch_size=8)) >= 30_000
+    assert largest_length(long_qwen3(gpu_memory_gib=80, sleeps=False, offload=False)) < by_plan[80] / 2
 
 
 def test_layer_inputs_in_host_memory_are_advised_on_a_gpu_alone():
@@ -518,6 +588,17 @@ def test_plan_prints_the_ledger_and_ends_with_0_when_it_fits(config_json, capsys
     out = capsys.readouterr().out
     for words in ("fits: ", "base, shared", "KV cache", "8.19e9 parameters as nf4-dq-64", "longest --max-length"):
         assert words in out, words
+
+
+def test_plan_says_what_it_has_turned_on_and_obeys(config_json, capsys):
+    arguments = ["plan", config_json, "--gpu-memory", "24", "--max-length", "36000", "--batch-size", "1"]
+    assert main(arguments) == 0
+    assert "turned on by the plan: layer inputs wait in host memory" in capsys.readouterr().out
+    assert main([*arguments, "--no-offload", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"] == {"sleeps": "vllm_enable_sleep_mode=True"}
+    assert main([*arguments, "--offload", "--sleep", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"] == {}
 
 
 def test_plan_ends_with_3_and_says_what_to_lower_when_it_does_not_fit(config_json, capsys):

@@ -12,8 +12,10 @@ from qlora_rl.adapter.shape import trained_shapes
 from qlora_rl.adapter.verdict import judge_adapter, judge_config
 from qlora_rl.base.checkpoint import MANIFEST, empty_model
 from qlora_rl.base.quant import QuantSpec, spec_of
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.cards import RESERVE_GIB, card_size, usable_gib
+from qlora_rl.ledger.choice import WAYS
 from qlora_rl.ledger.plan import MemoryLedger, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
 from qlora_rl.processor import copies_dtype
@@ -54,6 +56,7 @@ class MemoryBudget:
         shared: trainer and engine hold one base.
         baked: the engine serves the baked base.
         has_engine: the trainer makes the engine.
+        rests: the engine generates nothing while the trainer works, so that it may sleep.
         padded: micro-batches keep their padding.
 
     Raises:
@@ -74,6 +77,7 @@ class MemoryBudget:
         adapter_dtype: str,
         shared: bool,
         has_engine: bool,
+        rests: bool = True,
         baked: bool = False,
         padded: bool = False,
     ):
@@ -103,6 +107,7 @@ class MemoryBudget:
                 baked=baked,
                 copies_dtype=copies_dtype() if keeps_copies else None,
                 has_engine=has_engine,
+                sleeps=_sleeps(args, engine_options or {}, rests=rests) if on_gpu else False,
                 padded=padded or _attention(model, args) == "eager",
                 gpu_memory_gib=limit,
                 device="cuda" if on_gpu else "cpu",
@@ -142,6 +147,15 @@ class MemoryBudget:
             if self.ledger.budget_bytes is not None:
                 found["memory_limit_gib"] = self.ledger.budget_bytes / GIB
         return found
+
+    def set_chosen(self, args: GRPOConfig) -> None:
+        """Turn on in the config what the plan has turned on; on all ranks, where one of them needs it."""
+        mine = set() if self.ledger is None else {way.field for way in self.ledger.chosen}
+        chosen = set().union(*ranks().gather(mine, "planning the memory"))
+        for way in WAYS:
+            if way.field in chosen:
+                name, value = way.config
+                setattr(args, name, {**(getattr(args, name) or {}), **value} if isinstance(value, dict) else value)
 
     def as_dict(self) -> dict[str, Any]:
         """For the run directory."""
@@ -226,8 +240,7 @@ def _plan(
         optimizer=_optimizer_name(args, optimizer),
         gradient_checkpointing=args.gradient_checkpointing,
         tiles=not (shards_base(args) or _is_special(peft_config)),
-        offload=bool((args.gradient_checkpointing_kwargs or {}).get("offload")) and request["device"] == "cuda",
-        sleeps=bool(options["enable_sleep"]) and request["device"] == "cuda",
+        offload=(args.gradient_checkpointing_kwargs or {}).get("offload") if request["device"] == "cuda" else False,
         cache_dtype=str(options.get("kv_cache_dtype", "auto")),
         kv_cache_gib=_cache_gib(options),
         **request,
@@ -239,6 +252,13 @@ def _attention(model: Any, args: GRPOConfig) -> str | None:
     if isinstance(model, str | os.PathLike):
         return (args.model_init_kwargs or {}).get("attn_implementation")
     return model.config._attn_implementation
+
+
+def _sleeps(args: GRPOConfig, engine_options: dict[str, Any], *, rests: bool) -> bool | None:
+    """The user has said that the engine sleeps between rollouts, or that it does not; `None` where it is left to the plan."""
+    if engine_options.get("enable_sleep") is False:
+        return False
+    return True if args.vllm_enable_sleep_mode else None if rests else False
 
 
 def _cache_gib(options: dict[str, Any]) -> float | None:

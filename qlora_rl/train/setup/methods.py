@@ -38,7 +38,9 @@ def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
     return []
 
 
-def check_memory(model: str, args: Any, quantization: dict[str, Any], peft_config: Any, ours: dict[str, Any]) -> None:
+def check_memory(
+    model: str, args: Any, quantization: dict[str, Any], peft_config: Any, ours: dict[str, Any], *, rests: bool = True
+) -> None:
     """Plan the memory of a run as its trainer will, by the name of its model: before a base is made of it.
 
     Args:
@@ -47,6 +49,7 @@ def check_memory(model: str, args: Any, quantization: dict[str, Any], peft_confi
         quantization: transformers' `quantization_config` of the base.
         peft_config: the adapter to make.
         ours: arguments of the trainer in addition to TRL's.
+        rests: the engine generates nothing while the policy is trained.
 
     Raises:
         MemoryBudgetError: the run cannot fit into `gpu_memory`.
@@ -67,6 +70,7 @@ def check_memory(model: str, args: Any, quantization: dict[str, Any], peft_confi
         adapter_dtype=ours["adapter_dtype"],
         shared=expects_one_copy(model, rollout, ours["share_base"]),
         has_engine=rollout == "colocate",
+        rests=rests,
         baked=expects_full_weights(model, peft_config, ours["sync"], trust_remote_code=args.trust_remote_code),
         padded=not ours["remove_padding"],
     )
