@@ -19,6 +19,7 @@ _ANSWERS = ("answer", "final_answer", "solution", "completion", "response", "out
 _SEEN = 100  # rows
 _SHORT = 40  # characters of an answer that a completion can be compared with
 _MARKED = re.compile(r"####\s*(.+)")
+_OF_THAT_FORM = "openai/gsm8k"  # its instruction and rewards are those of every dataset whose answers have the mark
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def tables_for(
         is_talk, is_whole = "prompt_template" not in told.get("data", {}), False
     else:
         told, is_talk, is_whole = _seen(name, task, given, wants_reward=scores and not reward)
+        length = told.get("length")
     if is_talk and not chat.is_there:
         raise ConfigConflictError(
             f"choosing the data: {name} holds messages, and the model has no chat template. Use an instruct model."
@@ -82,8 +84,9 @@ def tables_for(
         data["format"] = "chat"
     if instruction and has_messages and chat.takes_system:
         data["system_prompt"] = instruction
-    elif instruction:
-        data["prompt_template"] = f"{instruction}\n\n{data['prompt_template']}" + ("" if has_messages else "\n")
+    elif instruction and not is_talk:
+        asked = data.get("prompt_template", "{prompt}")
+        data["prompt_template"] = f"{instruction}\n\n{asked}" + ("" if has_messages else "\n")
     rewards = [{"use": reward}] if reward and scores else told.get("rewards", [])
     return Tables(data, [dict(each) for each in rewards], dict(told.get("comments", {})), length)
 
@@ -128,21 +131,22 @@ def _seen(name: str, task: str, given: Mapping[str, Any], *, wants_reward: bool)
             raise _lacks(name, f"an answer ({', '.join(_ANSWERS)})", columns)
         data["columns"] = {"completion": left[0]}
     if wants_reward:
-        told["rewards"] = [_reward(name, left, rows, columns, told)]
+        told["rewards"] = _rewards(name, left, rows, columns, told)
     talks = [each for each in ("prompt", "messages", "chosen") if each in columns]
     return told, any(isinstance(rows[each][0], list) for each in talks), is_whole
 
 
-def _reward(
+def _rewards(
     name: str, answers: Sequence[str], rows: Mapping[str, Sequence[Any]], columns: Sequence[str], told: dict[str, Any]
-) -> dict[str, Any]:
-    """The reward of ours that compares a completion with the answer; where that is the end of a solution, `extract` cuts it out."""
+) -> list[dict[str, Any]]:
+    """The reward of ours that compares a completion with the answer; of GSM8K's form also its others, and what asks for that form."""
     if not answers:
         raise _lacks(name, f"an answer to compare with ({', '.join(_ANSWERS)})", columns, " --reward path.py:function")
     column = answers[0]
     values = [str(each) for each in rows[column] if each is not None]
     marked = [_MARKED.search(each) for each in values]
-    if values and all(marked):
+    has_marks = bool(values) and all(marked)
+    if has_marks:
         told["data"]["extract"] = {column: _MARKED.pattern}
         told["comments"]["extract"] = "the answers hold the whole solution"
         values = [each[1].strip() for each in marked if each]
@@ -152,8 +156,14 @@ def _reward(
             f"choosing the reward: {column} of {name} has answers of up to {longest} characters, which no completion repeats. Pass a reward "
             "function of your own: --reward path.py:function."
         )
-    use = "numeric_match" if all(final_number(each) is not None for each in values) else "exact_match"
-    return {"use": use, **({} if column == "answer" else {"arguments": {"column": column}})}
+    are_numbers = all(final_number(each) is not None for each in values)
+    use = "numeric_match" if are_numbers else "exact_match"
+    chosen = [{"use": use, **({} if column == "answer" else {"arguments": {"column": column}})}]
+    of_that_form = known_dataset(_OF_THAT_FORM)
+    if has_marks and are_numbers and of_that_form is not None:
+        told["instruction"], told["length"] = of_that_form["grpo"]["instruction"], of_that_form["length"]
+        chosen += [each for each in of_that_form["grpo"]["rewards"] if each["use"] != use]
+    return chosen
 
 
 def _lacks(name: str, what: str, columns: Sequence[str], instead: str = " another dataset") -> ConfigConflictError:

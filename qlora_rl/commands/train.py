@@ -47,6 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "reading the run: no file was given. `qlora-rl train --example grpo > run.toml` makes one to start from."
         )
+    import transformers
+
+    from qlora_rl.demo.job import quieten
+
+    quieten()
+    transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
     from qlora_rl.config.read import read_config, resolved_toml
 
     config = read_config(arguments.file, arguments.overrides)

@@ -3,14 +3,18 @@
 It is a real Qwen3 checkpoint with a real tokenizer, of about a million parameters: enough for the format of its conversations and for
 what can be copied from them, not for arithmetic.
 
+From the shell: `python -m qlora_rl.demo.chat_model OUT_DIR ROWS.jsonl`, of rows with `messages`, or with `question` and `answer`.
+
 Shape letters: B conversations of a batch, S positions, V vocabulary.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -221,3 +225,49 @@ def _padded(rows: list[tuple[list[int], list[int]]], start: int, pad: int) -> tu
     ids = [own[start:] + [pad] * (longest - len(own)) for own, _ in rows]
     labels = [own[start:] + [_IGNORED] * (longest - len(own)) for _, own in rows]
     return torch.tensor(ids), torch.tensor(labels)
+
+
+def read_conversations(file: str | os.PathLike[str]) -> list[list[dict[str, Any]]]:
+    """The conversations of a .jsonl file: `messages`, or of `question` and `answer` a turn each.
+
+    Raises:
+        ValueError: a line has neither; names it.
+    """
+    talks = []
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+        row = json.loads(line)
+        if "messages" in row:
+            talks.append(row["messages"])
+        elif {"question", "answer"} <= row.keys():
+            turns = (("user", "question"), ("assistant", "answer"))
+            talks.append([{"role": role, "content": row[column]} for role, column in turns])
+        else:
+            raise ValueError(
+                f"reading {file}: line {number} has the columns {', '.join(row)}. Give each line `messages`, or `question` and `answer`."
+            )
+    return talks
+
+
+def main() -> None:
+    """Make the model that the command line asks for and say where it is."""
+    parser = argparse.ArgumentParser(prog="python -m qlora_rl.demo.chat_model", description=__doc__.split("\n")[0])
+    parser.add_argument("out_dir", help="directory to write")
+    parser.add_argument("rows", help=".jsonl file with `messages`, or with `question` and `answer`")
+    parser.add_argument("--steps", type=int, default=60, help="(default: %(default)s)")
+    arguments = parser.parse_args()
+    from qlora_rl.demo.job import quieten
+
+    quieten()
+    started = time.monotonic()
+
+    def report(step: int, steps: int, loss: float) -> None:
+        if step % 25 == 0 or step == steps:
+            print(f"step {step} of {steps}, loss {loss:.3f}, {time.monotonic() - started:.0f} s", flush=True)
+
+    talks = sorted(read_conversations(arguments.rows), key=lambda talk: sum(len(str(turn["content"])) for turn in talk))
+    talks = talks[: max(1, len(talks) // 2)]  # the shorter half: it takes a third of the time
+    print(make_chat_model(talks, arguments.out_dir, steps=arguments.steps, batch_size=8, layers=2, progress=report))
+
+
+if __name__ == "__main__":
+    main()

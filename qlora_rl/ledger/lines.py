@@ -77,6 +77,13 @@ OF_THE_ENGINE = (
 WHEN = ("always", "step", "layer", "head", "rollout")
 
 
+def counted(parameters: float) -> str:
+    """A number of parameters: `8.19e9`, `1.05e6`, `90,624`."""
+    if parameters >= 5e7:
+        return f"{parameters / 1e9:.3g}e9"
+    return f"{parameters / 1e6:.3g}e6" if parameters >= 1e6 else f"{parameters:,.0f}"
+
+
 @dataclass(frozen=True)
 class Line:
     """One thing that takes memory.
@@ -147,11 +154,9 @@ def base_lines(shape: ModelShape, spec: QuantSpec, shared: bool, baked: bool = F
     """The base: one for trainer and engine together, or one each; the engine's may be the baked one."""
     engine = engine_base(shape, spec)
     packed = sum(prod(s) for n, s in {**shape.linears, **shape.experts}.items() if is_quantised(n, spec))
-    held = (
-        f"{packed / 1e9:.3g}e9 of {shape.parameters / 1e9:.3g}e9 parameters in 4 bits, the rest in {spec.compute_dtype}"
-    )
+    held = f"{counted(packed)} of {counted(shape.parameters)} parameters in 4 bits, the rest in {spec.compute_dtype}"
     if not spec.is_4bit:
-        held = f"{shape.parameters / 1e9:.3g}e9 parameters in {spec.compute_dtype}"
+        held = f"{counted(shape.parameters)} parameters in {spec.compute_dtype}"
     if shared:
         return [Line("base, shared", engine + shape.buffers, f"once, the engine's: {held}; scales in float32")]
     scales = "scales quantised" if spec.double_quant else "scales in float32"
@@ -160,7 +165,7 @@ def base_lines(shape: ModelShape, spec: QuantSpec, shared: bool, baked: bool = F
         dense = engine_base(shape, QuantSpec("none", compute_dtype=spec.compute_dtype))
         return [
             trainer,
-            Line("base, engine", dense, f"baked: {shape.parameters / 1e9:.3g}e9 parameters in {spec.compute_dtype}"),
+            Line("base, engine", dense, f"baked: {counted(shape.parameters)} parameters in {spec.compute_dtype}"),
         ]
     return [
         trainer,
@@ -192,7 +197,7 @@ def copies_line(shape: ModelShape, spec: QuantSpec, dtype: str) -> Line:
     width = getattr(torch, dtype).itemsize
     numbers = sum(prod(weight) for name, weight in shape.linears.items() if is_quantised(name, spec))
     return Line(
-        "base, decoded copies", width * numbers, f"{numbers / 1e9:.3g}e9 parameters x {width} bytes, packed for the CPU"
+        "base, decoded copies", width * numbers, f"{counted(numbers)} parameters x {width} bytes, packed for the CPU"
     )
 
 

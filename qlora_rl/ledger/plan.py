@@ -16,7 +16,7 @@ from qlora_rl.errors import MemoryBudgetError
 from qlora_rl.ledger import lines as count
 from qlora_rl.ledger.cards import usable_gib
 from qlora_rl.ledger.choice import OFFLOAD, SLEEPS, Way, describe, sets_of
-from qlora_rl.ledger.lines import Line
+from qlora_rl.ledger.lines import Line, counted
 from qlora_rl.ledger.request import MemoryRequest
 from qlora_rl.ledger.shape import ModelShape, read_shape, skeleton
 
@@ -239,7 +239,7 @@ class MemoryLedger:
         verdict = "" if self.budget_bytes is None else "fits: " if self.fits else "does not fit: "
         r = self.request
         head = (
-            f"{verdict}{self.shape.name}, {self.shape.parameters / 1e9:.3g}e9 parameters as {r.spec.label}, "
+            f"{verdict}{self.shape.name}, {counted(self.shape.parameters)} parameters as {r.spec.label}, "
             f"{r.batch_size} x {r.max_length} tokens, {r.optimizer}, "
             f"gradient checkpointing {'on' if r.gradient_checkpointing else 'off'}{', layer inputs in host memory' if r.offload else ''}, "
             f"{'one base' if r.shared else 'two bases'}"

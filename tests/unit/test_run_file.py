@@ -71,8 +71,8 @@ def test_a_model_without_a_template_gets_plain_text_with_the_same_instruction(ca
         ("grpo", {"problem": "1+1=", "solution": 2}, {"prompt_template": "{problem}"},
          [{"use": "numeric_match", "arguments": {"column": "solution"}}]),
         ("rloo", {"query": "capital?", "answer": "Paris"}, {"prompt_template": "{query}"}, [{"use": "exact_match"}]),
-        ("grpo", {"question": "1+1=", "answer": "It is 2.\n#### 2"},
-         {"prompt_template": "{question}", "extract": {"answer": r"####\s*(.+)"}}, [{"use": "numeric_match"}]),
+        ("grpo", {"question": "1+1=", "answer": "It is two.\n#### two"},
+         {"prompt_template": "{question}", "extract": {"answer": r"####\s*(.+)"}}, [{"use": "exact_match"}]),
         ("sft", {"instruction": "add", "input": "1+1", "output": "2"},
          {"prompt_template": "{instruction}\n\n{input}", "columns": {"completion": "output"}}, []),
         ("sft", {"prompt": "1+1=", "completion": "2"}, {}, []),
@@ -85,6 +85,20 @@ def test_columns_of_an_unknown_dataset_are_looked_at(task, row, data, rewards, t
     found = tables_for(file, task)
     assert found.data == {"train": file, **data, "format": "chat"}
     assert found.rewards == rewards
+
+
+@pytest.mark.parametrize("column", ["question", "prompt"])
+def test_answers_in_the_form_of_gsm8k_get_its_instruction_and_its_rewards(column, tmp_path):
+    file, gsm8k = rows(tmp_path, {column: "1+1=", "answer": "It is 2.\n#### 2"}), tables_for("openai/gsm8k", "grpo")
+    found = tables_for(file, "grpo")
+    assert [each["use"] for each in found.rewards] == ["numeric_match", "format_match"]
+    assert (found.rewards, found.length) == (gsm8k.rewards, gsm8k.length)
+    same = ("format", "system_prompt", "extract")
+    assert [found.data[name] for name in same] == [gsm8k.data[name] for name in same]
+    plain = tables_for(file, "grpo", Chat(is_there=False)).data
+    assert plain["prompt_template"] == f"{gsm8k.data['system_prompt']}\n\n{{{column}}}\n"
+    talk = rows(tmp_path, {"prompt": [{"role": "user", "content": "1+1="}], "answer": "#### 2"})
+    assert "prompt_template" not in tables_for(talk, "grpo", Chat(takes_system=False)).data
 
 
 def test_whole_texts_have_no_template(tmp_path):
