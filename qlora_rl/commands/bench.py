@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import UsageError
+from qlora_rl.commands.codes import COUNT, POSITIVE, UsageError
 
 DEFAULT_MODES = ["nf4", "baked"]
 AGAINST = {"rollout": "stock", "sync": "trl", "step": "trl", "memory": "trl"}
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
     )
     bench.add_argument(
         "--batch",
-        type=int,
+        type=COUNT,
         nargs="+",
         metavar="B",
         help="rollout: numbers of prompts per call (default: 16 64); memory with --max-length: sequences (default: 1)",
@@ -41,29 +41,29 @@ def add(commands: Any) -> None:
         help="values of the engine's base_compute (default: nf4 baked)",
     )
     bench.add_argument(
-        "--tokens", type=int, default=32, metavar="T", help="tokens per completion (default: %(default)s)"
+        "--tokens", type=COUNT, default=32, metavar="T", help="tokens per completion (default: %(default)s)"
     )
     bench.add_argument(
         "--minutes",
-        type=float,
+        type=POSITIVE,
         default=4.0,
         metavar="M",
         help="time for measuring, without start-up (default: %(default)s)",
     )
     bench.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="optimizer steps per training (default: %(default)s)"
+        "--steps", type=COUNT, default=20, metavar="N", help="optimizer steps per training (default: %(default)s)"
     )
     bench.add_argument(
-        "--rounds", type=int, default=2, metavar="N", help="trainings of each side (default: %(default)s)"
+        "--rounds", type=COUNT, default=2, metavar="N", help="trainings of each side (default: %(default)s)"
     )
     bench.add_argument(
         "--max-length",
-        type=int,
+        type=COUNT,
         nargs="+",
         metavar="T",
         help="memory: live tensors of one step at these lengths in tokens, without a sampler, line by line against the memory estimate",
     )
-    bench.add_argument("--layers", type=int, metavar="N", help="with --max-length: fewer layers than the size has")
+    bench.add_argument("--layers", type=COUNT, metavar="N", help="with --max-length: fewer layers than the size has")
     bench.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to this file")
     bench.set_defaults(run=run)
 

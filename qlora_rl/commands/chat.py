@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import UsageError
+from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE, UsageError
 
 _HELP = "/new starts over, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
@@ -21,10 +21,12 @@ def add(commands: Any) -> None:
     chat.add_argument("--base-only", action="store_true", help="use the base without the adapter, for comparison")
     chat.add_argument("--system", metavar="TEXT", help="system message (default: the run's; '' for none)")
     chat.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default: %(default)s)"
+        "--max-tokens", type=COUNT, default=256, metavar="N", help="longest answer, in tokens (default: %(default)s)"
     )
-    chat.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (default: %(default)s)")
-    chat.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(default: %(default)s)")
+    chat.add_argument(
+        "--temperature", type=NOT_NEGATIVE, default=0.7, metavar="T", help="0 is greedy (default: %(default)s)"
+    )
+    chat.add_argument("--top-p", type=SHARE, default=1.0, metavar="P", help="(default: %(default)s)")
     chat.add_argument("--seed", type=int, metavar="N", help="sampling seed (default: random)")
     chat.add_argument(
         "--raw",

@@ -1,5 +1,9 @@
 """Exit codes other than 0 (success), 1 (a known error, with a message) and 2 (bad usage)."""
 
+import argparse
+from collections.abc import Callable
+from math import isfinite
+
 from qlora_rl.errors import ConfigConflictError
 
 BAD_USAGE = 2
@@ -10,3 +14,33 @@ VERDICTS = {"adapter": 0, "full_weights": 3, "refuse": 4}
 
 class UsageError(ConfigConflictError):
     """Options of a command that contradict each other, where argparse cannot see it."""
+
+
+def ranged(
+    kind: type[int] | type[float],
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> Callable[[str], float]:
+    """A type for argparse: a number in its range; what is outside is bad usage, said before anything is loaded."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        wrong = [] if isfinite(value) else ["finite"]
+        wrong += [f"at least {at_least:g}"] if at_least is not None and not value >= at_least else []
+        wrong += [f"above {above:g}"] if above is not None and not value > above else []
+        wrong += [f"at most {at_most:g}"] if at_most is not None and not value <= at_most else []
+        if wrong:
+            raise argparse.ArgumentTypeError(f"{text} is not {' and '.join(wrong)}")
+        return value
+
+    read.__name__ = "whole number" if kind is int else "number"  # in argparse's own message
+    return read
+
+
+COUNT = ranged(int, at_least=1)
+PORT = ranged(int, at_least=0, at_most=65535)
+SHARE = ranged(float, above=0, at_most=1)
+POSITIVE = ranged(float, above=0)
+NOT_NEGATIVE = ranged(float, at_least=0)

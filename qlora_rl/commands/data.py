@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.commands.codes import ranged
 from qlora_rl.errors import ConfigConflictError
 
 _SHOWN = 300  # characters of another column
@@ -22,7 +23,9 @@ def add(commands: Any) -> None:
     data.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="TABLE.FIELD=VALUE", help="overrides the file"
     )
-    data.add_argument("--rows", type=int, default=3, metavar="N", help="rows to print (default: %(default)s)")
+    data.add_argument(
+        "--rows", type=ranged(int, at_least=0), default=3, metavar="N", help="rows to print (default: %(default)s)"
+    )
     data.set_defaults(run=run)
 
 

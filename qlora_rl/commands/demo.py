@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import INTERRUPTED
+from qlora_rl.commands.codes import COUNT, INTERRUPTED, POSITIVE
 
 
 def add(commands: Any) -> None:
     """The command's arguments."""
     demo = commands.add_parser("demo", help="train a tiny model on this machine: no download, a few minutes")
-    demo.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
+    demo.add_argument("--steps", type=COUNT, default=100, help="optimizer steps (default: %(default)s)")
     demo.add_argument(
         "--seed", type=int, default=0, help="seed of adapter, data order and sampling (default: %(default)s)"
     )
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
         help="what is trained; the others need --sync weights (default: %(default)s)",
     )
     demo.add_argument(
-        "--temperature", type=float, default=1.0, help="sampling temperature of the rollouts (default: %(default)s)"
+        "--temperature", type=POSITIVE, default=1.0, help="sampling temperature of the rollouts (default: %(default)s)"
     )
     demo.add_argument(
         "--against", type=Path, nargs="*", default=[], metavar="RUN", help="finished runs to add to the report's charts"

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE
+
 
 def add(commands: Any) -> None:
     """The command's arguments."""
@@ -28,13 +30,17 @@ def add(commands: Any) -> None:
     evaluate.add_argument(
         "--column", metavar="NAME", help="column with the references, for built-in rewards (default: theirs)"
     )
-    evaluate.add_argument("--samples", type=int, default=1, metavar="G", help="completions per prompt (default: 1)")
-    evaluate.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    evaluate.add_argument("--samples", type=COUNT, default=1, metavar="G", help="completions per prompt (default: 1)")
+    evaluate.add_argument("--limit", type=COUNT, metavar="N", help="only the first N prompts")
     evaluate.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="longest completion, in tokens (default: %(default)s)"
+        "--max-tokens",
+        type=COUNT,
+        default=256,
+        metavar="N",
+        help="longest completion, in tokens (default: %(default)s)",
     )
-    evaluate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: 0, greedy)")
-    evaluate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(default: %(default)s)")
+    evaluate.add_argument("--temperature", type=NOT_NEGATIVE, default=0.0, metavar="T", help="(default: 0, greedy)")
+    evaluate.add_argument("--top-p", type=SHARE, default=1.0, metavar="P", help="(default: %(default)s)")
     evaluate.add_argument("--seed", type=int, default=0, metavar="N", help="sampling seed (default: %(default)s)")
     evaluate.add_argument("--base", type=Path, metavar="DIR", help="the base directory, if it was moved")
     evaluate.add_argument("--no-save", action="store_true", help="write no eval.json into the run directory")

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, POSITIVE
+
 
 def add(commands: Any) -> None:
     """The command's arguments."""
@@ -42,11 +44,13 @@ def add(commands: Any) -> None:
         "--data", type=Path, metavar="F", help=".jsonl file with prompts to compare on (default: the run's samples)"
     )
     export.add_argument(
-        "--prompts", type=int, default=16, metavar="N", help="number of prompts to compare on (default: %(default)s)"
+        "--prompts", type=COUNT, default=16, metavar="N", help="number of prompts to compare on (default: %(default)s)"
     )
-    export.add_argument("--max-kl", type=float, metavar="K", help="largest mean KL (default: 1e-3; 1e-9 in float32)")
     export.add_argument(
-        "--shard-gb", type=float, default=4.0, metavar="GB", help="size limit of a file (default: %(default)s)"
+        "--max-kl", type=NOT_NEGATIVE, metavar="K", help="largest mean KL (default: 1e-3; 1e-9 in float32)"
+    )
+    export.add_argument(
+        "--shard-gb", type=POSITIVE, default=4.0, metavar="GB", help="size limit of a file (default: %(default)s)"
     )
     export.add_argument(
         "--on", type=Path, metavar="F.gguf", help="with gguf-adapter: another base, on which it is measured as well"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from qlora_rl.commands.codes import DOES_NOT_FIT
+from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT
 from qlora_rl.contracts import QUANT_TYPES
 from qlora_rl.ledger.cards import card_size
 
@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
     )
     plan.add_argument(
         "--max-length",
-        type=int,
+        type=COUNT,
         default=2048,
         metavar="N",
         help="prompt plus completion, in tokens (default: %(default)s)",
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
         default=True,
         help="quantise the scales too (default: on)",
     )
-    plan.add_argument("--rank", type=int, default=16, metavar="R", help="rank of the adapter (default: %(default)s)")
+    plan.add_argument("--rank", type=COUNT, default=16, metavar="R", help="rank of the adapter (default: %(default)s)")
     plan.add_argument(
         "--target-modules",
         nargs="+",
@@ -43,10 +43,10 @@ def add(commands: Any) -> None:
         help="linears with an adapter (default: all-linear)",
     )
     plan.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="per_device_train_batch_size (default: %(default)s)"
+        "--batch-size", type=COUNT, default=8, metavar="N", help="per_device_train_batch_size (default: %(default)s)"
     )
     plan.add_argument(
-        "--num-generations", type=int, default=8, metavar="N", help="completions per prompt (default: %(default)s)"
+        "--num-generations", type=COUNT, default=8, metavar="N", help="completions per prompt (default: %(default)s)"
     )
     plan.add_argument(
         "--optim",

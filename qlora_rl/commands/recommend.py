@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import DOES_NOT_FIT, UsageError
+from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, UsageError
 from qlora_rl.ledger.cards import card_size
 
 
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
     )
     recommend.add_argument(
         "--max-length",
-        type=int,
+        type=COUNT,
         metavar="N",
         help="prompt plus completion, in tokens (default: what a known dataset needs, otherwise 2048)",
     )

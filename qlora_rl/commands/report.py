@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import UsageError
+from qlora_rl.commands.codes import PORT, UsageError
 from qlora_rl.errors import RunDirectoryError
 
 # One of them is written before anything is trained.
@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
         action="store_true",
         help="serve a page on this machine that refreshes while the run trains, until Ctrl-C",
     )
-    report.add_argument("--port", type=int, default=0, metavar="N", help="port for --live (default: a free one)")
+    report.add_argument("--port", type=PORT, default=0, metavar="N", help="port for --live (default: a free one)")
     report.set_defaults(run=run)
 
 

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.commands.codes import COUNT, PORT, POSITIVE, SHARE
+
 
 def add(commands: Any) -> None:
     """The command's arguments."""
@@ -17,22 +19,24 @@ def add(commands: Any) -> None:
     )
     serve.add_argument("base", type=Path, metavar="BASE", help="directory made by `prepare`")
     serve.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="to listen on; 0 takes a free one (default: %(default)s)")
+    serve.add_argument(
+        "--port", type=PORT, default=8000, help="to listen on; 0 takes a free one (default: %(default)s)"
+    )
     serve.add_argument("--api-key-file", type=Path, metavar="F", help="file with the API key; created if missing")
     serve.add_argument(
         "--adapter-dir", type=Path, metavar="D", help="the only directory from which adapters are loaded"
     )
-    serve.add_argument("--max-lora-rank", type=int, default=16, metavar="R", help="(default: %(default)s)")
+    serve.add_argument("--max-lora-rank", type=COUNT, default=16, metavar="R", help="(default: %(default)s)")
     serve.add_argument(
-        "--max-loras", type=int, default=2, metavar="N", help="adapters in memory (default: %(default)s)"
+        "--max-loras", type=COUNT, default=2, metavar="N", help="adapters in memory (default: %(default)s)"
     )
     serve.add_argument(
-        "--max-model-length", type=int, metavar="N", help="prompt plus completion, in tokens (default: the model's)"
+        "--max-model-length", type=COUNT, metavar="N", help="prompt plus completion, in tokens (default: the model's)"
     )
     serve.add_argument(
-        "--max-num-seqs", type=int, default=128, metavar="N", help="sequences in flight (default: %(default)s)"
+        "--max-num-seqs", type=COUNT, default=128, metavar="N", help="sequences in flight (default: %(default)s)"
     )
-    serve.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="(default: %(default)s)")
+    serve.add_argument("--gpu-memory-utilization", type=SHARE, default=0.9, metavar="X", help="(default: %(default)s)")
     serve.add_argument(
         "--base-compute",
         choices=["nf4", "baked", "auto", "vllm"],
@@ -40,13 +44,13 @@ def add(commands: Any) -> None:
     )
     serve.add_argument(
         "--tensor-parallel-size",
-        type=int,
+        type=COUNT,
         metavar="N",
         help="number of GPUs to shard the base over; a 4-bit base is then served in its baked form (default: 1)",
     )
-    serve.add_argument("--kv-cache-gib", type=float, metavar="GIB", help="size of the KV cache")
+    serve.add_argument("--kv-cache-gib", type=POSITIVE, metavar="GIB", help="size of the KV cache")
     serve.add_argument(
-        "--max-body-mib", type=float, metavar="MIB", help="largest request (default: from the largest adapter)"
+        "--max-body-mib", type=POSITIVE, metavar="MIB", help="largest request (default: from the largest adapter)"
     )
     serve.add_argument(
         "--ready-file", type=Path, metavar="F", help="file that is written, as JSON, when the server is ready"
