@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.subject import is_lora_layer, own_name
+from qlora_rl.adapter.subject import bare_model, is_lora_layer, own_name
 from qlora_rl.adapter.verdict import judge_adapter
+from qlora_rl.base.experts import naming_of, stored_parts
 from qlora_rl.base.quant import dequantised_rows, dequantised_weight
 from qlora_rl.distributed import gathered, is_sharded, ranks
 from qlora_rl.errors import AdapterRejectedError, collected
@@ -33,7 +34,7 @@ _AFFINE = 1e-3
 
 
 def iter_weights(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of the policy, by the name that the bare base gives it.
+    """Every weight of the policy, by the name that checkpoints of the base have for it.
 
     Args:
         model: a PeftModel; only read. A bare model gives its own weights.
@@ -47,11 +48,12 @@ def iter_weights(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tu
         AdapterRejectedError: no weights give this function; names every reason, or the layer.
     """
     dtype = dtype or torch.float32
+    naming = naming_of(bare_model(model))
     for name, weight, parts in _walk(model):
         # Not a decorator around the generator: torch's would hold each weight while the next one is made.
         with torch.no_grad(), gathered(parts, f"gathering {name}"):
             made = weight(dtype).to(dtype)
-        yield name, made
+        yield from stored_parts(naming, name, made)
         del made
 
 

@@ -12,7 +12,7 @@ import torch
 
 from qlora_rl.adapter import methods
 from qlora_rl.adapter.subject import Subject, is_lora_layer, method_of, not_finite, ranks_of
-from qlora_rl.base.experts import mixtures_in
+from qlora_rl.base.experts import ATTENTION, mixtures_in
 from qlora_rl.base.kinds import vision_parts
 from qlora_rl.contracts import LORA_RANK_CLASSES
 from qlora_rl.distributed import shape_of
@@ -158,12 +158,10 @@ def _is_off_the_experts(subject: Subject) -> Iterator[Finding]:
     if not (there := list(dict.fromkeys(name for name in reached if name.startswith(mixtures)))):
         return
     more = f" and {len(there) - 1} more" if len(there) > 1 else ""
-    blocks = (module for name, module in subject.base.named_modules() if name.endswith(".self_attn"))
-    attention = sorted({name for block in blocks for name, _ in block.named_children() if name.endswith("_proj")})
     yield (
         "full_weights",
         f"{there[0]}{more}: experts or router of a mixture, whose adapters the engine does not apply. Adapt the attention alone: "
-        f"target_modules={attention}.",
+        f"target_modules={list(ATTENTION)}.",
     )
 
 

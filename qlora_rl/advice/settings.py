@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qlora_rl.base.experts import adaptable
 from qlora_rl.contracts import LEARNING_RATES
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import CORRECTION
@@ -120,7 +121,7 @@ def recommend(
 
     Raises:
         ConfigConflictError: an unknown task, a size that is none, or nothing that transformers can read.
-        NotYetSupportedError: a mixture of experts, or a model for images.
+        NotYetSupportedError: a mixture of experts of an unsupported type, or a model for images.
     """
     if task not in TASKS:
         raise ConfigConflictError(f"recommending settings: task={task!r} is not one of {TASKS}.")
@@ -170,7 +171,7 @@ def recommend(
         "r": _RANKS[task],
         "lora_alpha": _ALPHA,
         "lora_dropout": 0.0,
-        "target_modules": "all-linear",
+        "target_modules": adaptable(config_of_model, "all-linear"),
         "task_type": "CAUSAL_LM",
     }
     base = {"quant": spec.quant_type, **({"double_quant": spec.double_quant} if spec.is_4bit else {})}
@@ -216,7 +217,9 @@ def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int) -> dict[
         else "QLoRA's; LWR: more for large data",
         "lora_alpha": "LWR; the best learning rate then hardly depends on r",
         "lora_dropout": "LWR; in GRPO it would be a distance to the engine",
-        "target_modules": "every linear: needed to match full fine-tuning (QLoRA, figure 2; LWR)",
+        "target_modules": "attention: an engine applies no adapter to experts (docs/mixtures.md)"
+        if ledger.shape.experts
+        else "every linear: needed to match full fine-tuning (QLoRA, figure 2; LWR)",
         "learning_rate": "ten times TRL's default for full fine-tuning (LWR); half of it from 30 B on in SFT (QLoRA)",
         "lr_scheduler_type": "constant (QLoRA, LWR), after a short warm-up",
         "optim": "paging: QLoRA, section 3; 8-bit states: arXiv 2110.02861"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class Naming:
 
 # Whose values and names in vLLM were compared with transformers'.
 NAMINGS = {"mixtral": Naming("block_sparse_moe", "w1", "w3", "w2"), "olmoe": Naming(), "qwen3_moe": Naming()}
+# The linears of their attention: what an adapter on one of them can reach.
+ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -44,6 +46,11 @@ def is_mixture(config: Any) -> bool:
     """A transformers config is that of a mixture of experts."""
     text = config.get_text_config()
     return any((getattr(text, name, None) or 0) > 1 for name in _COUNTS)
+
+
+def adaptable(config: Any, target_modules: str | Sequence[str]) -> str | Sequence[str]:
+    """What of `target_modules` an adapter on a model of this config may be on: "all-linear" is the attention alone in a mixture of experts."""
+    return list(ATTENTION) if target_modules == "all-linear" and is_mixture(config) else target_modules
 
 
 def directory_is_mixture(directory: str | os.PathLike[str]) -> bool:

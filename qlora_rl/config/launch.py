@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import qlora_rl
+from qlora_rl.base.experts import ATTENTION, adaptable
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
 from qlora_rl.config.paths import all_uses, is_file, split_reward
@@ -95,7 +97,8 @@ def check_model(config: RunConfig) -> str:
 
     Raises:
         ConfigConflictError: there is no such model, or it cannot be read.
-        NotYetSupportedError: a mixture of experts, or a model for images.
+        NotYetSupportedError: a mixture of experts of an unsupported type, an adapter on experts that an engine would have to serve, or a
+            model for images.
     """
     from qlora_rl.ledger.shape import check_supported, read_config
 
@@ -107,6 +110,17 @@ def check_model(config: RunConfig) -> str:
             raise
         return f"{held.model}, which is not cached and cannot be fetched"
     check_supported(found)
+    targets = config.adapter.target_modules
+    if (
+        METHODS[config.method].draws
+        and config.adapter.start_from is None
+        and config.adapter.kind == "lora"
+        and adaptable(found, targets) != targets
+    ):
+        raise NotYetSupportedError(
+            f"reading the config: {held.model} is a mixture of experts, and target_modules = {targets!r} also adapts experts and routers, whose adapters "
+            f"the engine does not apply. Adapt the attention alone: target_modules = {json.dumps(ATTENTION)}"
+        )
     return ""
 
 

@@ -110,7 +110,7 @@ class Line:
 
 
 def is_quantised(name: str, spec: QuantSpec) -> bool:
-    """The linear `name` is held in 4 bits."""
+    """The linear `name` is held in 4 bits; experts never are."""
     return spec.is_4bit and not any(name == end or name.endswith(f".{end}") for end in spec.skip_modules)
 
 
@@ -120,21 +120,21 @@ def width(spec: QuantSpec) -> int:
 
 
 def weight_bytes(shape: tuple[int, ...], spec: QuantSpec, *, nested: bool) -> int:
-    """One 4-bit weight (or the experts of one tensor, each on its own): codes, scales and their tables."""
-    copies, elements = prod(shape[:-2]), prod(shape[-2:])
+    """One 4-bit weight: codes, scales and their tables."""
+    elements = prod(shape)
     blocks = ceil(elements / spec.blocksize)
     scales = blocks + 4 * ceil(blocks / _NESTED_BLOCK) + _NESTED_CODE if nested else 4 * blocks
-    return copies * (ceil(elements / 2) + scales + _CODE)
+    return ceil(elements / 2) + scales + _CODE
 
 
 def trainer_base(shape: ModelShape, spec: QuantSpec) -> int:
     """Bytes of all tensors of a base as `load_base` holds it."""
     wide = width(spec)
     total = (shape.plain + shape.scales) * wide + shape.buffers
-    for name, weight in {**shape.linears, **shape.experts}.items():
+    for name, weight in shape.linears.items():
         packed = is_quantised(name, spec)
         total += weight_bytes(weight, spec, nested=spec.double_quant) if packed else prod(weight) * wide
-    return total
+    return total + wide * sum(map(prod, shape.experts.values()))
 
 
 def engine_base(shape: ModelShape, spec: QuantSpec) -> int:
@@ -145,20 +145,24 @@ def engine_base(shape: ModelShape, spec: QuantSpec) -> int:
     wide = width(spec)
     padding = (-shape.vocabulary % 64) * shape.hidden * shape.embeddings
     total = (shape.plain + padding) * wide + shape.positions * shape.rotary * wide + 16 * len(shape.caches)
-    for name, weight in {**shape.linears, **shape.experts}.items():
+    for name, weight in shape.linears.items():
         total += weight_bytes(weight, spec, nested=False) if is_quantised(name, spec) else prod(weight) * wide
-    return total
+    return total + wide * sum(map(prod, shape.experts.values()))
 
 
 def base_lines(shape: ModelShape, spec: QuantSpec, shared: bool, baked: bool = False) -> list[Line]:
     """The base: one for trainer and engine together, or one each; the engine's may be the baked one."""
     engine = engine_base(shape, spec)
-    packed = sum(prod(s) for n, s in {**shape.linears, **shape.experts}.items() if is_quantised(n, spec))
+    packed = sum(prod(s) for n, s in shape.linears.items() if is_quantised(n, spec))
     held = f"{counted(packed)} of {counted(shape.parameters)} parameters in 4 bits, the rest in {spec.compute_dtype}"
     if not spec.is_4bit:
         held = f"{counted(shape.parameters)} parameters in {spec.compute_dtype}"
     if shared:
-        return [Line("base, shared", engine + shape.buffers, f"once, the engine's: {held}; scales in float32")]
+        once = Line("base, shared", engine + shape.buffers, f"once, the engine's: {held}; scales in float32")
+        if not shape.experts:
+            return [once]
+        why = f"{counted(shape.mixtures)} parameters of experts and routers in {spec.compute_dtype}: the engine's are not lent"
+        return [once, Line("base, trainer's experts", width(spec) * shape.mixtures, why)]
     scales = "scales quantised" if spec.double_quant else "scales in float32"
     trainer = Line("base, trainer", trainer_base(shape, spec), f"{held}; {scales}" if spec.is_4bit else held)
     if baked and spec.is_4bit:
@@ -193,7 +197,7 @@ def parted_base(lines: list[Line], shape: ModelShape, trainer: int, engine: int)
 
 
 def copies_line(shape: ModelShape, spec: QuantSpec, dtype: str) -> Line:
-    """What an engine with `base_compute="baked"` keeps as well as the codes: every 4-bit linear dequantised. Experts are not."""
+    """What an engine with `base_compute="baked"` keeps as well as the codes: every 4-bit linear dequantised."""
     width = getattr(torch, dtype).itemsize
     numbers = sum(prod(weight) for name, weight in shape.linears.items() if is_quantised(name, spec))
     return Line(
@@ -267,18 +271,21 @@ def layer_activations(
     """Bytes per token that one layer keeps for its backward pass, the mean over the layers.
 
     Norms lift to float32 (4 bytes an element). Attention keeps q, k, v, its output; k and v are repeated for every query
-    head where a padding mask is given. The feed-forward part keeps gate, silu(gate), up and their product. An adapted
-    linear keeps its input and A's output; on the CPU PEFT makes a copy of the input for each of them, because it asks for
+    head where a padding mask is given. The feed-forward part keeps gate, silu(gate), up and their product; that of a mixture keeps the output
+    of each chosen expert in place of the product, and the router's probabilities and choices. An adapted linear keeps its input and A's output; on the CPU PEFT makes a copy of the input for each of them, because it asks for
     CUDA's autocast when it decides whether to convert.
     """
     wide = width(spec)
     keys = max((c.elements // 2 for c in shape.caches), default=shape.attention)
     attention = 2 * shape.attention + 2 * (shape.attention if padded else keys)
-    kept = 4 * shape.norms + wide * (attention + 4 * shape.inner)
+    feed_forward = 4 * shape.inner
+    if shape.chosen:
+        feed_forward = 3 * shape.inner + shape.chosen * shape.hidden + ceil((4 * shape.pool + 40 * shape.chosen) / wide)
+    kept = 4 * shape.norms + wide * (attention + feed_forward)
     inputs = adapted_inputs(adapter)
     if device == "cpu":
         # The input of the down projection is the product above.
-        own = sum(i for i, _ in inputs.values() if i != shape.inner) / shape.layers
+        own = sum(i for i, _ in inputs.values() if shape.chosen or i != shape.inner) / shape.layers
     else:
         own = 2 * shape.hidden if inputs else 0
     return kept + wide * (own + sum(rank for _, rank in inputs.values()) / shape.layers)
@@ -338,6 +345,7 @@ def activation_lines(
         working, words = layer - mlp + rest, f", {tile} of them at a time in the MLP"
     elif checkpointing:
         working += layer
+    working += 2 * wide * shape.chosen * hidden  # of the chosen experts' inputs and outputs, the gradients
     working = max(working, 30 * hidden - last)
     lines = [
         Line("activations", int(tokens * kept) + angles, f"{batch} x {length} tokens x {why}", "step", False),

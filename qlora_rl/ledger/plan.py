@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.shape import adapter_shapes
+from qlora_rl.base.experts import adaptable
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import rank_class
 from qlora_rl.errors import MemoryBudgetError
@@ -288,7 +289,7 @@ def plan_memory(
         config: transformers config of the model; no weight is loaded.
         lora: PEFT's config of the adapter; otherwise `rank` and `target_modules` say what it is.
         rank: R.
-        target_modules: as PEFT takes them.
+        target_modules: as PEFT takes them; "all-linear" is the attention alone in a mixture of experts.
         adapter: shapes of the trained tensors, where they are known already; wins over the three before it.
         request: the fields of `MemoryRequest`.
 
@@ -300,7 +301,7 @@ def plan_memory(
     model = skeleton(config)
     shape = read_shape(config, model)
     if adapter is None:
-        adapter = adapter_shapes(model, lora, rank=rank, target_modules=target_modules)
+        adapter = adapter_shapes(model, lora, rank=rank, target_modules=adaptable(config, target_modules))
     return _ledger(shape, wanted, adapter)
 
 

@@ -14,7 +14,7 @@ FILE = "models.toml"
 # Why a model cannot be trained here, by what it has.
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
-        "experts": "is a mixture of experts, whose tensors transformers holds in another layout than the checkpoint. Use a dense model",
+        "experts": "is a mixture of experts of a type that is not supported. Use Qwen3-MoE, Mixtral or OLMoE (docs/mixtures.md), or a dense model",
         "images": "reads images or sound, which run files and the memory estimate do not know. Use a model for text alone, or for Qwen2.5-VL and Qwen3-VL the "
         "trainer in Python (docs/images.md)",
     }

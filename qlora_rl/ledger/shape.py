@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from qlora_rl.base.checkpoint import MANIFEST, models_are_whole, open_base
+from qlora_rl.base.experts import NAMINGS, is_mixture
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.kinds import takes_images
 from qlora_rl.base.quant import QuantSpec
@@ -53,6 +54,7 @@ class ModelShape:
         embeddings: how many [V, H] matrices there are: 1 where the head is tied, otherwise 2.
         hidden: H.
         inner: width of the feed-forward part that one token passes through (all chosen experts together).
+        chosen: experts that one token passes through; 0 in a dense model.
         layers: decoder layers.
         attention: query heads x head size.
         norms: elements per token and layer that norms lift to float32.
@@ -72,6 +74,7 @@ class ModelShape:
     embeddings: int
     hidden: int
     inner: int
+    chosen: int
     layers: int
     attention: int
     norms: int
@@ -87,10 +90,22 @@ class ModelShape:
         return self.plain + sum(prod(shape) for shape in matrices)
 
     @property
+    def pool(self) -> int:
+        """Experts of a layer that is a mixture; 0 in a dense model."""
+        return max((shape[0] for shape in self.experts.values()), default=0)
+
+    @property
+    def mixtures(self) -> int:
+        """Number of parameters of all experts and their routers."""
+        routers = sum(
+            count * hidden for name, (count, hidden, *_) in self.experts.items() if name.endswith(".down_proj")
+        )
+        return routers + sum(map(prod, self.experts.values()))
+
+    @property
     def largest_linear(self) -> int:
-        """Elements of the largest linear, or of the largest single expert."""
-        singles = [prod(shape[-2:]) for shape in self.experts.values()]
-        return max([prod(shape) for shape in self.linears.values()] + singles, default=0)
+        """Elements of the largest linear; experts are not quantised."""
+        return max(map(prod, self.linears.values()), default=0)
 
     def needs_masks(self, length: int) -> bool:
         """Sequences of `length` tokens keep their padding: a layer is no attention, or attends to a window that is shorter."""
@@ -108,7 +123,7 @@ def read_config(model: str | os.PathLike[str], *, trust_remote_code: bool = Fals
 
     Raises:
         ConfigConflictError: nothing that transformers can read; says why.
-        NotYetSupportedError: it cannot be read, and its name is that of a mixture of experts or a model for images.
+        NotYetSupportedError: it cannot be read, and its name is that of an unsupported mixture of experts or a model for images.
     """
     from transformers import AutoConfig
 
@@ -158,12 +173,10 @@ def check_supported(config: Any) -> None:
     """Raise where a base of such a model cannot be prepared, or not be sampled from.
 
     Raises:
-        NotYetSupportedError: a mixture of experts, or a model for more than text.
+        NotYetSupportedError: a mixture of experts of an unsupported type, or a model for more than text.
     """
-    text = config.get_text_config()
-    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     has = {
-        "experts": any((getattr(text, name, None) or 0) > 1 for name in counts),
+        "experts": is_mixture(config) and config.model_type not in NAMINGS,
         "images": any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config")),
     }
     for part, is_there in has.items():
@@ -244,6 +257,7 @@ def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
         embeddings=sum(p.ndim == 2 and p.shape[0] == vocabulary for n, p in parameters.items() if n not in taken),
         hidden=int(text.hidden_size),
         inner=_inner(text),
+        chosen=_chosen(text),
         layers=int(text.num_hidden_layers),
         attention=heads * head_size,
         norms=norms or 2 * int(text.hidden_size),
@@ -274,12 +288,15 @@ def _norm_width(name: str, size: int, text: Any) -> int:
     return size
 
 
+def _chosen(text: Any) -> int:
+    return int(getattr(text, "num_experts_per_tok", None) or 1) if is_mixture(text) else 0
+
+
 def _inner(text: Any) -> int:
-    chosen = getattr(text, "num_experts_per_tok", None)
-    expert = getattr(text, "moe_intermediate_size", None)
-    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
-    if chosen and (expert or getattr(text, "num_local_experts", None)):
-        return int(chosen) * int(expert or text.intermediate_size) + int(shared)
+    if is_mixture(text):
+        expert = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+        shared = getattr(text, "shared_expert_intermediate_size", None) or 0
+        return _chosen(text) * int(expert) + int(shared)
     return int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
 
 

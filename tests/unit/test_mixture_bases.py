@@ -1,14 +1,20 @@
 """Mixtures of experts as bases, without an engine: stored names, and what is rejected."""
 
+import warnings
+
 import pytest
 import torch
 import transformers
-from support import MIXTURES, make_model
+from peft import LoraConfig, get_peft_model
+from support import MIXTURES, make_model, randomise
+from trained import make_run
 
-from qlora_rl import compare, fingerprint_base, load_base, prepare_base
+from qlora_rl import compare, fingerprint_base, iter_weights, judge_adapter, load_base, prepare_base
+from qlora_rl.base.experts import ATTENTION
 from qlora_rl.base.fingerprint import fingerprint_stored, linear_names
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.errors import NotYetSupportedError
+from qlora_rl.export.job import LIMIT, export_run
 
 
 @pytest.fixture(scope="module", params=MIXTURES)
@@ -50,3 +56,34 @@ def test_another_kind_of_mixture_is_rejected_by_name(tmp_path):
         NotYetSupportedError, match=r"qwen2_moe is a mixture.*Use one of mixtral, olmoe, qwen3_moe, or a dense"
     ):
         prepare_base(tmp_path)
+
+
+def test_a_merged_export_is_the_policy_under_the_names_of_the_checkpoint(mixture, tmp_path):
+    source, base = mixture
+    run = make_run(base, tmp_path / "run", LoraConfig(r=8, lora_alpha=16, target_modules=list(ATTENTION)))
+    done = export_run(run, "merged", out=tmp_path / "merged", prompts=6)
+    assert done.distance.kl_mean < LIMIT
+    assert sorted(StoredTensors(done.path)) == sorted(StoredTensors(source))
+    alone = export_run(run, "adapter", out=tmp_path / "adapter", prompts=6)
+    assert judge_adapter(alone.path, base=base.path)
+    with pytest.raises(NotYetSupportedError, match="model_type="):
+        export_run(run, "gguf", out=tmp_path / "gguf", prompts=6)
+
+
+def test_adapters_on_experts_are_merged_too(mixture, tmp_path):
+    """They cannot be synced, but a model that was trained without an engine can be exported."""
+    _, base = mixture
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(load_base(base), LoraConfig(r=4, target_modules="all-linear"))
+    randomise(model)
+    bare = load_base(base)
+    merged = dict(iter_weights(model, dtype=torch.float32))
+    before = dict(iter_weights(bare, dtype=torch.float32))
+    assert merged.keys() == before.keys()
+    changed = {name for name in merged if not torch.equal(merged[name], before[name])}
+    assert {name.split(".")[-2] for name in changed} >= {"gate", "q_proj", *_expert_names(before)}
+
+
+def _expert_names(weights):
+    return {name.split(".")[-2] for name in weights if ".experts." in name}
