@@ -242,6 +242,15 @@ def adapters() -> str:
     return "\n".join(lines)
 
 
+def starts() -> str:
+    """Each start of LoRA, and how exactly it is served."""
+    lines = ["| start, r = 4 | rank that is synced | float32 base | NF4 base, of plain LoRA's |", "|---|---|---|---|"]
+    for name, row in _load("starts.json")["starts"].items():
+        assert row["base_is_untouched"], name
+        lines.append(f"| {name} | {row['rank']} | {_power(row['float32'])} | {row['of_plain_on_4bit']:.2f} |")
+    return "\n".join(lines)
+
+
 def dense() -> str:
     """What a push of full weights costs."""
     result = _load("dense.json")
@@ -506,6 +515,7 @@ TABLES = {
     "sync": sync,
     "server": server,
     "adapters": adapters,
+    "starts": starts,
     "demo": demo,
     "dense": dense,
     "drift": drift,

@@ -23,6 +23,7 @@ _HOMES = {
     "judge_adapter": "qlora_rl.adapter.verdict",
     "export_adapter": "qlora_rl.adapter.export",
     "read_adapter": "qlora_rl.adapter.export",
+    "start_adapter": "qlora_rl.adapter.start",
     "plan_memory": "qlora_rl.ledger.plan",
     "MemoryLedger": "qlora_rl.ledger.plan",
     "recommend": "qlora_rl.advice",

@@ -338,7 +338,7 @@ def _keeps_the_base(subject: Subject) -> Iterator[Finding]:
             yield (
                 "full_weights",
                 f"init_lora_weights={init!r} (of adapter {name!r}) changes the base, so the adapter fits no other base. "
-                "Use init_lora_weights=True, or convert the adapter (PEFT: path_initial_model_for_weight_conversion).",
+                "Start it with start_adapter, which leaves the base as it is, or convert it (PEFT: path_initial_model_for_weight_conversion).",
             )
         else:
             yield "refuse", f"init_lora_weights={init!r} is an unknown initialisation. Use init_lora_weights=True."

@@ -156,7 +156,9 @@ class Adapter:
     bias: str = option("biases that are trained too", "none", choices=("none", "all", "lora_only"))
     use_rslora: bool = option("scale: alpha / sqrt(r)", False)
     use_dora: bool = option("DoRA; synced as full weights", False)
-    init_lora_weights: bool | Literal["gaussian", "orthogonal"] = option("how the adapter starts", True)
+    init_lora_weights: bool | Literal["gaussian", "orthogonal", "pissa", "olora"] = option(
+        "how the adapter starts; the base stays as it is", True
+    )
     rank_pattern: dict[str, int] = option("ranks of single modules, by pattern", {}, example={"q_proj": 32})
     alpha_pattern: dict[str, int] = option("alphas of single modules, by pattern", {}, example={"q_proj": 64})
     layers_to_transform: list[int] | int | None = option(

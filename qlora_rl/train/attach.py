@@ -19,6 +19,7 @@ from qlora_rl.train.rollouts.link import Link, link_policy
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.entry import base_of
 from qlora_rl.train.setup.processes import check_processes
+from qlora_rl.train.setup.start import keep_start
 from qlora_rl.train.watch.alarm import MismatchAlarm, alarm_for, check_word
 from qlora_rl.train.watch.measure import MeasuredSteps
 
@@ -168,6 +169,7 @@ def attach(
     trainer.__class__ = type(kind.__name__, (*parts, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     trainer._link, trainer.bridge, trainer.engine = link, link.bridge, link.engine
     callbacks = list(trainer.callback_handler.callbacks)
+    keep_start(trainer)
     link.bridge.install(trainer)
     alarm = alarm_for(link, model, trainer.args, on_mismatch, rollout_func=rollout_func)
     trainer.measure_into(None, alarm, compares=link.bridge.knows_logprobs(rollout_func))

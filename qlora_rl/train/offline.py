@@ -33,6 +33,7 @@ from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.mlp_tiles import tile_mlps
 from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
+from qlora_rl.train.setup.start import keep_start, settle
 
 
 class OfflineTrainer(TrainedRun):
@@ -67,6 +68,7 @@ class OfflineTrainer(TrainedRun):
         check_adapter_dtype(adapter_dtype)
         args = settings.own_copy(args)
         check_processes(args, "starting the training")
+        peft_config, start = settle(model, peft_config)
         settings.check_datasets(train_dataset, eval_dataset)
         with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
             self.run = open_run(args.output_dir, existing_run)
@@ -100,6 +102,7 @@ class OfflineTrainer(TrainedRun):
             if not shards_base(args):
                 tile_mlps(bare_model(self.model))
             set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
+            keep_start(self, start)
             begin_alike(self.model)
             bare = bare_model(self.model)
             use_small_tiles(bare, 1.0, self._outputs())

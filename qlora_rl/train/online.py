@@ -42,6 +42,7 @@ from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.mlp_tiles import tile_mlps
 from qlora_rl.train.setup.pairing import SHARE, Pair, expects_one_copy, make_pair
 from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, shards_base
+from qlora_rl.train.setup.start import keep_start, settle
 from qlora_rl.train.setup.whole import check_whole, trains_whole, unfreeze
 from qlora_rl.train.watch.alarm import alarm_for, check_word
 from qlora_rl.train.watch.rewards import as_list, guard
@@ -134,6 +135,7 @@ class OnlineTrainer(TrainedRun):
         is_whole = trains_whole(model, peft_config, options.sync)
         refused = self._one_process or zero.unproven(args, is_whole=is_whole)
         check_processes(args, "choosing the engine", refused=refused)
+        peft_config, start = settle(model, peft_config)
         if isinstance(rollout, str) and (rollout != "colocate" or _ranks_of_engine(args, options) > 1):
             check_turns(args, of_trl)
         with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
@@ -231,6 +233,7 @@ class OnlineTrainer(TrainedRun):
                         **of_trl,
                     )
                 set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
+                keep_start(self, start)
                 keep_on_host(bare_model(self.model))
                 if not shards_base(args):
                     tile_mlps(bare_model(self.model))

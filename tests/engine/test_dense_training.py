@@ -9,7 +9,7 @@ from peft import get_peft_model
 from test_training import lines, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qlora_rl import AdapterRejectedError, ConfigConflictError, prepare_base
+from qlora_rl import AdapterRejectedError, ConfigConflictError, judge_adapter, prepare_base
 
 
 def test_a_model_without_peft_is_trained_itself_and_every_push_is_proven(model_dir, tmp_path):
@@ -57,14 +57,33 @@ def test_a_4_bit_base_itself_cannot_be_trained_and_a_bare_model_must_be_meant(ba
         make(plain, tmp_path / "4", peft_config=None, sync="weights", gpu_memory=8.0)
 
 
-@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
-def test_a_start_that_rewrites_the_base_is_refused_and_the_way_that_the_error_names_works(model_dir, tmp_path, start):
-    with pytest.raises(AdapterRejectedError, match="make the PeftModel from a transformers model object"):
-        make(prepare_base(model_dir), tmp_path / "refused", peft_config=lora(init_lora_weights=start))
-    if start != "pissa":
-        return
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_start_out_of_the_base_leaves_the_base_and_only_the_adapter_is_synced(base, tmp_path, start):
+    with make(base, tmp_path, peft_config=lora(init_lora_weights=start), canary_every=1) as trainer:
+        before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "lora_" not in n}
+        trainer.train()
+        assert trainer.plan.strategy == "lora_adapter"
+        assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters() if n in before)
+        for a, b, fixed_RI, fixed_OR in trainer.model.qlora_start._held:
+            assert a.weight[:4].any()
+            assert torch.equal(a.weight[4:], fixed_RI)
+            assert torch.equal(b.weight[:, :4], fixed_OR + b.weight[:, 4:])
+    assert all(row["canary_difference"] is not None for row in lines(tmp_path, "sync.jsonl"))
+    assert all(row["mismatch_kl"] < 1e-3 for row in lines(tmp_path))
+    told = json.loads((tmp_path / "config.json").read_text())
+    assert (told["adapter_start"], told["lora"]["r"]) == (start, 8)
+    assert judge_adapter(tmp_path / "adapter", base=base.path).rank == 8
+
+
+def test_a_start_that_needs_data_is_rejected_before_anything_is_loaded(base, tmp_path):
+    with pytest.raises(AdapterRejectedError, match="batches"):
+        make(base, tmp_path / "rejected", peft_config=lora(init_lora_weights="eva"))
+    assert not (tmp_path / "rejected").exists()
+
+
+def test_an_adapter_whose_start_by_peft_has_rewritten_the_base_is_sent_as_full_weights(model_dir, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
-    model = get_peft_model(plain, lora(init_lora_weights=start))
+    model = get_peft_model(plain, lora(init_lora_weights="pissa"))
     with make(None, tmp_path / "works", model=model, peft_config=None, canary_every=1) as trainer:
         trainer.train()
         assert trainer.plan.strategy == "weights"

@@ -3,12 +3,15 @@
 float32, two layers, random weights: trainer and vLLM differ by about 1e-6 per logprob; a wrong scale by 1e-2 and more.
 """
 
+import copy
+
 import pytest
 import torch
 from hypothesis import HealthCheck, event, given, reject, settings
 from hypothesis import strategies as st
 from kinds import ADAPTER, KINDS, lora
 from pair import OPTIONS, Pair
+from starts import STARTS, started, steps
 
 from qlora_rl import AdapterRejectedError, LocalEngine, bake_base, export_adapter, judge_adapter
 from qlora_rl.adapter.subject import Subject, active_adapter
@@ -30,6 +33,19 @@ def test_an_accepted_adapter_is_served_exactly(exact, name):
     assert judge_adapter(model)
     assert any(bool(p.any()) for n, p in model.named_parameters() if "lora_B" in n)
     assert exact.difference(model) < EXACT
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_start_is_served_exactly_before_and_after_training_and_the_base_is_untouched(exact, model_dir, name):
+    before = {n: p.detach().clone() for n, p in exact.base.named_parameters()}
+    model = started(copy.deepcopy(exact.base), name, model_dir)
+    assert exact.difference(model.eval()) < EXACT
+    steps(model.train(), 3, ratio=16.0 if name == "LoRA+" else 1.0)
+    assert exact.difference(model.eval()) < EXACT
+    held = model.get_base_model().named_parameters()
+    after = {n.replace(".base_layer", ""): p for n, p in held if "lora_" not in n}
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[n], before[n]) for n in before)
 
 
 @pytest.mark.parametrize("name", ["rank-pattern", "alpha-pattern", "patterns", "set-scale"])
@@ -62,6 +78,17 @@ def test_on_the_4_bit_base_no_kind_is_further_off_than_twice_plain_lora(quantise
     pair, plain = quantised
     model = pair.adapted(ADAPTER[name].config(), ADAPTER[name].prepare)
     assert pair.difference(model) < 2 * plain
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_on_the_4_bit_base_no_start_is_further_off_than_twice_plain_lora(quantised, model_dir, name):
+    """In bf16: what is trained is small, and so is what is rounded of it."""
+    pair, plain = quantised
+    model = started(copy.deepcopy(pair.base), name, model_dir)
+    steps(model.train(), 3, ratio=16.0 if name == "LoRA+" else 1.0)
+    found = pair.difference(model.eval())
+    print(name, found / plain)
+    assert found < 2 * plain
 
 
 def test_whatever_the_oracles_reject_is_not_taken_for_plain_lora(exact):

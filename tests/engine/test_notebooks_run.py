@@ -118,7 +118,7 @@ def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kerne
         assert got["verdicts"] == [adapter, adapter, full, full, full, refuse, refuse]
         assert got["code"] == 3
         kinds = {name: run["strategy"] for name, run in got["runs"].items()}
-        assert kinds == {"LoRA": "lora_adapter", "DoRA": "weights", "IA3": "weights", "PiSSA": "weights"}
+        assert kinds == {"LoRA": "lora_adapter", "DoRA": "weights", "IA3": "weights", "PiSSA": "lora_adapter"}
         assert all(run["after"] > run["before"] + 0.1 and run["kl"] < 1e-3 for run in got["runs"].values())
     elif number == "204":
         check_the_plans(got)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kinds import lora
 from PIL import Image
 from resumed import adapter, assert_same_run, lines, make, reward_digits
 from torch.distributed.checkpoint.api import CheckpointException
@@ -55,6 +56,7 @@ CASES = {
     "evaluation pushes before the checkpoint": (6, 3, 5, {"eval_dataset": rows(2, 60), "eval_strategy": "steps", "eval_steps": 3}),
     "bfloat16 adapter": (6, 3, 5, {"adapter_dtype": "bfloat16"}),
     "a penalty against the base": (6, 3, 5, {"beta": 0.1}),
+    "a start of twice the rank": (6, 3, 5, {"peft_config": lora(init_lora_weights="pissa_niter_2"), "weight_decay": 0.1}),
 }  # fmt: skip
 
 

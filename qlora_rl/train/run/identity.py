@@ -57,6 +57,8 @@ def identity_of(trainer: Any) -> dict[str, Any]:
     }
     if not is_bare(trained):
         config = trained.peft_config[active_adapter(trained)].to_dict()
+        if (start := getattr(trained, "qlora_start", None)) is not None:
+            found["start"] = start.kind
         found["peft_config"] = {k: v for k, v in config.items() if k not in _FREE_OF_ADAPTERS}
     return json.loads(json.dumps(found | trainer.decisive(), default=_plain))
 

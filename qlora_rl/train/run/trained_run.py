@@ -146,6 +146,8 @@ class TrainedRun(Resumable):
     def _describe(self, adapter_dtype: str, facts: dict[str, Any]) -> dict[str, Any]:
         """The content of config.json; `facts` stand between the base and the seed."""
         adapter = {} if is_bare(self.model) else self.model.peft_config[active_adapter(self.model)].to_dict()
+        if (start := getattr(self.model, "qlora_start", None)) is not None:
+            facts = facts | {"adapter_start": start.kind}
         return {
             "command": type(self).__name__,
             "model": self.base.path.name,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.adapter.methods import BASE_CHANGING_INITS
 from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
@@ -73,7 +72,6 @@ def resolve_model(
 
     Raises:
         ConfigConflictError: nothing to train, or two adapters.
-        AdapterRejectedError: an adapter whose start would change the base.
         UnsupportedQuantError: 8 bits, or another method.
     """
     is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
@@ -87,13 +85,6 @@ def resolve_model(
             "reading the model: peft_config=None and the model carries no adapter; a 4-bit base itself cannot be trained. Pass "
             "peft_config=LoraConfig(r=16, target_modules='all-linear')"
             + ("; or, to train all weights of a base that is not 4-bit, sync='weights'." if takes_sync else ".")
-        )
-    start = getattr(peft_config, "init_lora_weights", None)
-    if isinstance(start, str) and start.lower().startswith(BASE_CHANGING_INITS):
-        raise AdapterRejectedError(
-            f"reading peft_config: init_lora_weights={start!r} rewrites the base when PEFT starts the adapter, and the engine would hold "
-            "the one from before. Use init_lora_weights=True; or make the PeftModel from a transformers model object (not "
-            "load_base's) and pass that: its base is written down as the start has left it, and both sides hold it."
         )
     if isinstance(model, str | os.PathLike):
         return _from_path(os.fspath(model), args, quantization_config)

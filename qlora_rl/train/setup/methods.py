@@ -54,11 +54,12 @@ def check_memory(
     Raises:
         MemoryBudgetError: the run cannot fit into `gpu_memory`.
     """
+    from qlora_rl.adapter.start import settle_start
     from qlora_rl.train.setup import settings
     from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
     from qlora_rl.train.setup.pairing import expects_one_copy
 
-    rollout = settings.as_one(ours["rollout"])
+    rollout, peft_config = settings.as_one(ours["rollout"]), settle_start(peft_config)[0]
     MemoryBudget(
         ours["gpu_memory"],
         model,
