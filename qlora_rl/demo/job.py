@@ -39,7 +39,8 @@ class DemoSettings:
         adapter: "lora"; with sync "weights" also "dora" or "ia3".
         temperature: of the rollouts.
         learning_rate: of AdamW, after a short warm-up.
-        rank: of the LoRA adapters on every linear; alpha is twice that.
+        rank: of the LoRA adapters; alpha is twice that.
+        target_modules: where they are.
         completions_per_step: B = prompts x 8 rollouts.
         adapter_dtype: see QLoRAGRPOTrainer.
         rollout: "colocate", "server" (one is started), "ray" (two actors), or the URL of a server on the demo's base (key: QLORA_RL_API_KEY).
@@ -55,6 +56,7 @@ class DemoSettings:
     completions_per_step: int = 128
     adapter_dtype: str = "float32"
     rollout: str = "colocate"
+    target_modules: str | Sequence[str] = "all-linear"
 
     def __post_init__(self) -> None:
         if self.sync not in SYNCS:
@@ -365,7 +367,10 @@ def _peft_config(settings: DemoSettings) -> Any:
             task_type="CAUSAL_LM",
         )
     return LoraConfig(
-        r=settings.rank, lora_alpha=2 * settings.rank, target_modules="all-linear", use_dora=settings.adapter == "dora"
+        r=settings.rank,
+        lora_alpha=2 * settings.rank,
+        target_modules=settings.target_modules,
+        use_dora=settings.adapter == "dora",
     )
 
 

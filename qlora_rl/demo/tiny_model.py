@@ -187,7 +187,7 @@ def _pretrain_into(target: Path, recipe: Recipe, progress: Progress | None) -> N
     with torch.random.fork_rng(devices=[]), Float32Products(torch.bfloat16):
         torch.manual_seed(recipe.seed)
         model = _build_model(recipe, tokenizer)
-        _pretrain(model, tokenizer, recipe, progress)
+        pretrain(model, tokenizer, recipe, progress)
     model.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
     (target / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2) + "\n")
@@ -214,7 +214,10 @@ def _build_model(recipe: Recipe, tokenizer: Qwen2Tokenizer) -> PreTrainedModel:
     return Qwen2ForCausalLM(config)
 
 
-def _pretrain(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, recipe: Recipe, progress: Progress | None) -> None:
+def pretrain(
+    model: PreTrainedModel, tokenizer: Qwen2Tokenizer, recipe: Recipe, progress: Progress | None = None
+) -> None:
+    """Have a model with random weights read the two pupils' sums, as `recipe` says; its architecture is the model's own."""
     import torch
 
     rows = problems("pretraining")

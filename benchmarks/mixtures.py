@@ -1,0 +1,199 @@
+"""Mixtures of experts on the demo's task: routing on both sides, and GRPO beside a dense model and TRL's own way.
+
+`python benchmarks/mixtures.py` writes results/mixtures.json; a quarter of an hour on two idle cores. Each training is a process of its own.
+
+Shape letters: T tokens of a sequence, K chosen experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_rl.base.experts import ATTENTION
+from qlora_rl.bench.rounds import add_to, described
+
+RESULTS = Path(__file__).parent / "results" / "mixtures.json"
+STEPS = 50
+
+
+def make_mixture(out: Path, steps: int) -> Path:
+    """A mixture of the width and active size of the demo's model, and trained like it: 8 experts, of which 2 are chosen."""
+    import transformers
+
+    from qlora_rl.demo.tiny_model import Recipe, make_tokenizer, pretrain
+    from qlora_rl.products import Float32Products
+
+    recipe, tokenizer = Recipe(steps=steps), make_tokenizer()
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        moe_intermediate_size=recipe.intermediate_size // 2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=recipe.num_hidden_layers,
+        num_attention_heads=recipe.num_attention_heads,
+        num_key_value_heads=recipe.num_key_value_heads,
+        head_dim=recipe.hidden_size // recipe.num_attention_heads,
+        max_position_embeddings=tokenizer.model_max_length,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        attn_implementation="eager",
+    )
+    with Float32Products(torch.bfloat16):
+        torch.manual_seed(recipe.seed)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        pretrain(model, tokenizer, recipe, _report)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return out
+
+
+def _report(step: int, steps: int, loss: float) -> None:
+    if step % 10 == 0:
+        print(f"pretraining: step {step} of {steps}, loss {loss:.3f}", flush=True)
+
+
+def compare_sides(base: Any) -> dict[str, Any]:
+    """Logprobs of sampled tokens on both sides in bf16, and how often they choose the same experts."""
+    from qlora_rl import LocalEngine, load_base, verify_base
+    from qlora_rl.demo import task
+
+    model = load_base(base, attn_implementation="eager").train()
+    with LocalEngine(base, max_model_length=32, max_num_seqs=128) as engine:
+        verify_base(model, engine)
+        prompts = [engine.tokenizer.encode(problem.prompt) for problem in task.problems("held_out")[:128]]
+        rollout = engine.generate(prompts, max_tokens=task.LONGEST_ANSWER + 1, seed=0)
+        runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
+        routers = {
+            "ours": [m for n, m in model.named_modules() if n.endswith(".mlp.gate")],
+            "theirs": [m for n, m in runner.get_model().named_modules() if n.endswith(".mlp.gate")],
+        }
+        chosen: dict[str, list[torch.Tensor]] = {side: [] for side in routers}
+
+        def keep(side: str, _: Any, __: Any, out: Any) -> None:
+            logits = (out[0] if isinstance(out, tuple) else out).float()
+            chosen[side].append(logits.topk(model.config.num_experts_per_tok).indices.sort().values)
+
+        for side, modules in routers.items():
+            for module in modules:
+                module.register_forward_hook(partial(keep, side))
+        differences, same_token, agree, decisions = [], [], 0, 0
+        for prompt, ids in zip(prompts, rollout.completion_ids, strict=True):
+            for each in chosen.values():
+                each.clear()
+            theirs_T = torch.tensor(engine.score([prompt + ids])[0][len(prompt) - 1 :])
+            with torch.no_grad():
+                logits_TV = model(torch.tensor([prompt + ids])).logits[0].float()
+            own_T = logits_TV.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(ids)[:, None])[:, 0]
+            differences.append(own_T - theirs_T)
+            if routers["ours"]:
+                ours, theirs = (torch.stack(chosen[side]) for side in ("ours", "theirs"))  # [layers, T, K]
+                same = (ours == theirs).all(-1)
+                agree, decisions = agree + int(same.sum()), decisions + same.numel()
+                # A token's logprob hangs on all positions before it.
+                same_token.append(same.all(0).cumprod(0)[len(prompt) - 1 : -1].bool())
+    apart = torch.cat(differences)
+    found = {"tokens": apart.numel(), "logprob_diff_mean": float(apart.abs().mean())}
+    found |= {"logprob_diff_max": float(apart.abs().max()), "mismatch_kl": float((apart.exp() - 1 - apart).mean())}
+    if decisions:
+        same = torch.cat(same_token)
+        found |= {
+            "decisions": decisions,
+            "routing_agreement": agree / decisions,
+            "tokens_with_same_routing": int(same.sum()),
+        }
+        for name, part in (("same_routing", apart[same]), ("other_routing", apart[~same])):
+            if part.numel():
+                found[f"mismatch_kl_{name}"] = float((part.exp() - 1 - part).mean())
+    return found
+
+
+def train(base: Path, sync: str, steps: int, out: Path) -> dict[str, Any]:
+    """GRPO on the sums with adapters on attention."""
+    from qlora_rl.base.checkpoint import open_base
+    from qlora_rl.demo import task
+    from qlora_rl.demo.job import DemoSettings, make_trainer, quieten, summarise_steps
+    from qlora_rl.demo.tiny_model import answer_greedily
+    from qlora_rl.train.run import METRICS, RunDirectory
+
+    quieten()
+    run = RunDirectory(out)
+    trainer = make_trainer(DemoSettings(steps=steps, sync=sync, target_modules=ATTENTION), open_base(base), run)
+
+    def accuracy() -> float:
+        asked = task.problems("held_out")
+        answers = answer_greedily(trainer.model, trainer.processing_class, asked)
+        return sum(a.strip() == p.answer for a, p in zip(answers, asked, strict=True)) / len(asked)
+
+    before = accuracy()
+    trainer.train()
+    rows = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
+    found = {"accuracy_before": before, "accuracy_after": accuracy(), **summarise_steps(rows)}
+    trainer.close()
+    return found
+
+
+def _in_a_process(base: Path, sync: str, steps: int, work: Path) -> dict[str, Any]:
+    """`train`, or the error that it ends with."""
+    command = [sys.executable, __file__, "--child", str(base), sync, str(steps), str(work)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    answer = work / "answer.json"
+    if answer.is_file():
+        return json.loads(answer.read_text())
+    lines = [line for line in done.stderr.splitlines() if "Error: " in line]
+    return {"error": lines[-1].split("]: ")[-1] if lines else f"exit {done.returncode}"}
+
+
+def main() -> None:
+    """All of it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--child", nargs=4)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--pretraining", type=int, default=300)
+    arguments = parser.parse_args()
+    if arguments.child:
+        base, sync, steps, out = arguments.child
+        found = train(Path(base), sync, int(steps), Path(out) / "run")
+        (Path(out) / "answer.json").write_text(json.dumps(found))
+        return
+    from qlora_rl import prepare_base
+    from qlora_rl.demo.tiny_model import make_tiny_model
+
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        models = {
+            "mixture": (lambda: make_mixture(root / "mixture", arguments.pretraining), ("lora_adapter", "trl-merge")),
+            "dense": (lambda: make_tiny_model(progress=_report), ("lora_adapter",)),
+        }
+        for kind, (make, syncs) in models.items():
+            base = prepare_base(make(), out=root / f"{kind}-base")
+            found: dict[str, Any] = {"sides": compare_sides(base)}
+            for sync in syncs:
+                work = root / f"{kind}-{sync}"
+                work.mkdir()
+                found[sync] = _in_a_process(base.path, sync, arguments.steps, work)
+            print(kind, json.dumps(found, indent=1), flush=True)
+            add_to(
+                arguments.json,
+                {kind: described(found | {"steps": arguments.steps, "pretraining": arguments.pretraining})},
+            )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()
