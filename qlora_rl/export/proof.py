@@ -144,7 +144,8 @@ def choose_prompts(
         found, where = _prompts_of(json.loads((run / SAMPLES).read_text())), "held-out samples of the run"
     elif (run / ROLLOUTS).is_file():
         # Two prompts, sampled many times: each sample has its own seed.
-        found = (_prompts_of(list(json.loads((run / ROLLOUTS).read_text()).values())) * count)[:count]
+        kept = json.loads((run / ROLLOUTS).read_text())
+        found = (_prompts_of([kept[when] for when in ("first", "last") if when in kept]) * count)[:count]
         where = "rollouts of the run"
     if found:
         step = max(1, len(found) // count)

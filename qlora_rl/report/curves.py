@@ -20,8 +20,9 @@ def draw_curves(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
     if any(run.draws for run in runs):
         own = [_draw_rewards_apart(runs[0]), _draw_dashboard(runs, names)]
         reward, *others = (draw(runs, names) for draw in (_draw_reward, _draw_mismatch, _draw_ratio))
+        own.insert(0, _draw_held_out(runs, names))
         return [reward, *(part for part in own if part is not None), *others]
-    return [shown for draw in (_draw_loss, _draw_hits) if (shown := draw(runs, names)) is not None]
+    return [shown for draw in (_draw_loss, _draw_hits, _draw_held_out) if (shown := draw(runs, names)) is not None]
 
 
 def _draw_curve(
@@ -58,6 +59,37 @@ def _draw_reward(runs: Sequence[Run], names: Sequence[str]) -> Markup:
 
 
 _REWARD = re.compile(r"rewards/(.+)/mean")
+# Of an evaluation while it trains, what is drawn: the first that it has, of all runs.
+_HELD_OUT = {
+    "eval_reward": "mean reward per answer",
+    "eval_rewards/accuracies": "share of pairs",
+    "eval_mean_token_accuracy": "share of tokens",
+    "eval_loss": "loss",
+}
+
+
+def _draw_held_out(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
+    """Evaluations over the steps; of one run also each reward function by itself."""
+    known = {key for run in runs for each in run.evaluations for key in each}
+    name = next((each for each in _HELD_OUT if each in known), None)
+    if name is None:
+        return None
+    columns = [(run, name, label, i) for i, (run, label) in enumerate(zip(runs, names, strict=True))]
+    if len(runs) == 1:
+        parts = [(key, match[1]) for key in sorted(known) if (match := _REWARD.fullmatch(key.removeprefix("eval_")))]
+        together = "all together, by weight" if name == "eval_reward" else _HELD_OUT[name]
+        columns = [(runs[0], name, together, 0)]
+        columns += [(runs[0], key, label, i) for i, (key, label) in enumerate(parts, 1)] if len(parts) > 1 else []
+    lines = [
+        Line(label, [e["step"] for e in run.evaluations], [e.get(key) for e in run.evaluations], i)
+        for run, key, label, i in columns
+    ]
+    title = "Held out: evaluation while it trained"
+    legend = [(i, label) for _, _, label, i in columns] if len(columns) > 1 else []
+    caption = "Of eval_dataset, which is not trained on; every eval_steps."
+    return section(title, caption, draw_chart(title, _HELD_OUT[name], lines, legend=legend))
+
+
 # What people watch in GRPO, by TRL's names: title, axis, what it tells. Drawn where a run has logged it.
 _DASHBOARD = {
     "completion_length": ("Length of completions", "tokens, mean", "Growing without reward is a policy that pads."),
@@ -185,5 +217,5 @@ def _draw_ratio(runs: Sequence[Run], names: Sequence[str]) -> Markup:
     if facts["masked_share_mean"] is not None:
         extras.append(f"{share(facts['masked_share_mean'])} of tokens masked (mean)")
     said = "; ".join(extras)
-    name = f"{names[0]}: " if len(runs) > 1 else ""
-    return section(title, caption, chart, tag("p", f"{name}{said}.", class_="caption") if said else None)
+    said = f"{names[0]}: {said}" if len(runs) > 1 else said[:1].upper() + said[1:]
+    return section(title, caption, chart, tag("p", f"{said}.", class_="caption") if extras else None)

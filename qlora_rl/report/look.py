@@ -23,7 +23,7 @@ h1 { font-size: clamp(1.55rem, 1.1rem + 2vw, 2.3rem); line-height: 1.22; font-we
   margin: .6rem 0 .9rem; text-wrap: balance; }
 h2 { font-size: 1.2rem; line-height: 1.3; font-weight: 650; letter-spacing: -.008em; margin: 0 0 .3rem; }
 h3 { font-size: .95rem; font-weight: 650; margin: 1.8rem 0 .5rem; }
-p { margin: 0 0 .8rem; } p, li { max-width: 44rem; }
+a { color: var(--s0); } p { margin: 0 0 .8rem; } p, li { max-width: 44rem; }
 section { margin-top: 3.6rem; }
 .soft, .caption, .meta, footer { color: var(--soft); } .caption { font-size: .93rem; margin-bottom: 1.1rem; }
 .meta { font-size: .85rem; display: flex; flex-wrap: wrap; gap: .2rem .9rem; align-items: center; }
@@ -160,8 +160,9 @@ const renew = async () => {
   shown = text;
   if (isFirst) return;
   const main = new DOMParser().parseFromString(text, "text/html").querySelector("main");
-  const open = new Set([...document.querySelectorAll("details[open] > summary")].map((s) => s.textContent));
-  for (const s of main.querySelectorAll("details > summary")) s.parentNode.open = open.has(s.textContent);
+  const before = new Map([...document.querySelectorAll("details > summary")].map((s) => [s.textContent, s.parentNode.open]));
+  for (const s of main.querySelectorAll("details > summary"))
+    if (before.has(s.textContent)) s.parentNode.open = before.get(s.textContent);
   document.querySelector("main").replaceWith(document.adoptNode(main));
   watch();
 };

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from .markup import Markup, tag
-from .parts import mark, object_in, section, table, text_of
+from .parts import download, mark, object_in, section, table, text_of
 from .quantities import ABSENT, finite, plain
 from .run import Run
 from .samples import judge_sample
@@ -76,25 +77,53 @@ def draw_evaluation(run: Run) -> Markup | None:
 
 
 def draw_rollouts(run: Run) -> Markup | None:
-    """The answers to one prompt of the first step and to one of the newest, with their rewards."""
-    sides = []
-    for when, title in (("first", "First step"), ("last", "Newest step")):
-        group = object_in(run.rollouts, when)
-        answers = group.get("rollouts")
-        answers = [each for each in answers if isinstance(each, dict)] if isinstance(answers, list) else []
-        if not answers:
-            continue
-        step = plain(group.get("step"))
+    """The answers to one prompt of the first step, of some between, and of the newest, with their rewards, and all of it as CSV."""
+    between = run.rollouts.get("steps")
+    between = [each for each in between if isinstance(each, dict)] if isinstance(between, list) else []
+    first, last = (object_in(run.rollouts, when) for when in ("first", "last"))
+    titled = [("First step", first), *(("Step", each) for each in between if each != last), ("Newest step", last)]
+    groups = [(title, group, found) for title, group in titled if (found := _rollouts_of(group))]
+    if not groups:
+        return None
+    shown = []
+    for i, (title, group, answers) in enumerate(groups):
         written = [
             tag("div", tag("h4", _worth(each.get("rewards")), class_="alone"), _shown(each.get("completion")))
             for each in answers
         ]
-        sides.append(tag("article", tag("p", f"{title} ({step})", class_="answer"), tag("p", _cut(group.get("prompt", ABSENT))),
-                         tag("div", *written, class_="pair"), class_="sample"))  # fmt: skip
-    if not sides:
-        return None
-    caption = "What the sampler wrote to one prompt in training, and the reward of each answer: the model learns from their differences."
-    return section("Rollouts: what it learned from", caption, *sides)
+        prompt = tag("p", _cut(group.get("prompt", ABSENT)))
+        name = f"{title} ({plain(group.get('step'))})"
+        said = "" if (mean := _mean_reward(answers)) is None else f": mean reward {plain(mean)}"
+        article = tag("article", prompt, tag("div", *written, class_="pair"), class_="sample")
+        is_open = "open" if i in (0, len(groups) - 1) else None
+        shown.append(tag("details", tag("summary", f"{name}{said}"), tag("div", article), open=is_open))
+    caption = "What the sampler wrote to one prompt in training, and the reward of each answer: the model learns from their differences. "
+    link = download("rollouts.csv", _rows_of(groups))
+    return section("Rollouts: what it learned from", None, tag("p", caption, link, class_="caption"), *shown)
+
+
+def _rollouts_of(group: dict[str, Any]) -> list[dict[str, Any]]:
+    answers = group.get("rollouts")
+    return [each for each in answers if isinstance(each, dict)] if isinstance(answers, list) else []
+
+
+def _mean_reward(answers: Sequence[dict[str, Any]]) -> float | None:
+    """Of the only reward function; of several, whose weights are not known here, none."""
+    values = [list(object_in(each, "rewards").values()) for each in answers]
+    known = [value for each in values if len(each) == 1 and (value := finite(each[0])) is not None]
+    return fmean(known) if known and len(known) == len(answers) else None
+
+
+def _rows_of(groups: Sequence[tuple[str, dict[str, Any], list[dict[str, Any]]]]) -> list[list[Any]]:
+    """As a table: the step, the prompt, the completion, and a column for each reward function."""
+    names = list(dict.fromkeys(str(n) for _, _, answers in groups for e in answers for n in object_in(e, "rewards")))
+    rows: list[list[Any]] = [["step", "prompt", "completion", *names]]
+    for _, group, answers in groups:
+        for each in answers:
+            rewards = object_in(each, "rewards")
+            texts = [text_of(group.get("prompt", "")), text_of(each.get("completion", ""))]
+            rows.append([group.get("step"), *texts, *(rewards.get(name) for name in names)])
+    return rows
 
 
 def _card(row: dict[str, Any], sides: Sequence[Markup]) -> Markup:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import csv
 import hashlib
-import io
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +18,7 @@ from .curves import draw_curves
 from .look import CSS, JS, LIVE_JS
 from .markup import Markup, tag
 from .outcomes import draw_evaluation, draw_rollouts, draw_samples
-from .parts import object_in, pairs, section, table
+from .parts import download, object_in, pairs, section, table
 from .quantities import ABSENT, factor, finite, octets, plain, seconds, share
 from .run import Run, read_run, summarise
 from .sentences import Facts, fidelity_sentence, headline, peak_sentence, unproven_sentence
@@ -144,6 +142,7 @@ def _draw_tiles(run: Run, facts: Facts) -> Markup | None:
     tiles = [
         ("Right on unseen problems", "accuracy_after", share, was("accuracy_before", share)),
         ("Reward", "reward_last", plain, was("reward_first", plain)),
+        ("Held-out reward", "held_out_last", plain, was("held_out_first", plain)),
         ("Loss", "loss_last", plain, was("loss_first", plain)),
         (_HITS.get(run.hits or "", ""), "hits_last", share, was("hits_first", share)),
         ("Mismatch KL", "mismatch_kl_median", plain, worst),
@@ -166,6 +165,8 @@ TABLE = (  # label, fact, how to say it, whether "n times less" makes sense of i
     ("Right after", "accuracy_after", share, False),
     ("Reward at first", "reward_first", plain, False),
     ("Reward at last", "reward_last", plain, False),
+    ("Held-out reward at first", "held_out_first", plain, False),
+    ("Held-out reward at last", "held_out_last", plain, False),
     ("Loss at first", "loss_first", plain, False),
     ("Loss at last", "loss_last", plain, False),
     ("Mismatch KL, median", "mismatch_kl_median", plain, True),
@@ -260,11 +261,12 @@ def _draw_every_metric(run: Run) -> Markup | None:
     rows = [(n, *map(plain, (v[0], median(v), v[-1], min(v), max(v))), f"{len(v):,}") for n, v in columns]
     if not rows:
         return None
-    text = io.StringIO()
-    csv.writer(text).writerows(
-        [["step", *(n for n, _ in columns)], *([int(r["step"]), *(r.get(n) for n, _ in columns)] for r in run.metrics)]
-    )
-    held = base64.b64encode(text.getvalue().encode()).decode()
-    link = tag("a", "metrics.csv", href=f"data:text/csv;base64,{held}", download="metrics.csv")
+    evaluated = {each["step"]: each for each in run.evaluations}
+    of_them = list(dict.fromkeys(key for each in run.evaluations for key in each if key != "step"))
+    lines = [
+        [int(r["step"]), *(r.get(n) for n, _ in columns), *(evaluated.get(r["step"], {}).get(n) for n in of_them)]
+        for r in run.metrics
+    ]
+    link = download("metrics.csv", [["step", *(n for n, _ in columns), *of_them], *lines])
     told = tag("p", "All of it, step by step: ", link, class_="caption")
     return tag("div", told, table(["", "First", "Median", "Last", "Lowest", "Highest", "Steps"], rows))

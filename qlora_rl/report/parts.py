@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import csv
+import io
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -56,3 +59,11 @@ def pairs(pairs: Sequence[tuple[str, str]]) -> Markup | None:
     """A table of two columns of words; `None` without a row."""
     rows = [tag("tr", tag("th", key, scope="row"), tag("td", value)) for key, value in pairs if key]
     return tag("div", tag("table", tag("tbody", *rows)), class_="scroll") if rows else None
+
+
+def download(name: str, rows: Sequence[Sequence[object]]) -> Markup:
+    """A link that saves these rows as a CSV file; the file is in the page."""
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    held = base64.b64encode(text.getvalue().encode(errors="replace")).decode()
+    return tag("a", name, href=f"data:text/csv;base64,{held}", download=name)

@@ -20,13 +20,15 @@ STATUSES = ("finished", "interrupted", "failed", "unfinished")
 class Run:
     """One run's records. `problems` says, in words, what could not be read and was skipped.
 
-    `metrics` holds one record per step, in order of steps; where a resumed run wrote a step twice, the later one.
+    `metrics` holds one record per step, in order of steps; where a resumed run wrote a step twice, the later one. `evaluations` holds
+    likewise those lines that an evaluation has written while it trained; the first may be at step 0.
     """
 
     path: Path
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     syncs: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -96,13 +98,15 @@ def read_run(run_dir: Path | str) -> Run:
         )
     problems: list[str] = []
     config = _read_json(path / "config.json", dict, problems)
-    metrics = _number_steps(_read_lines(path / "metrics.jsonl", problems))
+    lines = _read_lines(path / "metrics.jsonl", problems)
+    metrics = _number_steps([line for line in lines if not _is_evaluation(line)])
+    evaluations = _number_steps([line for line in lines if _is_evaluation(line)])
     syncs = _read_lines(path / "sync.jsonl", problems)
     summary = _read_json(path / "summary.json", dict, problems)
     samples = [s for s in _read_json(path / "samples.json", list, problems) if isinstance(s, dict)]
     rollouts, evaluation = (_read_json(path / name, dict, problems) for name in ("rollouts.json", "eval.json"))
     name = path.resolve().name
-    return Run(path, name, config, metrics, syncs, summary, samples, rollouts, evaluation, tuple(problems))
+    return Run(path, name, config, metrics, evaluations, syncs, summary, samples, rollouts, evaluation, tuple(problems))
 
 
 def _read_text(path: Path, problems: list[str]) -> str:
@@ -152,6 +156,10 @@ def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return records
 
 
+def _is_evaluation(line: dict[str, Any]) -> bool:
+    return line.keys() > {"step"} and all(name == "step" or name.startswith("eval_") for name in line)
+
+
 def _number_steps(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     by_step: dict[float, dict[str, Any]] = {}
     last = 0.0
@@ -170,12 +178,15 @@ def summarise(run: Run) -> dict[str, float | None]:
     rewards = run.values("reward")
     losses, hits = ([] if run.draws else run.values("loss")), (run.values(run.hits) if run.hits else [])
     kl = run.values("mismatch_kl")
+    held_out = [value for each in run.evaluations if (value := finite(each.get("eval_reward"))) is not None]
     step_seconds = run.values("step_seconds")
     done = len(run.metrics)
     measured: dict[str, float | None] = {
         **_ends("reward", rewards),
         **_ends("loss", losses),
         **_ends("hits", hits),
+        "held_out_first": held_out[0] if held_out else None,
+        "held_out_last": held_out[-1] if held_out else None,
         "mismatch_kl_median": _over(median, kl),
         "mismatch_kl_p95": _over(_p95, kl),
         "mismatch_kl_max": _over(max, kl),

@@ -166,6 +166,8 @@ class _Recorder(TrainerCallback):
         if "loss" in logs:
             self._record.add(**{name: value for name, value in logs.items() if name != "epoch"})
             self._record.flush()
+        elif any(name.startswith("eval_") for name in logs):
+            self._record.evaluated(state.log_history[-1])
 
 
 class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):

@@ -23,6 +23,22 @@ def test_a_group_of_the_first_and_of_the_newest_step_is_kept_with_its_rewards(ma
     assert "Rollouts: what it learned from" in write_report(trainer.run.path).read_text()
 
 
+def test_groups_of_steps_between_are_kept_evenly_and_those_that_are_done_again_are_not_twice_there(
+    make_trainer, config
+):
+    trainer = make_trainer(args=config(max_steps=30, save_strategy="steps", save_steps=20))
+    trainer.train()
+    file = trainer.run.path / "rollouts.json"
+    kept = json.loads(file.read_text())
+    assert [each["step"] for each in kept["steps"]] == [4, 7, 10, 13, 16, 19, 22, 25, 28]
+    assert all({"step", "prompt", "rollouts"} <= each.keys() for each in kept["steps"])
+    page = write_report(trainer.run.path).read_text()
+    assert all(f">{name} (" in page for name in ("First step", "Step", "Newest step"))
+    again = make_trainer(args=config(max_steps=30, save_strategy="steps", save_steps=20), existing_run="continue")
+    again.train(resume_from_checkpoint=str(trainer.run.path / "checkpoint-20"))
+    assert [each["step"] for each in json.loads(file.read_text())["steps"]] == [4, 7, 10, 13, 16, 19, 22, 25, 28]
+
+
 def test_a_run_that_goes_on_keeps_its_first_rollouts(make_trainer, config):
     first = make_trainer()
     first.train()

@@ -1,6 +1,7 @@
 """The alarm in a trainer whose engine is plain torch; on real vLLM: tests/engine/test_mismatch.py."""
 
 import json
+import re
 import threading
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
 from qlora_rl import FakeEngine, PolicyMismatchError, QLoRAAsyncGRPOTrainer, attach, load_base, prepare_base
+from qlora_rl.report import write_report
 from qlora_rl.report.run import read_run, summarise
 from qlora_rl.report.sentences import fidelity_sentence
 from qlora_rl.sync import diagnosis
@@ -322,3 +324,40 @@ def test_a_steps_record_has_what_grpo_dashboards_show(make_trainer, config, tmp_
     assert line["kl"] == pytest.approx(0, abs=1e-3)
     assert line["clip_ratio/region_mean"] >= 0
     assert {"loss", "grad_norm", "learning_rate"} <= line.keys()
+
+
+def test_all_that_people_watch_in_grpo_is_in_the_report_of_a_run(make_trainer, config, plain, tmp_path):
+    """But for the GPU's memory, which needs one."""
+    out = tmp_path / "shown"
+    args = config(output_dir=str(out), max_steps=2, beta=0.1, eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    rewards = [by_place, lambda completions, **_: [1.0] * len(completions)]
+    trainer = make_trainer(args=args, reward_funcs=rewards, eval_dataset=plain.select(range(2)))
+    trainer.train()
+    trainer.evaluate()
+    lines = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if "step_seconds" not in line]
+    assert [line["step"] for line in evaluations] == [0, 1, 2, 2]
+    assert all(line["eval_rewards/by_place/mean"] == 0.5 and line["eval_reward"] == 1.5 for line in evaluations)
+    assert all("eval_mismatch_kl" in line and "eval_runtime" not in line for line in evaluations)
+    run = read_run(out)
+    assert (run.steps, [each["step"] for each in run.evaluations]) == ([1, 2], [0, 1, 2])
+    assert summarise(run)["held_out_last"] == 1.5
+    page = write_report(out).read_text()
+    for title in (
+        "Each reward function",
+        "Held out: evaluation while it trained",
+        "Spread of rewards",
+        "Prompts that teach nothing",
+        "Length of completions",
+        "Truncated completions",
+        "Entropy",
+        "Clipped tokens",
+        "KL to the reference",
+        "Loss",
+        "Gradient norm",
+        "Learning rate",
+        "Mismatch KL: how far apart trainer and sampler are",
+    ):
+        assert re.search(f"<h[23]>{re.escape(title)}</h[23]>", page), title
+    assert 'download="metrics.csv"' in page
+    assert 'download="rollouts.csv"' in page

@@ -390,6 +390,10 @@ def test_rollouts_are_shown_with_their_rewards(tmp_path):
         "(nothing)",
     ):
         assert said in page
+    (held,) = re.findall(r'href="data:text/csv;base64,([^"]*)" download="rollouts.csv"', page)
+    rows = list(csv.DictReader(io.StringIO(base64.b64decode(held).decode())))
+    assert [row["step"] for row in rows] == ["1", "1", "40", "40"]
+    assert rows[0] == {"step": "1", "prompt": "2+2?", "completion": "4", "right": "1.0", "short": "0.5"}
 
 
 def test_memory_and_proof_of_the_base_are_in_the_details(tmp_path):

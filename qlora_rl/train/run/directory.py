@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG, METRICS, SYNCS, SUMMARY, ADAPTER = "config.json", "metrics.jsonl", "sync.jsonl", "summary.json", "adapter"
 FINGERPRINTS = "fingerprints.json"
-ROLLOUTS = "rollouts.json"  # the first and the newest, for people
+ROLLOUTS = "rollouts.json"  # of some steps, for people
 SESSION = "session"  # with a server
 SAMPLES = "samples.json"  # of the demo
 MODEL = "model"  # of a base that was trained itself
@@ -285,6 +285,17 @@ class StepRecord:
     def end(self, step: int) -> None:
         """The optimizer step number `step` is done."""
         self._values |= {"step": step, "step_seconds": time.perf_counter() - self._started}
+
+    def evaluated(self, logged: Mapping[str, Any]) -> None:
+        """Write a line for an evaluation: its step, and the `eval_` values that transformers has logged, but for its speed."""
+        if self.run is None:
+            return
+        values = {
+            name.replace("qlora_rl/", ""): value
+            for name, value in logged.items()
+            if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second"))
+        }
+        self.run.append(METRICS, {"step": logged["step"], **values})
 
     def flush(self) -> None:
         """Write the step, if it is done."""

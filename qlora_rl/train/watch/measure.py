@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from statistics import fmean
 from typing import Any
 
@@ -22,6 +23,7 @@ from qlora_rl.train.watch.alarm import MismatchAlarm, drawn_from, filters_of
 logger = logging.getLogger(__name__)
 
 _KEPT = 8  # rollouts of a group that are written down
+_KEPT_STEPS = 12  # between the first and the newest, evenly spread over those that are planned
 
 # TRL's metrics that a step's record keeps under TRL's names: of what was generated, and of the loss, known when TRL logs.
 _OF_A_ROLLOUT = ("rewards/", "frac_reward_zero_std", "completions/", "tools/")
@@ -45,7 +47,7 @@ class MeasuredSteps:
         """
         self.fidelity, self.alarm, self._compares = FidelityMonitor(), alarm, compares
         self._record = StepRecord(run)
-        self._first_rollouts: dict[str, Any] = {}
+        self._kept_rollouts: list[dict[str, Any]] = []
         self.add_callback(_StepClock(self._record))
 
     def _rollout_facts(self) -> dict[str, float]:
@@ -113,7 +115,7 @@ class MeasuredSteps:
                 self.bridge.engine.sleep()  # the examination has woken it
 
     def _note_rollouts(self, count: int) -> None:
-        """Keep a group of rollouts of the first step and one of the newest, for people to read.
+        """Keep a group of rollouts of the first step, of some between, and of the newest, for people to read.
 
         Args:
             count: rollouts that TRL has just added to its log of texts.
@@ -133,11 +135,18 @@ class MeasuredSteps:
             for i in range(start, start + min(size, _KEPT))
         ]
         last = {"step": self.state.global_step + 1, "prompt": prompts[start], "rollouts": rollouts}
-        if not self._first_rollouts:
-            held = run.path / ROLLOUTS  # of a run that goes on
-            self._first_rollouts = json.loads(held.read_text())["first"] if held.exists() else last
+        held = run.path / ROLLOUTS  # of a run that goes on
+        if not self._kept_rollouts and held.exists():
+            told = json.loads(held.read_text())
+            before = [told["first"], *(each for each in told.get("steps", []) if each["step"] < last["step"])]
+            self._kept_rollouts = before
+        if not self._kept_rollouts or last["step"] >= self._kept_rollouts[-1]["step"] + math.ceil(
+            self.state.max_steps / _KEPT_STEPS
+        ):
+            self._kept_rollouts.append(last)
+        first, *steps = self._kept_rollouts
         try:
-            run.write_json(ROLLOUTS, {"first": self._first_rollouts, "last": last})
+            run.write_json(ROLLOUTS, {"first": first, "steps": steps, "last": last})
         except RunDirectoryError as error:  # the record of the steps ends a run on a full disk, this does not
             logger.warning("%s", error)
 
@@ -165,6 +174,8 @@ class MeasuredSteps:
         if "loss" in logs:
             self._record.flush()
         super().log(logs, start_time)
+        if any(name.startswith("eval_") for name in logs):
+            self._record.evaluated(self.state.log_history[-1])  # with what TRL has added
 
 
 def drawn_mask(batch: dict[str, Any]) -> torch.Tensor:
