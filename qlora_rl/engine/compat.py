@@ -314,12 +314,12 @@ def _shut_down(llm: LLM, *, owns_process_group: bool) -> None:
 
 
 def release_kv_cache(llm: LLM) -> bool:
-    """Give back the KV cache and keep the weights where they are; `LLM.wake_up` undoes it. False: this vLLM cannot.
-
-    Since 0.31. `sleep(level=1)` would move the weights to host memory, away from under whoever borrows them.
-    """
+    """Give back the KV cache; the weights, which are lent, stay where they are. `LLM.wake_up` undoes it. False: vLLM before 0.31 cannot."""
     if not hasattr(llm, "release_kv_cache_memory"):
         return False
+    core = llm.llm_engine.engine_core.engine_core
+    while core.scheduler.has_requests() or core.batch_queue:  # it forgets a request in the step after its last one
+        llm.llm_engine.step()
     llm.sleep(level=0)
     llm.release_kv_cache_memory()
     return True

@@ -290,6 +290,23 @@ def test_lent_weights_do_not_move_when_the_engine_sleeps(pair, monkeypatch):
     assert calls == [("sleep", 1), ("wake_up",)]
 
 
+def test_vllm_pauses_before_its_kv_cache_goes_and_generates_the_same_when_it_is_back(pair, monkeypatch):
+    """vLLM's own checks and bookkeeping; only the memory itself cannot be given back on the CPU."""
+    engine, made = pair
+    core = engine._llm.llm_engine.engine_core.engine_core
+    freed = []
+    monkeypatch.setattr(core.model_executor, "discard", freed.append)
+    monkeypatch.setitem(engine._options, "enable_sleep_mode", True)
+    before, borrowed = engine.generate([[5, 6, 7], [8, 9]], max_tokens=8, seed=1).completion_ids, outcome(made[0])
+    engine.sleep()
+    assert freed == [("kv_cache",)]
+    assert core.is_scheduler_paused()
+    assert_same(outcome(made[0]), borrowed)  # trained on while the engine sleeps
+    engine.wake()
+    assert not core.is_scheduler_paused()
+    assert engine.generate([[5, 6, 7], [8, 9]], max_tokens=8, seed=1).completion_ids == before
+
+
 def test_what_has_no_tensors_here_lends_none(base, engine, monkeypatch):
     with pytest.raises(CannotShareError, match="FakeEngine has no tensors to lend"):
         borrow_base(FakeEngine(load_base(base)))

@@ -91,11 +91,39 @@ def test_what_happened_is_drained_once(parts):
     used = bridge(*parts)
     used.sync_weights()
     used.generate(PROMPTS)
-    reports, tokens, seconds = used.drain()
+    reports, tokens, seconds, naps = used.drain()
     assert [r.version for r in reports] == [1]
     assert tokens > 0
     assert seconds > 0
-    assert used.drain() == ([], 0, 0.0)
+    assert naps == {}
+    assert used.drain() == ([], 0, 0.0, {})
+
+
+def test_the_kv_cache_is_away_while_the_policy_is_trained_and_back_for_each_push(parts, monkeypatch):
+    """In this order, with the seconds of both; base and adapter stay, as the canary finds."""
+    engine, strategy = parts
+    used = bridge(engine, strategy, sleeps=True)
+    calls = []
+    for where, name in (
+        (engine, "wake"),
+        (engine, "sleep"),
+        (engine, "generate"),
+        (strategy, "push"),
+        (strategy, "verify"),
+    ):
+        real = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *a, _name=name, _real=real, **k: calls.append(_name) or _real(*a, **k))
+    for step in range(2):
+        used.begin(step)
+        used.sync_weights()
+        used.generate(PROMPTS)
+        assert engine._is_asleep  # from here on the policy is trained
+    first, second = calls[: calls.index("sleep") + 1], calls[calls.index("sleep") + 1 :]
+    assert first == ["wake", "push", "wake", "generate", "sleep"]
+    assert second == ["wake", "push", "verify", "wake", "generate", "sleep"]
+    naps = used.drain()[3]
+    assert naps.keys() == {"wake_seconds", "sleep_seconds"}
+    assert min(naps.values()) > 0
 
 
 def test_images_are_refused(parts):

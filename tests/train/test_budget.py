@@ -198,6 +198,8 @@ def test_an_engine_sleeps_in_a_run_that_fits_only_so(make_trainer, config, coloc
     assert "turned on by the plan: the KV cache" in written["memory"]["choice"]
     assert trainer.args.vllm_enable_sleep_mode is True
     assert trainer.engine.naps == 2
+    steps = [json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()]
+    assert all(step["wake_seconds"] >= 0 and step["sleep_seconds"] >= 0 for step in steps)
 
 
 @pytest.mark.parametrize("asked", [24, 20.5])

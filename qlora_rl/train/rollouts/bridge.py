@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -66,6 +67,7 @@ class EngineBridge:
         self._reports: list[SyncReport] = []
         self._tokens = 0
         self._seconds = 0.0
+        self._naps: dict[str, float] = {}
         self.last: Rollout | None = None
 
     def install(self, trainer: Any) -> None:
@@ -118,7 +120,7 @@ class EngineBridge:
             step: optimizer steps that the policy has been trained for; by default that of `begin`.
         """
         if self.sleeps:
-            self.engine.wake()
+            self.wake()
         with ranks().together("pushing the policy"):
             report = self.strategy.push()
         self._reports.append(report)
@@ -152,7 +154,7 @@ class EngineBridge:
             Prompt ids and completion ids (B lists each), logprobs [B][T][1] of the sampled tokens, and their ids [B][T][1].
         """
         seed = self.next_seed()
-        self.engine.wake()
+        self.wake()
         self._prove()  # it may have slept, or been rebuilt, since the last push
         with profiler or nullcontext():
             try:
@@ -163,8 +165,7 @@ class EngineBridge:
                 # A server was restarted in the middle, and has lost full weights: they are pushed again.
                 self._prove()
                 rollout = self.draw(prompts, images, seed=seed)
-        if self.sleeps:
-            self.engine.sleep()
+        self.rest()
         if rollout.version != self.serves:
             raise EngineBrokenError(
                 f"generating: version={rollout.version} has answered, and version={self.serves} was pushed: somebody else has pushed to "
@@ -252,9 +253,27 @@ class EngineBridge:
     def _anywhere(found: bool, doing: str) -> bool:
         return found if ranks().size == 1 else any(ranks().gather(found, doing))
 
-    def drain(self) -> tuple[list[SyncReport], int, float]:
-        """Pushes, sampled tokens and seconds of generation since the last call of `drain`."""
+    def wake(self) -> None:
+        """Undo `rest`."""
+        with self._timed("wake_seconds"):
+            self.engine.wake()
+
+    def rest(self) -> None:
+        """Have the engine give back its KV cache while the policy is trained, if it is to sleep between rollouts."""
+        if self.sleeps:
+            with self._timed("sleep_seconds"):
+                self.engine.sleep()
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self.sleeps:
+            self._naps[name] = self._naps.get(name, 0.0) + time.perf_counter() - began
+
+    def drain(self) -> tuple[list[SyncReport], int, float, dict[str, float]]:
+        """Pushes, sampled tokens, seconds of generation, and seconds of falling asleep and of waking, since the last call of `drain`."""
         with self._counting:
-            taken = (self._reports, self._tokens, self._seconds)
-            self._reports, self._tokens, self._seconds = [], 0, 0.0
+            taken = (self._reports, self._tokens, self._seconds, self._naps)
+            self._reports, self._tokens, self._seconds, self._naps = [], 0, 0.0, {}
         return taken

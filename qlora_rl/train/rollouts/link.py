@@ -73,12 +73,13 @@ class Link:
 
     def rollout_facts(self, run: RunDirectory | None) -> dict[str, float]:
         """What was sampled and pushed since the last call, for the step's record; the pushes also go to `run`."""
-        reports, tokens, seconds = self.bridge.drain()
+        reports, tokens, seconds, naps = self.bridge.drain()
         facts: dict[str, float] = {
             "base_verified": float(self.admission.is_verified),
             "rollout_tokens": tokens,
             "rollout_seconds": seconds,
             "rollout_tokens_per_s": tokens / seconds if seconds else float("nan"),
+            **naps,
         }
         for report in reports:
             facts |= {"sync_seconds": report.seconds, "sync_bytes": report.bytes, "policy_version": report.version}

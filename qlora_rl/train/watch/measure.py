@@ -111,8 +111,7 @@ class MeasuredSteps:
         found = self.alarm.observe(fidelity, lambda: drawn_from(output, mask_BT, self.temperature, filters))
         if found is not None:
             self._record.add(mismatch_cause=found.cause)
-            if self.bridge.sleeps:
-                self.bridge.engine.sleep()  # the examination has woken it
+            self.bridge.rest()  # the examination has woken it
 
     def _note_rollouts(self, count: int) -> None:
         """Keep a group of rollouts of the first step, of some between, and of the newest, for people to read.
