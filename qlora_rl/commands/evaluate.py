@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE
+from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE, UsageError
 
 
 def add(commands: Any) -> None:
@@ -23,9 +23,8 @@ def add(commands: Any) -> None:
     evaluate.add_argument(
         "--reward",
         nargs="+",
-        required=True,
         metavar="R",
-        help="exact, numeric, program, or path.py:function; one or more",
+        help="exact, numeric, program, or path.py:function; one or more (default: those of the run's file)",
     )
     evaluate.add_argument(
         "--column", metavar="NAME", help="column with the references, for built-in rewards (default: theirs)"
@@ -56,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.rewards.load import built_in, load_reward
 
     columns = {"column": arguments.column} if arguments.column else {}
-    rewards = {name: load_reward(name, columns if built_in(name) else None) for name in arguments.reward}
+    rewards = {name: load_reward(name, columns if built_in(name) else None) for name in arguments.reward or []}
+    if columns and not rewards:
+        raise UsageError("evaluating: --column is for a --reward. Name one, or leave it out.")
     from qlora_rl.demo.job import quieten
 
     quieten()
@@ -65,6 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     rows = read_rows(arguments.data, arguments.limit)
     trained = open_trained(arguments.trained, base=arguments.base)
+    if not rewards:
+        rewards = {each.use: load_reward(each.use, each.arguments) for each in trained.rewards}
+    if not rewards:
+        raise UsageError(f"evaluating: {trained.path} has no file with rewards. Name one: --reward numeric.")
     sampling = SamplingSpec(arguments.max_tokens, arguments.temperature, arguments.top_p, seed=arguments.seed)
     found = evaluate(trained, rows, rewards, samples=arguments.samples, sampling=sampling)
     if not arguments.no_save:

@@ -36,7 +36,13 @@ def add(commands: Any) -> None:
     serve.add_argument(
         "--max-num-seqs", type=COUNT, default=128, metavar="N", help="sequences in flight (default: %(default)s)"
     )
-    serve.add_argument("--gpu-memory-utilization", type=SHARE, default=0.9, metavar="X", help="(default: %(default)s)")
+    serve.add_argument(
+        "--gpu-memory-utilization",
+        type=SHARE,
+        default=0.9,
+        metavar="X",
+        help="share of the card (default: %(default)s, as a server has it to itself; 0.3 from Python, where a trainer may share it)",
+    )
     serve.add_argument(
         "--base-compute",
         choices=["nf4", "baked", "auto", "vllm"],

@@ -23,6 +23,7 @@ from qlora_rl.export.vocabulary import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEF
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _OUT = "Export it merged, and convert that: qlora-rl export RUN --to merged --out DIR; python convert_hf_to_gguf.py DIR (of llama.cpp)."
+_OUT_OF_ADAPTERS = "Serve it with vLLM, on the base it was trained on: qlora-rl export RUN --to adapter. Or convert the merged model: --to merged."
 _DOING = "writing GGUF"
 # llama.cpp's name of a way to split, by what tokenizer.json says of it.
 _NAMES = {pattern: name for name, pattern in SPLITS.items()}
@@ -46,11 +47,12 @@ def require_gguf() -> Any:
     return gguf
 
 
-def check_gguf(base: str | os.PathLike[str]) -> None:
+def check_gguf(base: str | os.PathLike[str], *, is_adapter: bool = False) -> None:
     """Raise where no file can be written that would be right.
 
     Args:
         base: directory with config.json and tokenizer.json.
+        is_adapter: the adapter alone is to be written, so that the way out is another one.
 
     Raises:
         NotYetSupportedError: another architecture or tokenizer; names every reason, and the way out.
@@ -78,7 +80,8 @@ def check_gguf(base: str | os.PathLike[str]) -> None:
     except _Unknown as unknown:
         reasons.append(str(unknown))
     if reasons:
-        raise collected(_DOING, [f"{reason}. {_OUT}" for reason in reasons], NotYetSupportedError)
+        out = _OUT_OF_ADAPTERS if is_adapter else _OUT
+        raise collected(_DOING, [f"{reason}. {out}" for reason in reasons], NotYetSupportedError)
 
 
 def write_gguf(model: Any, base: PreparedBase, tokenizer: Any, file: Path, dtype: str, *, name: str) -> None:
@@ -142,7 +145,7 @@ def write_gguf_adapter(
         own, part = key.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
         theirs = names.get_name(f"{own}.weight", try_suffixes=(".weight",))
         if theirs is None:
-            raise NotYetSupportedError(f"{_DOING}: GGUF has no name for {own}. {_OUT}", module=own)
+            raise NotYetSupportedError(f"{_DOING}: GGUF has no name for {own}. {_OUT_OF_ADAPTERS}", module=own)
         if part == "B" and config.model_type == "llama" and own.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if own.endswith("q_proj") else config.num_key_value_heads
             tensor = _interleaved(tensor, heads)

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def export_run(
     if to.startswith("gguf"):
         from qlora_rl.export.gguf import check_gguf
 
-        check_gguf(trained.base.path)
+        check_gguf(trained.base.path, is_adapter=to == "gguf-adapter")
     if to == "merged-original":
         original = _original(trained, original)
 
@@ -145,6 +146,7 @@ def export_run(
             tokenizer,
             vocabulary,
             data=None if data is None else Path(data),
+            rows=trained.data,
             count=prompts,
             longest=min(256, positions // 2),
             **trained.template_kwargs,
@@ -201,7 +203,11 @@ def export_run(
                 f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:g}. Nothing was written. In 16 bits "
                 "the rounding of a large model may come to that: look at it with --max-kl 1, or export float32."
             )
-        far = None if on is None or elsewhere[_on(on)].kl_mean <= limit else _far(on, elsewhere[_on(on)], limit)
+        far = (
+            None
+            if on is None or elsewhere[_on(on)].kl_mean <= limit
+            else _far(on, elsewhere[_on(on)], limit, trained.base.spec.is_4bit)
+        )
         if far is not None:
             say(f"WARNING: {far}")
         load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
@@ -306,10 +312,10 @@ def _on(base: str | os.PathLike[str]) -> str:
     return f"llama.cpp on {Path(base).name}"
 
 
-def _far(base: str | os.PathLike[str], found: Distance, limit: float) -> str:
+def _far(base: str | os.PathLike[str], found: Distance, limit: float, is_4bit: bool) -> str:
     return (
         f"on {Path(base).name} this adapter is not the trained policy: mean KL {found.kl_mean:.2e} nats per token, above the limit of "
-        f"{limit:g}. Serve it on the dequantised base, or the merged model."
+        f"{limit:g}. Export the merged model, which holds both: --to gguf{'; or serve the adapter with vLLM: --to adapter' if is_4bit else ''}."
     )
 
 
@@ -337,7 +343,8 @@ def _in_llama_cpp(
         plain = load_base(trained.base)
         write_gguf(plain, trained.base, tokenizer, own, trained.base.spec.compute_dtype, name="base")
         del plain
-        return {"llama.cpp on the dequantised base": _asked(witness, own, file), **found}
+        place = "the dequantised base" if trained.base.spec.is_4bit else "its own base"
+        return {f"llama.cpp on {place}": _asked(witness, own, file), **found}
 
 
 def _asked(witness: Witness, file: Path, adapter: Path | None = None) -> Distance:
@@ -412,25 +419,31 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
         base: name of the base.
     """
     if to == "adapter":
-        lines = {"transformers": f'PeftModel.from_pretrained(qlora_rl.load_base("{base}"), "{name}")'}
+        lines = {"transformers": f"PeftModel.from_pretrained(qlora_rl.load_base({_text(base)}), {_text(name)})"}
         config = json.loads((written / "adapter_config.json").read_text())
         # vLLM applies plain LoRA, and drops patterns silently.
         if judge_adapter(written, base=trained.base) and not (
             config.get("rank_pattern") or config.get("alpha_pattern")
         ):
             rank = f" --max-lora-rank {rank_class(config['r'])}" if config["r"] > 16 else ""
-            lines["vllm"] = f"vllm serve {base} --enable-lora{rank} --lora-modules policy={name}"
+            lines["vllm"] = f"vllm serve {quote(base)} --enable-lora{rank} --lora-modules {quote(f'policy={name}')}"
         return lines
     if to == "gguf-adapter":
-        return {"llama.cpp": f"llama-server -m BASE.gguf --lora {name}/{trained.name}-lora.gguf"}
+        return {"llama.cpp": f"llama-server -m BASE.gguf --lora {quote(f'{name}/{trained.name}-lora.gguf')}"}
     if to == "gguf":
         file = f"{trained.name}.gguf"
         return {
-            "ollama": f"ollama create {trained.name} -f {name}/Modelfile",
-            "transformers": f'AutoModelForCausalLM.from_pretrained("{name}", gguf_file="{file}")',
-            "llama.cpp": f"llama-cli -m {name}/{file}",
+            "ollama": f"ollama create {quote(trained.name)} -f {quote(f'{name}/Modelfile')}",
+            "transformers": f"AutoModelForCausalLM.from_pretrained({_text(name)}, gguf_file={_text(file)})",
+            "llama.cpp": f"llama-cli -m {quote(f'{name}/{file}')}",
         }
-    return {"transformers": f'AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")', "vllm": f'LLM("{name}")'}
+    loaded = f'AutoModelForCausalLM.from_pretrained({_text(name)}, dtype="auto")'
+    return {"transformers": loaded, "vllm": f"LLM({_text(name)})"}
+
+
+def _text(value: str) -> str:
+    """As it stands in Python, in double quotes."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _tokenizer(trained: TrainedRun) -> Any:

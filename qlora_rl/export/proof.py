@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
+from qlora_rl.config.schema import Data
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.policy.draw import draw, precision
+from qlora_rl.policy.evaluation import read_rows
 from qlora_rl.policy.prompts import encode
+from qlora_rl.policy.rows import as_trained
 from qlora_rl.train.run import ROLLOUTS
 
 SAMPLES = "samples.json"
@@ -115,6 +118,7 @@ def choose_prompts(
     vocabulary: int,
     *,
     data: Path | None = None,
+    rows: Data | None = None,
     count: int = 16,
     longest: int = 256,
     **template_kwargs: Any,
@@ -125,20 +129,20 @@ def choose_prompts(
         run: its samples.json has held-out prompts, in some runs; its rollouts.json two prompts of the training.
         tokenizer: of the base.
         vocabulary: size of it, for prompts of random tokens where there are no others.
-        data: .jsonl file with a column "prompt" (text or messages); it goes first.
+        data: .jsonl file with a column "prompt" (text or messages), or with the columns of the run; it goes first.
+        rows: [data] of the run's file, which makes prompts of its columns.
         count: how many.
         longest: tokens of a prompt; what is longer is cut at its beginning.
         template_kwargs: of the chat template.
     """
     found, where = [], ""
     if data is not None:
-        found, where = (
-            _prompts_of([json.loads(line) for line in data.read_text().splitlines() if line.strip()]),
-            data.name,
-        )
+        held = read_rows(data)
+        found, where = _prompts_of(as_trained(held, rows)), data.name
         if not found:
+            named = "" if rows is None else ", nor those out of which the run made its prompts"
             raise ConfigConflictError(
-                f'choosing prompts: {data} has no column "prompt". Each line is a JSON object with one.'
+                f'choosing prompts: {data} has no column "prompt"{named}; there are {", ".join(held[0])}. Rename one.'
             )
     elif (run / SAMPLES).is_file():
         found, where = _prompts_of(json.loads((run / SAMPLES).read_text())), "held-out samples of the run"

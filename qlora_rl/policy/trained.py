@@ -14,7 +14,7 @@ from typing import Any
 from qlora_rl.adapter.store import ORIGIN
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, load_base, open_base
 from qlora_rl.base.kinds import auto_class
-from qlora_rl.config.schema import Data, options
+from qlora_rl.config.schema import Data, Reward, options
 from qlora_rl.errors import BaseIncompleteError, BaseMismatchError, RunDirectoryError
 from qlora_rl.train.run import ADAPTER, CONFIG, MODEL, SUMMARY
 
@@ -75,13 +75,23 @@ class TrainedRun:
         return dict(given or {})
 
     @cached_property
+    def _file(self) -> dict[str, Any]:
+        try:
+            return tomllib.loads((self.path / "run.toml").read_text(encoding="utf-8"))
+        except OSError:
+            return {}
+
+    @property
     def data(self) -> Data | None:
         """[data] of the run's file; `None` where it was trained without one."""
-        try:
-            held = tomllib.loads((self.path / "run.toml").read_text(encoding="utf-8"))["data"]
-        except (OSError, KeyError):
-            return None
-        return Data(**{name: value for name, value in held.items() if name in options(Data)})
+        held = self._file.get("data")
+        return None if held is None else Data(**{name: each for name, each in held.items() if name in options(Data)})
+
+    @property
+    def rewards(self) -> list[Reward]:
+        """[[rewards]] of the run's file; none where it was trained without one, or without rewards."""
+        known = options(Reward)
+        return [Reward(**{n: v for n, v in each.items() if n in known}) for each in self._file.get("rewards", [])]
 
     def load(self) -> Any:
         """The policy as it was trained: the 4-bit base with the adapter; in eval mode.

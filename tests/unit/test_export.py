@@ -1,6 +1,8 @@
 """Exports: what is written is loaded again, is the policy, and appears whole or not at all."""
 
+import ast
 import json
+import shlex
 import shutil
 import sys
 from functools import partial
@@ -223,8 +225,23 @@ def test_prompts_come_from_the_samples_of_the_run_or_a_file(run, tmp_path):
     data.write_text(json.dumps({"prompt": "1+1=" * 200}) + "\n")  # longer than the model has positions
     assert export(copy, out=tmp_path / "d", data=data).distance.tokens > 0
     data.write_text('{"question": "1"}\n')
-    with pytest.raises(ConfigConflictError, match='no column "prompt"'):
+    with pytest.raises(ConfigConflictError, match='no column "prompt"; there are question'):
         export(copy, out=tmp_path / "c", data=data)
+    data.write_text("")
+    with pytest.raises(ConfigConflictError, match="it is empty"):
+        export(copy, out=tmp_path / "c", data=data)
+
+
+def test_prompts_of_a_file_are_made_as_the_run_made_its_own_and_a_path_with_spaces_is_quoted(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "run.toml").write_text('[data]\ntrain = "rows.jsonl"\nprompt_template = "{question}="\n')
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "1+1"}\n')
+    done = export(copy, "adapter", out=tmp_path / "an export", data=data)
+    assert done.prompts == "data.jsonl"
+    assert shlex.split(done.load["vllm"])[-1] == f"policy={tmp_path / 'an export'}"
+    assert ast.literal_eval(done.load["transformers"].rpartition(", ")[2][:-1]) == str(tmp_path / "an export")
 
 
 def test_the_card_of_a_run_without_rewards_shows_its_loss_and_of_a_checkpoint_its_step(run, tmp_path):

@@ -155,6 +155,26 @@ def test_rows_of_an_evaluation_become_what_the_runs_rows_were(told):
     assert as_trained([{"prompt": "2+2"}], framed.data) == [{"prompt": "Q: 2+2\nA:"}]  # as training does it
 
 
+def test_an_evaluation_takes_the_runs_rewards_where_none_is_named(told, tmp_path, monkeypatch, capsys):
+    path, asked = told(train="rows.jsonl"), {}
+    (path / "run.toml").write_text(
+        to_toml({"rewards": [{"use": "numeric_match", "weight": 2.0, "arguments": {"column": "solution"}}]})
+    )
+    found = Evaluation({}, (1.0, 1.0), 1, 1, SamplingSpec(), [])
+    monkeypatch.setattr(
+        "qlora_rl.policy.evaluation.evaluate", lambda t, r, rewards, **_: asked.update(rewards) or found
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n')
+    words = ["eval", str(path), "--data", str(tmp_path / "rows.jsonl"), "--no-save"]
+    assert main(words) == 0
+    assert asked["numeric_match"](prompts=["1+1="], completions=["2"], solution=["2"]) == [1.0]
+    assert main([*words, "--column", "solution"]) == 2
+    assert "--column is for a --reward" in capsys.readouterr().err
+    (path / "run.toml").unlink()
+    assert main(words) == 2
+    assert "Name one: --reward numeric" in capsys.readouterr().err
+
+
 def test_what_cannot_be_answered_is_said(run, monkeypatch, capsys):
     with pytest.raises(ConfigConflictError) as caught:
         Conversation(open_trained(run), max_tokens=0, temperature=-1.0, top_p=0.0)
