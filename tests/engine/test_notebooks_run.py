@@ -47,7 +47,9 @@ ASKED = {
 
 def load(number):
     (path,) = (ROOT / "examples" / "notebooks").glob(f"{number}-*.ipynb")
-    return nbformat.read(path, as_version=4)
+    notebook = nbformat.read(path, as_version=4)
+    del notebook.cells[1]  # installs the package where it is missing
+    return notebook
 
 
 def ask(expression):

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -10,12 +11,17 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+_SPEC = importlib.util.spec_from_file_location("notebook_tops", FOLDER.parents[1] / "scripts" / "notebook_tops.py")
+TOPS = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(TOPS)
 
 pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def cells(path, kind):
-    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
+    """Those of a kind, but for the one that installs."""
+    held = json.loads(path.read_text())["cells"]
+    return [cell for cell in held if cell["cell_type"] == kind and not TOPS.is_skipped(cell)]
 
 
 def source(cell):
@@ -25,6 +31,17 @@ def source(cell):
 def test_it_was_executed_once_from_top_to_bottom(path):
     code = cells(path, "code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+
+
+def test_its_top_is_that_of_all(path):
+    """`python scripts/notebook_tops.py` writes it."""
+    held = json.loads(path.read_text())
+    assert TOPS.with_top(json.loads(path.read_text()), path.name, TOPS.repository()) == held
+    named = TOPS.with_top(held, path.name, "https://github.com/a/b")
+    assert f"github/a/b/blob/main/examples/notebooks/{path.name}" in source(named["cells"][0])
+    assert "git+https://github.com/a/b" in source(named["cells"][1])
+    assert TOPS.with_top(named, path.name, TOPS.repository()) == json.loads(path.read_text())
+    assert [i for i, cell in enumerate(held["cells"]) if TOPS.is_skipped(cell)] == [1]
 
 
 def test_its_outputs_are_small_without_an_error_and_end_with_a_picture_or_a_table(path):
