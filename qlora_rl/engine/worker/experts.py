@@ -8,11 +8,13 @@ Shape letters: E experts, I inner width of one, H hidden size.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from qlora_rl.engine.compat import vllm_version
 from qlora_rl.errors import EngineUnsupportedError
 
 _GATE_UP, _DOWN = "w13_weight", "w2_weight"
@@ -26,11 +28,20 @@ def experts_in_16_bits() -> Iterator[None]:
       its choice knows the target modules.
     - The plugin (0.0.3) takes the experts of every 4-bit checkpoint for 4-bit, and cannot load these. Remove when it reads their names in
       `llm_int8_skip_modules`.
-    - It also checks which parameters were loaded, and the experts' are not told by their full names. Remove when `MoERunner.load_weights` does.
+    - It also checks which parameters were loaded, and `MoERunner.load_weights` leaves a part of the experts' names out. Remove when it does not.
+
+    Raises:
+        EngineUnsupportedError: this vLLM has its mixtures elsewhere.
     """
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
-    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    try:
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+        from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    except ImportError as error:
+        raise EngineUnsupportedError(
+            f"loading a mixture of experts: vLLM {vllm_version()} has its experts in other modules than 0.31 ({error}). Upgrade: pip install "
+            "'vllm>=0.31,<0.32'"
+        ) from error
 
     select, load = unquantized.select_unquantized_moe_backend, MoERunner.load_weights
 
@@ -126,21 +137,22 @@ def unpacked(weight: torch.Tensor, owner: Any) -> torch.Tensor:
     return plain
 
 
+@functools.lru_cache(maxsize=2)  # the two of a model; making one takes longer than using it
 def _packed_order(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Tensor:
-    """Where each element of a packed expert was before, [rows · columns]."""
+    """Where each element of a packed expert was before, int32 [rows · columns]."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     count, width = shape.numel(), dtype.itemsize * 8
     places = torch.arange(count)
-    order = torch.zeros(count, dtype=torch.long)
+    order = torch.zeros(count, dtype=torch.int32)
     # Elements of 16 bits cannot hold the number of a place: it is packed in two halves.
-    kind = torch.int16 if width == 16 else torch.int32
+    kind, mask = (torch.int16, 2**16 - 1) if width == 16 else (torch.int32, -1)
     for low in range(0, 32, width):
-        part = (places >> low) & (2**width - 1)
+        part = (places >> low) & mask
         bits = torch.where(part >= 2 ** (width - 1), part - 2**width, part).to(kind)
         packed = cpu_prepack_moe_weight(bits.view(dtype).reshape(1, *shape), isa)
-        order |= (packed.flatten().view(kind).long() & (2**width - 1)) << low
-    if not torch.equal(order.sort().values, places):
+        order |= (packed.flatten().view(kind).int() & mask) << low
+    if not bool(torch.zeros(count, dtype=torch.bool).index_fill_(0, order.long(), True).all()):
         raise EngineUnsupportedError(
             f"reading the experts: vLLM's packing for {isa} does more than move elements of {dtype}, so that what it holds cannot be compared."
         )

@@ -1,0 +1,45 @@
+"""GRPO of small mixtures with real vLLM, in one process and through a server."""
+
+import json
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig
+from support import make_model, tiny_training
+from trl import GRPOConfig
+
+from qlora_rl import QLoRAGRPOTrainer, prepare_base
+from qlora_rl.base.experts import ATTENTION
+
+STEPS = 3
+
+
+def by_length(completions, **_):
+    return [float(len(completion) % 3) for completion in completions]
+
+
+@pytest.mark.parametrize(("architecture", "rollout"), [("mixtral", "colocate"), ("olmoe", "server")])
+def test_a_mixture_is_trained_with_adapters_on_attention(architecture, rollout, tmp_path):
+    base = prepare_base(make_model(tmp_path / "model", architecture=architecture, tied=False), out=tmp_path / "base")
+    options = tiny_training(
+        output_dir=str(tmp_path / "run"), num_generations=4, max_steps=STEPS, per_device_train_batch_size=8
+    )
+    with QLoRAGRPOTrainer(
+        model=base,
+        args=GRPOConfig(**options | {"max_completion_length": 16}),
+        peft_config=LoraConfig(r=8, target_modules=list(ATTENTION)),
+        rollout=rollout,
+        engine_options={"max_model_length": 64},
+        reward_funcs=by_length,
+        train_dataset=Dataset.from_list([{"prompt": f"{i}+1="} for i in range(16)]),
+    ) as trainer:
+        loan = getattr(trainer.model.get_base_model(), "qlora_loan", None)
+        assert (loan is not None) == (rollout == "colocate")
+        if loan is not None:  # codes are shared, mixtures are not
+            assert not any(".self_attn." in name and "norm" not in name for name in loan.copied)
+            assert sum(".experts." in name for name in loan.copied) == 2 * 4 * 3
+        trainer.train()
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["policy_version"] for step in steps] == list(range(1, STEPS + 1))
+    assert all(step["base_verified"] for step in steps)
+    assert max(step["mismatch_kl"] for step in steps) < 5e-3
