@@ -234,7 +234,7 @@ def _start_corda(model: Any, peft_config: Any, batches: list[Mapping[str, torch.
                     bare(input_ids=row[mask.bool()][None].to(bare.device))
 
     was_training = bare.training
-    calib_cov_distribution(bare, config, run, None, config.corda_config.covariance_file)
+    calib_cov_distribution(bare, config, run, None, None)
     found = {
         name.removesuffix(".base_layer"): module.covariance_matrix for name, module in target_modules(bare, config)
     }
