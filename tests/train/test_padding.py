@@ -12,9 +12,9 @@ from support import tiny_training
 from trl import DPOConfig, SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from qlora_rl import FakeEngine, QLoRADPOTrainer, QLoRASFTTrainer, load_base, prepare_base
+from qlora_rl import ConfigConflictError, FakeEngine, QLoRADPOTrainer, QLoRASFTTrainer, load_base, prepare_base
 from qlora_rl.train.scoring import attention
-from qlora_rl.train.scoring.padding import make_row, remove_padding
+from qlora_rl.train.scoring.padding import make_row, micro_batches, remove_padding
 
 WORDS, LONGEST = 97, 24
 TINY = {
@@ -321,3 +321,24 @@ def test_rows_that_trls_collator_packs_are_one_row_here_too(multiple):
     row = make_row(dict(given))
     assert row.inputs["sequence_lengths"][:2] == (3, 2)
     assert row.labels_1N[0, :5].tolist() == [-100, 6, 7, -100, 9]
+
+
+def test_a_collator_that_scores_the_first_token_of_a_packed_sequence_is_told_so():
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    given = collator([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}])
+    given["labels"][0, 3] = 8
+    with pytest.raises(ConfigConflictError, match="score the first token of a sequence"):
+        make_row(dict(given))
+
+
+def test_micro_batches_that_stay_padded_are_counted():
+    model = make_model("Mistral")  # its window is 32 tokens
+    assert remove_padding(model) == ""
+    for longest in (24, 40, 24):
+        ids = torch.randint(3, WORDS, (2, longest))
+        mask = torch.ones_like(ids)
+        mask[1, -4:] = 0
+        model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), fused_lm_head=True)
+    assert micro_batches(model) == {"without_padding": 2, "padded": 1}

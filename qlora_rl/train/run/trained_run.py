@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoProcessor, AutoTokenizer
 
-from qlora_rl.adapter.subject import active_adapter, is_bare
+from qlora_rl.adapter.subject import active_adapter, bare_model, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.kinds import directory_takes_images
 from qlora_rl.distributed import is_sharded, ranks
@@ -20,6 +20,7 @@ from qlora_rl.products import Float32Products
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
 from qlora_rl.train.run.directory import SUMMARY, RunDirectory, describe_machine, describe_versions
 from qlora_rl.train.run.resume import Resumable
+from qlora_rl.train.scoring.padding import micro_batches
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.entry import Source, resolve_model
 from qlora_rl.train.setup.processes import fit_for_sharding
@@ -129,6 +130,8 @@ class TrainedRun(Resumable):
             "status": "failed" if unwritten and status == "finished" else status,
             "steps": self.state.global_step,
         }
+        if (counts := micro_batches(bare_model(self.model))).get("padded"):
+            summary["micro_batches"] = counts
         if error is not None:
             summary["error"] = f"{type(error).__name__}: {error}"
         attempt(lambda: self.run.write_json(SUMMARY, summary))

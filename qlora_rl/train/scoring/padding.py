@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from trl.trainer.utils import FusedCausalLMOutput
 
+from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.shape import layer_kinds, layer_window
 from qlora_rl.train.scoring.attention import NAME, register, without_masks
 
@@ -75,6 +76,7 @@ def remove_padding(model: Any) -> str:
         return why
     of_trl = model.forward
     longest = layer_window(model.config) if is_sdpa else None  # FlashAttention has windows
+    counts = {"without_padding": 0, "padded": 0}
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
@@ -83,14 +85,23 @@ def remove_padding(model: Any) -> str:
         given = {name: value for name, value in kwargs.items() if value is not None}
         row = None if args else make_row(given, longest)
         if row is None:
+            mask = given.get("attention_mask")
+            counts["padded" if mask is not None and not mask.all() else "without_padding"] += 1
             return of_trl(*args, fused_lm_head=True, **kwargs)
+        counts["without_padding"] += 1
         rest = {name: value for name, value in given.items() if name in _HANDED_ON}
         with without_masks():
             found = of_trl(**row.inputs, **rest, labels=row.labels_1N, fused_lm_head=True)
         return _spread(found, given["labels"][:, 1:] != -100)
 
     model.forward = types.MethodType(forward, model)
+    model.qlora_micro_batches = counts
     return ""
+
+
+def micro_batches(model: Any) -> dict[str, int]:
+    """How many forwards that scored had no padding, and how many kept theirs (images, long sequences); empty where all do."""
+    return dict(getattr(model, "qlora_micro_batches", {}))
 
 
 def settle_padding(model: Any, why_not: str = "") -> dict[str, Any]:
@@ -106,6 +117,9 @@ def make_row(given: dict[str, Any], longest: int | None = None) -> Row | None:
         given: of a batch that TRL has padded `input_ids`, `attention_mask`, `labels`, [B, T] each; or of one without padding
             `cu_seq_lens_q` as well, and no mask.
         longest: tokens of the longest sequence that attends to all of itself; `None` for no limit.
+
+    Raises:
+        ConfigConflictError: the first token of a packed sequence is scored.
     """
     names = given.keys() - _HANDED_ON - _IGNORED
     if names == _PADDED and given["attention_mask"].ndim == 2:
@@ -122,6 +136,11 @@ def make_row(given: dict[str, Any], longest: int | None = None) -> Row | None:
     elif names == _ONE_ROW:
         kept_BT, counts = torch.ones_like(given["input_ids"], dtype=torch.bool), given["cu_seq_lens_q"].diff().tolist()
         starts_1N = given["position_ids"] == 0
+        if (given["labels"][starts_1N] != -100).any():
+            raise ConfigConflictError(
+                "scoring a packed row: the labels of the data collator score the first token of a sequence, which follows no other. Set labels "
+                "to -100 where position_ids is 0, as TRL's collator does."
+            )
     else:
         return None
     lengths = tuple(count for count in counts if count)
