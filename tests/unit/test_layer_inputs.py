@@ -1,5 +1,6 @@
 """Layer inputs that wait in host memory, with a device of which the copies are made as late as they may be."""
 
+import copy
 import gc
 import weakref
 
@@ -112,3 +113,14 @@ def test_without_the_setting_and_on_the_cpu_nothing_changes(model):
     keep_on_host(model)  # without a GPU
     model.gradient_checkpointing_enable({"offload": True})
     assert gradients(model)
+
+
+def test_a_deep_copy_has_its_own_setting(model):
+    copier = LateCopier()
+    keep_on_host(model, copier)
+    other = copy.deepcopy(model)
+    other.gradient_checkpointing_enable({"use_reentrant": False, "offload": True})
+    gradients(model)
+    assert not model.is_gradient_checkpointing
+    assert copier.sent == []
+    assert other.is_gradient_checkpointing

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -162,27 +163,29 @@ def keep_on_host(model: Any, copier: Copier | None = None) -> None:
         model: bare transformers model.
         copier: by default one for CUDA, where the model is there.
     """
-    of_transformers = model.gradient_checkpointing_enable
 
     def enable(
-        gradient_checkpointing_kwargs: dict[str, Any] | None = None, every_n_layers: int = 1, offload: bool = False
+        self: Any,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
     ) -> None:
         # TRL hands on all of the config's dict, from which transformers' Trainer takes these two.
         given = dict(gradient_checkpointing_kwargs or {})
         offload, every_n_layers = given.pop("offload", offload), given.pop("every_n_layers", every_n_layers)
-        of_transformers(given or None, every_n_layers=every_n_layers)
+        type(self).gradient_checkpointing_enable(self, given or None, every_n_layers=every_n_layers)
         if not offload:
             return
         used = copier
-        if used is None and next(model.parameters()).device.type == "cuda":
+        if used is None and next(self.parameters()).device.type == "cuda":
             used = CudaCopier()
         if used is None:
             logger.info("gradient_checkpointing_kwargs: offload=True has no effect on the CPU")
             return
         inputs = LayerInputs(used)
-        for module in model.modules():
+        for module in self.modules():
             checkpoint = vars(module).get("_gradient_checkpointing_func")
             if checkpoint is not None:
                 module._gradient_checkpointing_func = inputs.around(checkpoint)
 
-    model.gradient_checkpointing_enable = enable
+    model.gradient_checkpointing_enable = types.MethodType(enable, model)  # a method, so that a deep copy has its own
