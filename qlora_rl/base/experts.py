@@ -60,15 +60,22 @@ def directory_is_mixture(directory: str | os.PathLike[str]) -> bool:
 
 
 def check_mixture_type(config: Any) -> None:
-    """Reject a mixture of a type that was not compared.
+    """Reject a mixture of a type that was not compared, and one that vLLM cannot serve in 4 bits.
 
     Raises:
-        NotYetSupportedError: names those that were.
+        NotYetSupportedError: names the types that were compared, or the field.
     """
     if is_mixture(config) and config.model_type not in NAMINGS:
         raise NotYetSupportedError(
             f"preparing a base: {config.model_type} is a mixture of experts, and what vLLM makes of it has not been compared with transformers. "
             f"Use one of {', '.join(NAMINGS)}, or a dense model."
+        )
+
+    # vLLM 0.31 fuses gate and up of dense layers, and knows their parts only where `mlp_only_layers` lists such layers.
+    if getattr(config, "decoder_sparse_step", 1) > 1 and not config.mlp_only_layers:
+        raise NotYetSupportedError(
+            f"preparing a base: decoder_sparse_step={config.decoder_sparse_step}, and vLLM takes no adapters on such a model. Name its dense layers in "
+            "mlp_only_layers of its config instead, with decoder_sparse_step=1."
         )
 
 

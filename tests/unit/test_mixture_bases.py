@@ -56,6 +56,9 @@ def test_another_kind_of_mixture_is_rejected_by_name(tmp_path):
         NotYetSupportedError, match=r"qwen2_moe is a mixture.*Use one of mixtral, olmoe, qwen3_moe, or a dense"
     ):
         prepare_base(tmp_path)
+    transformers.Qwen3MoeConfig(num_experts=4, decoder_sparse_step=2).save_pretrained(tmp_path / "sparse")
+    with pytest.raises(NotYetSupportedError, match="decoder_sparse_step=2"):
+        prepare_base(tmp_path / "sparse")
 
 
 def test_a_merged_export_is_the_policy_under_the_names_of_the_checkpoint(mixture, tmp_path):
