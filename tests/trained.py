@@ -48,7 +48,7 @@ def make_run(base, directory: Path, config=None, *, seed: int = 0, steps: int = 
     return directory
 
 
-def make_bpe_model(directory: Path, architecture: str, *, seed: int = 0, spare: int = 8) -> Path:
+def make_bpe_model(directory: Path, architecture: str, *, seed: int = 0, spare: int = 8, head_dim: int = 0) -> Path:
     """A random tiny model of an architecture, with a tokenizer that llama.cpp knows how to split for."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -56,7 +56,7 @@ def make_bpe_model(directory: Path, architecture: str, *, seed: int = 0, spare: 
     make_model(
         directory,
         architecture=architecture,
-        head_dim=128 if architecture == "qwen3" else 32,
+        head_dim=head_dim or (128 if architecture == "qwen3" else 32),
         tied=architecture != "llama",
         seed=seed,
     )

@@ -259,7 +259,28 @@ def load_gguf(directory: Path) -> Any:
     from qlora_rl.policy.trained import load_plain
 
     (file,) = directory.glob("*.gguf")
-    return load_plain(directory, "float32", gguf_file=file.name)
+    return load_plain(directory, "float32", gguf_file=file.name, config=_config_of(file))
+
+
+def is_read_by_transformers(base: Path) -> bool:
+    """transformers' reader of GGUF passes over the size of a head, which for some architectures is then the default."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(base)
+    without = type(config)(hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads)
+    return getattr(config, "head_dim", None) == getattr(without, "head_dim", None)
+
+
+def _config_of(file: Path) -> Any:
+    """The file's config as transformers reads it, with the size of a head that the file has."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    fields = require_gguf().GGUFReader(file).fields
+    if hasattr(config, "head_dim"):
+        (size,) = (field.contents() for name, field in fields.items() if name.endswith(".attention.key_length"))
+        config.head_dim = int(size)
+    return config
 
 
 def _interleaved(weight_OI: torch.Tensor, heads: int) -> torch.Tensor:

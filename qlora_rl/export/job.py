@@ -431,12 +431,19 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
     if to == "gguf-adapter":
         return {"llama.cpp": f"llama-server -m BASE.gguf --lora {quote(f'{name}/{trained.name}-lora.gguf')}"}
     if to == "gguf":
+        from qlora_rl.export.gguf import is_read_by_transformers
+
         file = f"{trained.name}.gguf"
-        return {
+        lines = {
             "ollama": f"ollama create {quote(trained.name)} -f {quote(f'{name}/Modelfile')}",
             "transformers": f"AutoModelForCausalLM.from_pretrained({_text(name)}, gguf_file={_text(file)})",
             "llama.cpp": f"llama-cli -m {quote(f'{name}/{file}')}",
         }
+        return (
+            lines
+            if is_read_by_transformers(trained.base.path)
+            else {k: v for k, v in lines.items() if k != "transformers"}
+        )
     loaded = f'AutoModelForCausalLM.from_pretrained({_text(name)}, dtype="auto")'
     return {"transformers": loaded, "vllm": f"LLM({_text(name)})"}
 

@@ -303,6 +303,15 @@ def test_a_gguf_file_is_the_policy(tmp_path, architecture):
     _check_vocabulary(next(done.path.glob("*.gguf")), base.path, "llama-bpe" if architecture == "llama" else "qwen2")
 
 
+def test_heads_of_another_size_than_transformers_assumes_are_read_from_the_file(tmp_path):
+    """transformers' reader gives every Qwen3 heads of 128; the line that would load it there is left out."""
+    pytest.importorskip("gguf")
+    run = make_run(prepare_base(make_bpe_model(tmp_path / "model", "qwen3", head_dim=32)), tmp_path / "run")
+    done = export(run, "gguf", out=tmp_path / "a")
+    assert done.distance.kl_mean < LIMIT
+    assert list(done.load) == ["ollama", "llama.cpp"]
+
+
 def _check_vocabulary(file, base, splits):
     from gguf import GGUFReader
     from transformers import AutoTokenizer
