@@ -261,11 +261,11 @@ def _draw_every_metric(run: Run) -> Markup | None:
     rows = [(n, *map(plain, (v[0], median(v), v[-1], min(v), max(v))), f"{len(v):,}") for n, v in columns]
     if not rows:
         return None
-    evaluated = {each["step"]: each for each in run.evaluations}
+    recorded, evaluated = ({each["step"]: each for each in lines} for lines in (run.metrics, run.evaluations))
     of_them = list(dict.fromkeys(key for each in run.evaluations for key in each if key != "step"))
     lines = [
-        [int(r["step"]), *(r.get(n) for n, _ in columns), *(evaluated.get(r["step"], {}).get(n) for n in of_them)]
-        for r in run.metrics
+        [int(s), *(recorded.get(s, {}).get(n) for n, _ in columns), *(evaluated.get(s, {}).get(n) for n in of_them)]
+        for s in sorted({*recorded, *evaluated})
     ]
     link = download("metrics.csv", [["step", *(n for n, _ in columns), *of_them], *lines])
     told = tag("p", "All of it, step by step: ", link, class_="caption")
