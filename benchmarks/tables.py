@@ -298,6 +298,47 @@ def adapter_dtype() -> str:
     return "\n".join(lines)
 
 
+def mixtures() -> str:
+    """GRPO of a small mixture of experts beside the dense model of the demo, adapters on attention."""
+    result = _load("mixtures.json")
+    steps = result["mixture"]["steps"]
+    lines = [
+        f"| {steps} steps of GRPO, one seed | accuracy before | accuracy afterwards | mismatch KL: median; worst step |",
+        "|---|---|---|---|",
+    ]
+    rows = {
+        "mixture, only the adapter is synced": result["mixture"]["lora_adapter"],
+        "dense, only the adapter is synced": result["dense"]["lora_adapter"],
+        "mixture, TRL 1.16: merge, push, unmerge": result["mixture"]["trl-merge"],
+    }
+    for name, run in rows.items():
+        if "error" in run:
+            lines.append(f"| {name} | failed: `{run['error']}` | | |")
+            continue
+        kl = f"{_power(run['mismatch_kl_median'])}; {_power(run['mismatch_kl_max'])}"
+        lines.append(f"| {name} | {run['accuracy_before']:.1%} | {run['accuracy_after']:.1%} | {kl} |")
+    return "\n".join(lines)
+
+
+def mixture_routing() -> str:
+    """Mismatch in bf16 by whether trainer and engine chose the same experts."""
+    result = _load("mixtures.json")
+    mixed, dense = result["mixture"]["sides"], result["dense"]["sides"]
+    same = mixed["tokens_with_same_routing"]
+    lines = [
+        "| sampled tokens, bf16 | tokens | mismatch KL |",
+        "|---|---|---|",
+        f"| mixture | {mixed['tokens']} | {_power(mixed['mismatch_kl'])} |",
+        f"| same experts up to this token, in every layer | {same} | {_power(mixed['mismatch_kl_same_routing'])} |",
+    ]
+    if "mismatch_kl_other_routing" in mixed:
+        other = mixed["tokens"] - same
+        lines.append(f"| other experts somewhere | {other} | {_power(mixed['mismatch_kl_other_routing'])} |")
+    lines.append(f"| dense model | {dense['tokens']} | {_power(dense['mismatch_kl'])} |")
+    share = f"{mixed['routing_agreement']:.2%}"
+    return "\n".join([*lines, "", f"Both sides choose the same experts in {share} of {mixed['decisions']} decisions."])
+
+
 def shared_base() -> str:
     """Resident memory with two copies of the base and with one."""
     result = _load("shared_base.json")
@@ -523,6 +564,8 @@ TABLES = {
     "demo-seeds": demo_seeds,
     "base-proof": base_proof,
     "shared-base": shared_base,
+    "mixtures": mixtures,
+    "mixture-routing": mixture_routing,
     "memory-step": memory_step,
     "memory-ledger": memory_ledger,
     "memory-plan": memory_plan,
