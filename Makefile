@@ -44,7 +44,7 @@ bench: $(STAMP)             ## against TRL, TorchRL and vLLM as it comes, ten mi
 dist: $(STAMP)              ## sdist and wheel in dist/, tried out in a fresh environment
 	rm -rf dist
 	$(PY) -m build
-	PYTHON=$(PYTHON) bash scripts/smoke_wheel.sh dist/*.whl
+	PYTHON=$(PYTHON) bash scripts/smoke_wheel.sh dist/*.whl dist/*.tar.gz
 
 docs: $(STAMP)              ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

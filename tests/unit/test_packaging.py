@@ -96,10 +96,14 @@ def test_the_installed_command_works_outside_of_the_checkout(installed, tmp_path
 @pytest.mark.full
 def test_the_wheel_works_in_an_environment_of_its_own(built):
     """Minutes, and needs the package index."""
-    wheel = str(next(built.glob("*.whl")))
+    wheel, sdist = (str(next(built.glob(f"*{end}"))) for end in (".whl", ".tar.gz"))
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "smoke_wheel.sh"), wheel], capture_output=True, text=True, env=environment
+        ["bash", str(ROOT / "scripts" / "smoke_wheel.sh"), wheel, sdist],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "public names, without vLLM" in done.stdout
+    assert "smoke: doctor, demo and examples" in done.stdout

@@ -49,6 +49,31 @@ def test_every_hook_runs_what_is_in_the_repository_or_in_venv():
         assert hook["language"] == "system"
 
 
+def test_workflows_run_targets_that_exist_on_every_python_that_is_promised():
+    promised = set(re.findall(r"Python :: (3\.\d+)\"", (ROOT / "pyproject.toml").read_text()))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    files = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github" / "workflows").glob("*.yml")}
+    assert files.keys() == {"tests", "docs", "release"}
+    for name, workflow in files.items():
+        assert workflow["permissions"] == {"contents": "read"}  # jobs ask for more by themselves
+        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+        made = {word for step in steps for word in re.findall(r"^make ([\w-]+)", step.get("run", ""))}
+        assert made <= targets, name
+        matrix = [job["strategy"]["matrix"]["python"] for job in workflow["jobs"].values() if "strategy" in job]
+        assert all(set(pythons) == promised for pythons in matrix), name
+    publish = files["release"]["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert "secrets." not in (ROOT / ".github" / "workflows" / "release.yml").read_text()
+
+
+def test_a_bug_report_asks_for_what_the_doctor_prints():
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    fields = {field["id"]: field for field in yaml.safe_load((folder / "bug_report.yml").read_text())["body"]}
+    assert "`qlora-rl doctor`" in fields["doctor"]["attributes"]["description"]
+    assert fields["doctor"]["validations"] == {"required": True}
+    assert all(yaml.safe_load(file.read_text()) for file in folder.glob("*.yml"))
+
+
 def test_one_version_stands_in_every_place():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
