@@ -49,8 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.demo.job import quieten
 
     quieten()
-    from qlora_rl.policy.chat import Conversation
-    from qlora_rl.policy.trained import open_trained
+    from qlora_rl.commands.loading import loading
+
+    with loading("qlora_rl.adapter.start"):
+        from qlora_rl.policy.chat import Conversation
+        from qlora_rl.policy.trained import open_trained
 
     trained = open_trained(arguments.trained, base=arguments.base)
     talk = Conversation(

@@ -49,8 +49,12 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; an interrupted run says what it left."""
-    from qlora_rl.demo.job import DemoSettings, default_out, run_demo, table
+    from qlora_rl.commands.loading import loading
 
+    with loading("qlora_rl.train.grpo"):  # and TRL and vLLM with it
+        from qlora_rl.demo.job import DemoSettings, default_out, quieten, run_demo, table
+
+        quieten()
     settings = DemoSettings(
         steps=arguments.steps,
         seed=arguments.seed,

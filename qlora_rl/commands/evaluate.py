@@ -61,8 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.demo.job import quieten
 
     quieten()
-    from qlora_rl.policy.evaluation import evaluate, read_rows, save
-    from qlora_rl.policy.trained import open_trained
+    from qlora_rl.commands.loading import loading
+
+    with loading("qlora_rl.adapter.start"):
+        from qlora_rl.policy.evaluation import evaluate, read_rows, save
+        from qlora_rl.policy.trained import open_trained
 
     rows = read_rows(arguments.data, arguments.limit)
     trained = open_trained(arguments.trained, base=arguments.base)

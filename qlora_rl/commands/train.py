@@ -49,13 +49,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
     import transformers
 
+    from qlora_rl.commands.loading import loading
     from qlora_rl.demo.job import quieten
 
     quieten()
     transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
     from qlora_rl.config.read import read_config, resolved_toml
 
-    config = read_config(arguments.file, arguments.overrides)
+    with loading():  # TRL's config classes
+        config = read_config(arguments.file, arguments.overrides)
     from qlora_rl.config.launch import check_model, launch, unchecked
 
     if arguments.check:

@@ -1,5 +1,6 @@
 """What stands around the package: hooks, types, the files of a release."""
 
+import gc
 import importlib.util
 import logging
 import re
@@ -134,3 +135,15 @@ def test_what_deepspeed_says_of_the_cpu_stays_off_the_output(capsys, monkeypatch
     assert main(["report", "/no/such/run"]) == 1
     said = [logging.LogRecord("DeepSpeed", logging.WARNING, "", 0, text, None, None) for text in (CPU, "another thing")]
     assert [bool(logging.getLogger("DeepSpeed").filter(record)) for record in said] == [False, True]
+
+
+def test_libraries_are_imported_without_the_garbage_collector_which_is_on_again_afterwards():
+    from qlora_rl.commands.loading import loading
+
+    with loading("json.tool"):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert "json.tool" in sys.modules
+    with pytest.raises(ModuleNotFoundError), loading("no_such_module"):
+        pass
+    assert gc.isenabled()
