@@ -1,9 +1,10 @@
-"""A loss step (forward, loss, backward) on sequences of mixed lengths: padded, and one behind the other without padding.
+"""A loss step (forward, loss, backward) on sequences of mixed lengths: padded with whole MLPs, and as the trainers do it.
 
     python benchmarks/padding.py [--jobs 512 8192] [--json benchmarks/results/padding.json]
 
 The 0.1 B shape of `qlora-rl bench` as NF4, LoRA of rank 16 on every linear, gradient checkpointing, bf16 autocast, one thread. Both
-sides are the same model, in turns, in one process: seconds of the processor, the peak of live tensors (as a dispatch mode of torch sees them), and how far
+sides are the same model, in turns, in one process. The trainers' side has no padding, MLPs in tiles, and layer inputs in host memory, which is not
+counted. Seconds of the processor, the peak of live tensors (as a dispatch mode of torch sees them), and how far
 losses, logprobs and gradients are apart. About ten minutes on an idle core; with --jobs the others keep their results.
 """
 
@@ -17,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 # Length of the longest sequence, of the shortest as a part of it, sequences of the micro-batch, layers of the model, rounds. Two of the
-# twelve layers at 8192: the ratio is that of a layer, and the rest of the step is small.
-JOBS = {"512": (512, 0.25, 8, 12, 2), "512, nearly equal": (512, 0.95, 8, 12, 2), "8192": (8192, 0.25, 2, 2, 2)}
+# twelve layers, and one at 8192: the ratio is that of a layer. More layers add their inputs to the padded side alone.
+JOBS = {"512": (512, 0.25, 8, 2, 3), "512, nearly equal": (512, 0.95, 8, 2, 3), "8192": (8192, 0.25, 2, 1, 1)}
 PROMPT = 64
 
 
@@ -38,15 +39,18 @@ def make_batch(count: int, longest: int, least: float):
 
 
 def make_model(directory: Path, layers: int):
-    """A model as the trainer has it, and its forward with padding and without."""
+    """A model as the trainer has it, and what makes it that of either side."""
     import torch
     from peft import LoraConfig, get_peft_model
     from trl.trainer.utils import add_fused_lm_head
 
     from qlora_rl import load_base, prepare_base
     from qlora_rl.bench import shapes
+    from qlora_rl.bench.memory import Uncounted
     from qlora_rl.train.scoring.logprobs import use_small_tiles
     from qlora_rl.train.scoring.padding import remove_padding
+    from qlora_rl.train.setup.layer_inputs import keep_on_host
+    from qlora_rl.train.setup.mlp_tiles import tile_mlps
 
     source = shapes.make_model(
         directory / "model",
@@ -67,10 +71,22 @@ def make_model(directory: Path, layers: int):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.01)
+    mlps = [layer.mlp for layer in bare.base_model.layers]
+    whole = [mlp.forward for mlp in mlps]
+    if why := tile_mlps(bare):
+        raise SystemExit(f"measuring with MLPs in tiles: {why}")
+    tiled = [mlp.forward for mlp in mlps]
+    keep_on_host(bare, Uncounted())
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
-    return model, forwards
+
+    def be(side: str) -> None:
+        bare.forward = forwards[side]
+        for mlp, one, other in zip(mlps, whole, tiled, strict=True):
+            mlp.forward = one if side == "padded" else other
+        bare.gradient_checkpointing_enable({"use_reentrant": False, "offload": side != "padded"})
+
+    return model, be
 
 
 def step(model, batch):
@@ -85,7 +101,7 @@ def step(model, batch):
     return found.loss.item(), found.log_probs.detach(), torch.cat(gradients)
 
 
-def job(model, forwards, name: str) -> dict:
+def job(model, be, name: str) -> dict:
     """One kind of micro-batch: both sides in turns, the first as a warm-up; and how far padding alone moves the padded side."""
     import torch
 
@@ -93,12 +109,12 @@ def job(model, forwards, name: str) -> dict:
     from qlora_rl.bench.rounds import compare
 
     longest, least, count, layers, rounds = JOBS[name]
-    batch, bare = make_batch(count, longest, least), model.get_base_model()
-    seconds: dict[str, list[float]] = {side: [] for side in forwards}
+    batch, sides = make_batch(count, longest, least), ("padded", "one row")
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
     peaks, results = {}, {}
     for number in range(rounds):
-        for side in list(forwards)[:: 1 if number % 2 else -1]:
-            bare.forward = forwards[side]
+        for side in sides[:: 1 if number % 2 else -1]:
+            be(side)
             model.zero_grad()
             begun = time.process_time()
             with Live() as live:
@@ -108,7 +124,7 @@ def job(model, forwards, name: str) -> dict:
             print(name, side, f"{seconds[side][-1]:.2f} s, {live.peak / 2**20:.0f} MiB", flush=True)
     found = {}
     if longest <= 512:
-        bare.forward = forwards["padded"]
+        be("padded")
         wider = {
             key: torch.nn.functional.pad(values, (8, 0), value=-100 if key == "labels" else 0)
             for key, values in batch.items()

@@ -1,6 +1,6 @@
 """Memory of one training step, compared with the memory estimate line by line.
 
-A random Qwen2 as an NF4 base, LoRA of rank 16 on all linears in float32, bf16 autocast, gradient checkpointing, sequences with some
+A random Qwen2 as an NF4 base, LoRA of rank 16 on all linears in float32, bf16 autocast, gradient checkpointing, sequences without
 padding, and the loss of GRPO without a reference. Live tensors are counted (`bench/live.py`); on a GPU also the peak of torch's
 allocator. What is held before the step (base, adapter, optimizer) is counted exactly, in tests.
 
@@ -25,10 +25,12 @@ from qlora_rl.base.checkpoint import PreparedBase, load_base, prepare_base
 from qlora_rl.bench.live import Live
 from qlora_rl.bench.rounds import described
 from qlora_rl.bench.shapes import RANK, SIZES, make_model
+from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.plan import plan_memory
 from qlora_rl.ledger.shape import read_config, read_shape
 
-# Padding at the start of each sequence but the first, in tokens; of a single one, too, or there would be no mask.
+# Padding at the start of each sequence, in tokens in addition to T, which is taken out. Where it stays it is part of T: of each sequence but the
+# first, and of a single one, or there would be no mask.
 PADDING = 8
 # What a tensor is, by its shape.
 _MASK, _WEIGHT, _COPY, _GRADIENT, _REST = "mask", "weight", "copy", "gradient", "rest"
@@ -37,13 +39,14 @@ _LAYERS, _HEAD = "layers", "head"
 
 
 class Step:
-    """A model with an adapter, and a training step of it, on a padded micro-batch with attention masks.
+    """A model with an adapter, and a training step of it.
 
     Args:
         base: of a model with `base_model.norm`.
         batch: B.
         length: T.
         device: "cpu" or "cuda".
+        padded: the micro-batch keeps its padding, and has attention masks.
         tiles: MLPs work in tiles.
         offload: layer inputs wait in host memory; with the CPU as the device, in memory that is not counted.
     """
@@ -55,12 +58,14 @@ class Step:
         length: int,
         device: str = "cpu",
         *,
+        padded: bool = False,
         tiles: bool = True,
         offload: bool = False,
     ) -> None:
         from peft import LoraConfig, get_peft_model
 
         from qlora_rl.train.scoring.logprobs import use_fused_head
+        from qlora_rl.train.scoring.padding import remove_padding
         from qlora_rl.train.setup.layer_inputs import keep_on_host
         from qlora_rl.train.setup.mlp_tiles import tile_mlps
 
@@ -77,15 +82,18 @@ class Step:
                 if ".lora_B." in name:
                     parameter.normal_(0, 0.01)
         use_fused_head(self.bare)
-        self.tiles, self.offload = tiles, offload
+        self.padded, self.tiles, self.offload = padded, tiles, offload
+        if not padded and (why := remove_padding(self.bare)):
+            raise ConfigConflictError(f"measuring a step without padding: {why}.")
         if tiles:
             tile_mlps(self.bare)
-        keep_on_host(self.bare, None if device == "cuda" else _Uncounted())
+        keep_on_host(self.bare, None if device == "cuda" else Uncounted())
         self.model.train()
         self.model.gradient_checkpointing_enable(offload=offload)
-        ids = torch.randint(3, self.shape.vocabulary, (batch, length))
-        mask = torch.ones(batch, length, dtype=torch.long)
-        mask[min(1, batch - 1) :, :PADDING] = 0
+        width = length if padded else length + PADDING
+        ids = torch.randint(3, self.shape.vocabulary, (batch, width))
+        mask = torch.ones(batch, width, dtype=torch.long)
+        mask[min(1, batch - 1) if padded else 0 :, :PADDING] = 0
         self.ids, self.mask = ids.to(device), mask.to(device)
         self.advantages = torch.linspace(0.5, 1.5, batch, device=device)[:, None]
         self._weights = set(self.shape.linears.values())
@@ -99,7 +107,7 @@ class Step:
             stack.enter_context(torch.autocast(self.device, torch.bfloat16))
             if live is not None:
                 stack.enter_context(_parts(self.bare, live))
-            labels = self.ids.masked_fill(self.mask == 0, -100)
+            labels = self.ids.masked_fill(self.mask.cumsum(1) < 2, -100)  # what is scored follows a token
             found = self.bare(input_ids=self.ids, attention_mask=self.mask, labels=labels, fused_lm_head=True)
             ratio = torch.exp(found.log_probs - found.log_probs.detach())
             loss = -(ratio * self.advantages).sum() / self.mask.sum()
@@ -122,7 +130,7 @@ class Step:
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        with Live(self._kind) as live:
+        with Live(lambda tensor: self._kind(tensor, live.phase)) as live:
             self.run(live)
         kept, layers, head = live.peaks["kept"], live.peaks[_LAYERS], live.peaks[_HEAD]
         found = {
@@ -153,16 +161,16 @@ class Step:
             has_engine=False,
             tiles=self.tiles,
             offload=self.offload,
-            padded=True,
+            padded=self.padded,
             **request,
         )
         return {line.name: line.nbytes for line in ledger.lines if line.when != "always"} | {"peak": ledger.step_bytes}
 
-    def _kind(self, tensor: torch.Tensor) -> str:
+    def _kind(self, tensor: torch.Tensor, phase: str) -> str:
         shape = tuple(tensor.shape)
         if len(shape) == 4 and shape[-2:] == (self.length, self.length):
             return _MASK
-        if shape in self._weights or shape[::-1] in self._weights:
+        if phase == _LAYERS and (shape in self._weights or shape[::-1] in self._weights):
             return _WEIGHT
         if shape in self._matrices or shape[::-1] in self._matrices:
             return _COPY if tensor.dtype == torch.bfloat16 else _GRADIENT
@@ -173,16 +181,18 @@ class Step:
             torch.cuda.synchronize()
 
 
-class _Uncounted:
+class Uncounted:
     """The CPU as a device, whose host memory is that of the same machine."""
 
     device = "cpu"
 
     def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """A copy that is not counted."""
         with _disable_current_modes():
             return tensor.clone(), None
 
     def fetch(self, host: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """A copy that is."""
         return host.clone(), None
 
     def wait(self, event: None) -> None:

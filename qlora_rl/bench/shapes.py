@@ -12,7 +12,7 @@ from qlora_rl.base.checkpoint import PreparedBase, load_base, prepare_base
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Qwen2 with the demo's vocabulary: hidden size, width of the feed-forward part, layers, heads of `head_dim`."""
+    """Of a Qwen2: hidden size, width of the feed-forward part, layers, heads of `head_dim`; words, by default those of the demo's tokenizer."""
 
     hidden: int
     width: int
@@ -20,6 +20,7 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int = 64
+    vocabulary: int | None = None
 
 
 SIZES = {
@@ -38,7 +39,7 @@ def make_model(directory: Path, shape: Shape, positions: int = 256) -> Path:
 
     tokenizer = make_tokenizer()
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
+        vocab_size=shape.vocabulary or len(tokenizer),
         hidden_size=shape.hidden,
         intermediate_size=shape.width,
         num_hidden_layers=shape.layers,

@@ -211,9 +211,19 @@ def adapter_bytes(adapter: Mapping[str, tuple[int, ...]], dtype_width: int) -> i
 
 
 def adapter_lines(
-    shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]], dtype_width: int, device: str
+    shape: ModelShape,
+    spec: QuantSpec,
+    adapter: Mapping[str, tuple[int, ...]],
+    dtype_width: int,
+    device: str,
+    *,
+    tiled: bool = False,
 ) -> list[Line]:
-    """The adapter of the trainer, its copy under autocast, its gradients, and the engine's slots."""
+    """The adapter of the trainer, its copy under autocast, its gradients, and the engine's slots.
+
+    Args:
+        tiled: MLPs work in tiles, each with copies that are gone after it.
+    """
     count = adapter_bytes(adapter, 1)
     ranks = [rank for _, rank in adapted_inputs(adapter).values()]
     rank = rank_class(max(ranks, default=1))
@@ -226,8 +236,13 @@ def adapter_lines(
     if device == "cpu":
         lines.append(Line("adapter, vLLM's copies", 2 * count * width(spec), "two versions in host memory"))
     if dtype_width > width(spec):
-        copy = count * width(spec)
-        lines.append(Line("adapter, autocast", copy, f"its copy in {spec.compute_dtype} within a step", "step", False))
+        kept = {
+            name: each
+            for name, each in adapter.items()
+            if not (tiled and any(f".{end}." in name for end in MLP_LINEARS))
+        }
+        why = f"copy in {spec.compute_dtype} within a step{' but for the MLPs' if tiled else ''}"
+        lines.append(Line("adapter, autocast", adapter_bytes(kept, width(spec)), why, "step", False))
     return lines
 
 
@@ -291,11 +306,16 @@ def layer_activations(
     return kept + wide * (own + sum(rank for _, rank in inputs.values()) / shape.layers)
 
 
+def has_tiles(shape: ModelShape) -> bool:
+    """Its MLPs are such that can work in tiles (`train/setup/mlp_tiles.py`)."""
+    return not shape.experts and all(any(name.endswith(end) for name in shape.linears) for end in MLP_LINEARS)
+
+
 def mlp_activations(
     shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]], device: str
 ) -> float | None:
     """The part of `layer_activations` that the MLP keeps; `None` where there is none that works in tiles (`train/setup/mlp_tiles.py`)."""
-    if shape.experts or not all(any(name.endswith(end) for name in shape.linears) for end in MLP_LINEARS):
+    if not has_tiles(shape):
         return None
     inputs = [each for name, each in adapted_inputs(adapter).items() if name.endswith(MLP_LINEARS)]
     if device == "cpu":

@@ -356,10 +356,12 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
     spec, device = request.spec, request.device
     trained = getattr(torch, request.adapter_dtype).itemsize
     batch, length = request.batch_size, request.max_length
+    tiled = request.gradient_checkpointing and request.tiles and count.has_tiles(shape)
+    tiled = tiled and batch * length > count.MLP_TILE[device]
     base = count.base_lines(shape, spec, request.shared and request.has_engine, request.baked)
     lines = [
         *count.parted_base(base, shape, request.trainer_parts, request.engine_parts),
-        *count.adapter_lines(shape, spec, adapter, trained, device),
+        *count.adapter_lines(shape, spec, adapter, trained, device, tiled=tiled),
         count.optimizer_line(adapter, trained, request.optimizer),
         *count.activation_lines(
             shape,

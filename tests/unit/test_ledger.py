@@ -316,7 +316,7 @@ def test_what_cannot_be_at_once_is_not_added():
         ({"shared": False}, {"base, trainer", "base, engine"}),
         (
             {"gradient_checkpointing": False},
-            {"activations", "one layer's work"},
+            {"activations", "one layer's work", "adapter, autocast"},
         ),
         ({"optimizer": "adamw_8bit"}, {"optimizer"}),
         ({"chunked_logits": False}, {"logits"}),
@@ -331,7 +331,7 @@ def test_what_cannot_be_at_once_is_not_added():
         ),
         ({"offload": True}, {"activations"}),
         ({"padded": True}, {"attention masks", "attention mask of a layer", "one layer's work"}),
-        ({"tiles": False}, {"one layer's work"}),
+        ({"tiles": False}, {"one layer's work", "adapter, autocast"}),
         ({"spec": QuantSpec("none")}, {"base, shared", "one dequantised weight", "rollout"}),
     ],
 )

@@ -20,7 +20,7 @@ LINES = (
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     work = tmp_path_factory.mktemp("memory")
-    return prepare_base(make_model(work / "model", Shape(256, 1024, 2, 4, 2), positions=1024), out=work / "base")
+    return prepare_base(make_model(work / "model", Shape(256, 768, 2, 4, 2), positions=2048), out=work / "base")
 
 
 def test_live_counts_what_is_made_until_it_is_freed_and_nothing_that_was_there():
@@ -40,14 +40,16 @@ def test_live_counts_what_is_made_until_it_is_freed_and_nothing_that_was_there()
     assert live.most == {"rest": 4000, "half": 4000}
 
 
-@pytest.mark.parametrize(("batch", "length"), [(1, 700), (2, 300)])
-def test_each_line_of_the_estimate_is_within_5_percent_of_the_live_tensors(base, batch, length):
+@pytest.mark.parametrize(
+    ("batch", "length", "padded"), [(1, 700, True), (2, 300, True), (1, 700, False), (2, 300, False), (1, 1500, False)]
+)
+def test_each_line_of_the_estimate_is_within_5_percent_of_the_live_tensors(base, batch, length, padded):
     """The peak is estimated a little too large: the decoded weight and the gradients are not all there at that moment."""
-    step = Step(base, batch, length)
+    step = Step(base, batch, length, padded=padded)
     measured, planned = step.measure(), step.planned()
-    for line in LINES:
+    for line in LINES if padded else [line for line in LINES if "mask" not in line]:
         assert planned[line] == pytest.approx(measured[line], rel=0.05), line
-    assert 0 < measured["logits"] < planned["logits"]  # of 128 words; benchmarks/memory_step.py has a large vocabulary
+    assert (measured["attention masks"] > 0) == padded
     assert measured["peak"] <= planned["peak"] <= 1.1 * measured["peak"]
 
 
