@@ -22,8 +22,16 @@ Finding = tuple[Kind, str]
 Rule = Callable[[Subject], Iterator[Finding]]
 
 
-def judge_method(name: str) -> Iterator[Finding]:
-    """The verdict that follows from PEFT's name of a method alone."""
+_OR_FULL = ", or use sync='weights' on a dense engine"
+
+
+def judge_method(name: str, or_full: str = _OR_FULL) -> Iterator[Finding]:
+    """The verdict that follows from PEFT's name of a method alone.
+
+    Args:
+        name: as PEFT spells it, such as "LOHA".
+        or_full: the advice to send full weights; empty where no engine takes those of the model.
+    """
     if name == "LORA":
         return
     if name in methods.CHANGES_SOMETHING_ELSE:
@@ -36,16 +44,21 @@ def judge_method(name: str) -> Iterator[Finding]:
         yield (
             "full_weights",
             f"The adapter is {name}, not LoRA: it {methods.CHANGES_WEIGHTS[name]}; only full weights can carry it. Use "
-            "LoraConfig, or sync='weights' on a dense engine.",
+            f"LoraConfig{or_full}.",
         )
     else:
         yield "refuse", f"{name} is an unknown method. Use LoraConfig(target_modules='all-linear')."
 
 
+def _or_full(subject: Subject) -> str:
+    """The advice to send full weights, where vLLM can be given those of the model."""
+    return "" if vision_parts(subject.base) or mixtures_in(subject.base) else _OR_FULL
+
+
 def _is_known(subject: Subject) -> Iterator[Finding]:
     # Of all adapters: X-LoRA's own is one of several.
     for config in subject.model.peft_config.values():
-        yield from judge_method(method_of(config))
+        yield from judge_method(method_of(config), _or_full(subject))
 
 
 def _is_single(subject: Subject) -> Iterator[Finding]:
@@ -199,7 +212,7 @@ def _is_plain(subject: Subject) -> Iterator[Finding]:
             yield (
                 "full_weights",
                 f"{what}: more than B @ A (first at {name}); vLLM cannot serve it as LoRA. Switch the variant off (such as "
-                "use_dora=False), or use sync='weights' on a dense engine.",
+                f"use_dora=False){_or_full(subject)}.",
             )
         else:
             yield (
@@ -262,7 +275,7 @@ def _has_no_bias(subject: Subject) -> Iterator[Finding]:
 
 def _trains_nothing_else(subject: Subject) -> Iterator[Finding]:
     for field, way_out in {
-        "modules_to_save": "Leave modules_to_save out, or use sync='weights' on a dense engine.",
+        "modules_to_save": f"Leave modules_to_save out{_or_full(subject)}.",
         "target_parameters": "Use target_modules instead.",
         "trainable_token_indices": "Leave trainable_token_indices out.",
         "layer_replication": "Leave layer_replication out.",

@@ -36,7 +36,7 @@ class FakeEngine:
         self.model = model.train()  # train mode keeps bitsandbytes from repacking; tiny models have no dropout
         self.max_lora_rank = max_lora_rank
         self.max_model_length = max_model_length
-        self.eos_token_id = model.config.eos_token_id if eos_token_id is None else eos_token_id
+        self.eos_token_id = model.config.get_text_config().eos_token_id if eos_token_id is None else eos_token_id
         self._version = 0
         self._hooks: list[Any] = []
         self._bare = False

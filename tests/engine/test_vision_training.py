@@ -140,6 +140,14 @@ def test_what_cannot_be_sampled_with_images_is_rejected_before_anything_is_loade
         QLoRAGRPOTrainer(**common, args=args, peft_config=lora, rollout="server")
     with pytest.raises(NotYetSupportedError, match="its column image holds images, and QLoRAAsyncGRPOTrainer"):
         QLoRAAsyncGRPOTrainer(**common, args=args, peft_config=lora)
+    dora = LoraConfig(r=8, target_modules=LANGUAGE, use_dora=True)
+    for wish in ({"peft_config": dora}, {"peft_config": lora, "sync": "weights"}, {"sync": "weights"}):
+        with pytest.raises(
+            NotYetSupportedError, match=r"of a vision-language model|, a vision-language model"
+        ) as caught:
+            QLoRAGRPOTrainer(**common, args=args, **wish)
+        assert LANGUAGE in str(caught.value)
+        assert "dense engine" not in str(caught.value)
     other = AutoProcessor.from_pretrained(base.path)
     other.image_processor.image_mean = [0.0, 0.0, 0.0]
     with pytest.raises(ConfigConflictError, match="differs from the one stored with the base in image_mean"):

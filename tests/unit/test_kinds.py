@@ -89,7 +89,7 @@ def test_a_byte_of_the_tower_that_is_another_one_is_found(vision_base, tmp_path)
         other = load_base(vision_base)
         other.get_parameter(name).data.view(torch.uint8).view(-1)[0] ^= 1
     with pytest.raises(BaseMismatchError, match=name.replace(".", r"\.")):
-        verify_base(model, FakeEngine(other, eos_token_id=1))
+        verify_base(model, FakeEngine(other))
 
 
 def test_another_processor_config_is_another_base(vision_base, tmp_path):
@@ -112,6 +112,22 @@ def test_an_adapter_of_the_tower_is_rejected_by_name_and_one_of_the_language_mod
         judge_adapter(get_peft_model(load_base(vision_base), LoraConfig(r=4, target_modules=LANGUAGE))).kind
         == "adapter"
     )
+
+
+def test_no_advice_leads_to_full_weights_where_vllm_takes_none(vision_base):
+    for extra in ({"use_dora": True}, {"modules_to_save": ["lm_head"]}):
+        verdict = judge_adapter(
+            get_peft_model(load_base(vision_base), LoraConfig(r=4, target_modules=LANGUAGE, **extra))
+        )
+        assert verdict.kind == "full_weights"
+        assert "sync='weights'" not in str(verdict.reasons)
+
+
+def test_the_fake_engine_ends_completions_of_a_vision_language_model(vision_base):
+    model = load_base(vision_base)
+    with FakeEngine(model) as engine:
+        assert engine.eos_token_id == model.config.text_config.eos_token_id
+        assert len(engine.generate([[5, 6]], max_tokens=2, temperature=0).completion_ids[0]) in (1, 2)
 
 
 def test_what_was_not_compared_is_rejected(tmp_path):
