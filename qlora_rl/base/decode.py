@@ -45,6 +45,9 @@ def decoder(quant_type: str, blocksize: int) -> Decode | None:
         kernel = getattr(lib, f"cdequantize_blockwise_cpu_{quant_type}_bf16")
     except (ImportError, AttributeError, RuntimeError):
         return None
+    # Where its library did not load, or lacks the kernel, it gives a Python function that raises when it is called.
+    if not hasattr(kernel, "argtypes"):
+        return None
     # bitsandbytes itself does not use the kernel for such blocks: it is inexact there.
     if blocksize >= 2048:
         return None

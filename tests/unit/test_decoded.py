@@ -285,3 +285,20 @@ def test_a_copy_that_is_not_what_the_codes_say_is_found_whichever_of_them_was_wr
     assert linear.wrong_column() is None
     weight.bnb_quant_state[2].absmax[-1] *= 2
     assert linear.wrong_column(IN - 32) == IN - 32
+
+
+@pytest.mark.parametrize("library", ["did not load", "lacks the kernel"])
+def test_without_the_kernel_there_is_no_decoder(monkeypatch, library):
+    """bitsandbytes has a function for every name, which raises when it is called."""
+    import ctypes
+
+    from bitsandbytes import cextension
+
+    from qlora_rl.base.decode import decoder
+
+    if library == "did not load":
+        found = cextension.ErrorHandlerMockBNBNativeLibrary("no such file")
+    else:
+        found = cextension.BNBNativeLibrary(ctypes.CDLL(None))
+    monkeypatch.setattr(cextension, "lib", found)
+    assert decoder("nf4", 64) is None
