@@ -68,19 +68,9 @@ def make_chat_model(
 
     schemas = [get_json_schema(tool) for tool in tools]
     recipe = {
-        "version": 3, "steps": steps, "batch_size": batch_size, "hidden_size": hidden_size, "layers": layers, "seed": seed,
-        "torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor().as_dict(),
+        "version": 3, "steps": steps, "batch_size": batch_size, "hidden_size": hidden_size, "layers": layers, "seed": seed, **numerics(),
         "text": hashlib.sha256(json.dumps([list(map(list, conversations)), schemas]).encode()).hexdigest(),
     }  # fmt: skip
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    home = Path(os.environ.get("QLORA_RL_CACHE") or Path.home() / ".cache" / "qlora_rl")
-    out = Path(out_dir) if out_dir is not None else home / f"chat-{digest[:12]}"
-    if out.is_dir() and any(out.iterdir()):
-        if (out / _RECIPE).is_file() and json.loads((out / _RECIPE).read_text()) == digest:
-            return out
-        raise FileExistsError(
-            f"writing the chat model: out_dir={str(out)!r} contains other files. Choose a new or an empty directory."
-        )
 
     def fill(target: Path) -> None:
         tokenizer = _make_tokenizer(conversations, schemas)
@@ -91,45 +81,96 @@ def make_chat_model(
             _train(model, rows, steps, batch_size, seed, progress)
         model.to(torch.bfloat16).save_pretrained(target)
         tokenizer.save_pretrained(target)
+
+    return make_once("chat", recipe, out_dir, fill)
+
+
+def numerics() -> dict[str, Any]:
+    """What decides in which order sums are added: equal recipes with equal numerics give equal weights."""
+    import torch
+
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor().as_dict()}
+
+
+def make_once(
+    kind: str, recipe: Mapping[str, Any], out_dir: str | os.PathLike[str] | None, fill: Callable[[Path], object]
+) -> Path:
+    """The directory of a model that `fill` makes, where that recipe's is not there yet.
+
+    Args:
+        kind: begins its name in the cache (`$QLORA_RL_CACHE`, else `~/.cache/qlora_rl`).
+        recipe: plain values that decide what it is.
+        out_dir: put it here instead.
+        fill: writes it into an empty directory.
+
+    Raises:
+        FileExistsError: `out_dir` holds something else.
+    """
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    home = Path(os.environ.get("QLORA_RL_CACHE") or Path.home() / ".cache" / "qlora_rl")
+    out = Path(out_dir) if out_dir is not None else home / f"{kind}-{digest[:12]}"
+    if out.is_dir() and any(out.iterdir()):
+        if (out / _RECIPE).is_file() and json.loads((out / _RECIPE).read_text()) == digest:
+            return out
+        raise FileExistsError(
+            f"making a model: out_dir={str(out)!r} contains other files. Choose a new or an empty directory."
+        )
+
+    def fill_and_sign(target: Path) -> None:
+        fill(target)
         (target / _RECIPE).write_text(json.dumps(digest) + "\n")
 
-    put_directory(out, fill)
+    put_directory(out, fill_and_sign)
     return out
 
 
 def _make_tokenizer(
     conversations: Sequence[Sequence[Mapping[str, Any]]], schemas: Sequence[Mapping[str, Any]]
 ) -> Qwen2Tokenizer:
-    """Byte pairs of the conversations' own words, as Qwen splits them: each digit is a token."""
-    import re
-
-    from tokenizers import Tokenizer, models, trainers
-    from transformers import Qwen2Tokenizer
     from trl.chat_template_utils import qwen3_chat_template, qwen3_training_chat_template
 
-    names = {"pad_token": _PAD, "eos_token": _END, "unk_token": _PAD, "padding_side": "left"}
-    plain: Any = Qwen2Tokenizer(vocab=_bytes(), merges=[], chat_template=qwen3_training_chat_template, **names)
+    plain = _tokenizer(_bytes(), [], qwen3_training_chat_template)
     texts = [
         plain.apply_chat_template(list(map(dict, each)), tools=list(schemas) or None, tokenize=False)
         for each in conversations[:256]
     ]
-    marks = "|".join(map(re.escape, (*_SPECIAL, *_PLAIN, *_THINKING)))
+    made: Any = learn_tokenizer(texts, qwen3_chat_template, other_marks=(*_PLAIN, *_THINKING))
+    made.add_tokens([*_PLAIN, *_THINKING])
+    return made
+
+
+def learn_tokenizer(
+    texts: Sequence[str], chat_template: str, *, special: Sequence[str] = (), other_marks: Sequence[str] = ()
+) -> Qwen2Tokenizer:
+    """Byte pairs of the texts' own words, as Qwen splits them: each digit is a token.
+
+    Args:
+        texts: with the chat template's marks in them, which are no words.
+        chat_template: of the tokenizer.
+        special: marks that are special tokens, besides those of a chat.
+        other_marks: marks that are none.
+    """
+    import re
+
+    from tokenizers import Tokenizer, models, trainers
+
+    marks = "|".join(map(re.escape, (*_SPECIAL, *special, *other_marks)))
     learned = Tokenizer(models.BPE())
-    learned.pre_tokenizer = plain.backend_tokenizer.pre_tokenizer
+    learned.pre_tokenizer = _tokenizer(_bytes(), [], chat_template).backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=_VOCABULARY - 16, min_frequency=2, initial_alphabet=list(_bytes()), show_progress=False
     )
     learned.train_from_iterator((part for text in texts for part in re.split(marks, text)), trainer)
     held = json.loads(learned.to_str())["model"]
-    made: Any = Qwen2Tokenizer(
-        vocab=held["vocab"],
-        merges=[tuple(pair) for pair in held["merges"]],
-        chat_template=qwen3_chat_template,
-        additional_special_tokens=list(_SPECIAL),
-        **names,
-    )
-    made.add_tokens([*_PLAIN, *_THINKING])
-    return made
+    merges = [tuple(pair) for pair in held["merges"]]
+    return _tokenizer(held["vocab"], merges, chat_template, additional_special_tokens=[*_SPECIAL, *special])
+
+
+def _tokenizer(vocabulary: dict[str, int], merges: list[Any], chat_template: str, **more: Any) -> Any:
+    from transformers import Qwen2Tokenizer
+
+    names = {"pad_token": _PAD, "eos_token": _END, "unk_token": _PAD, "padding_side": "left"}
+    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, chat_template=chat_template, **names, **more)
 
 
 def _bytes() -> dict[str, int]:

@@ -269,7 +269,8 @@ def make_optimizers(
     """Muon for the matrices of the layers, AdamW for all else."""
     import torch
 
-    layers = {id(p) for p in model.model.layers.parameters() if p.ndim == 2}
+    inner = (".layers.", ".blocks.")  # of a language model, of a vision tower
+    layers = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and any(part in name for part in inner)}
     return [
         torch.optim.Muon(
             [p for p in model.parameters() if id(p) in layers], lr=muon_lr, weight_decay=muon_weight_decay
