@@ -20,7 +20,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     from qlora_rl.doctor import examine
 
-    logging.getLogger("qlora_rl").setLevel(logging.ERROR)  # what is warned of is on the screen
-    examination = examine()
+    logger = logging.getLogger("qlora_rl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what is warned of is on the screen
+    try:
+        examination = examine()
+    finally:
+        logger.setLevel(level)
     print(json.dumps(examination.as_dict(), indent=1) if arguments.json else examination)
     return 1 if examination.problems else 0

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, PORT, POSITIVE, SHARE
+from qlora_rl.commands.codes import COUNT, PORT, POSITIVE, SHARE, ranged
 
 
 def add(commands: Any) -> None:
@@ -26,7 +26,13 @@ def add(commands: Any) -> None:
     serve.add_argument(
         "--adapter-dir", type=Path, metavar="D", help="the only directory from which adapters are loaded"
     )
-    serve.add_argument("--max-lora-rank", type=COUNT, default=16, metavar="R", help="(default: %(default)s)")
+    serve.add_argument(
+        "--max-lora-rank",
+        type=ranged(int, at_least=0),
+        default=16,
+        metavar="R",
+        help="0: no adapters, full weights are pushed (default: %(default)s)",
+    )
     serve.add_argument(
         "--max-loras", type=COUNT, default=2, metavar="N", help="adapters in memory (default: %(default)s)"
     )

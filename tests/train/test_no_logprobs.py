@@ -119,11 +119,13 @@ def test_an_attached_trainer_does_so_and_gets_its_correction_back(model_dir, eng
         args=config(max_steps=3),
     )
     engine_in_flight.drop_adapter()  # the model is that of both
-    with attach(trainer, rollout=Silent(engine_in_flight.model, max_model_length=64)) as held:
+    silent = Silent(engine_in_flight.model, max_model_length=64)
+    with attach(trainer, rollout=silent) as held:
         trainer.train()
         assert held.alarm is None
         assert not held.fidelity.history
         assert not trainer.vllm_importance_sampling_correction
+    silent.drop_adapter()
     assert trainer.vllm_importance_sampling_correction
 
 
