@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.base.experts import check_mixture_type
+from qlora_rl.base.experts import check_mixture_type, experts_as_linears
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
 from qlora_rl.base.hub import hub_reachable, why_missing
 from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, digest_parts, digest_tokenizer
@@ -81,6 +81,7 @@ def prepare_base(
     blocksize: int = 64,
     compute_dtype: str = "bfloat16",
     skip_modules: Sequence[str] = (),
+    quantize_experts: bool = False,
     out: str | os.PathLike[str] | None = None,
     tokenizer: Any = None,
     revision: str | None = None,
@@ -98,6 +99,7 @@ def prepare_base(
         blocksize: weights per scale.
         compute_dtype: dtype of activations and of what is not quantised.
         skip_modules: name endings of further linears that stay unquantised.
+        quantize_experts: hold the experts of a mixture in 4 bits too, by default in `compute_dtype`.
         out: directory to write; by default one in the cache, named after what goes in.
         tokenizer: stored with the base; by default the one that belongs to `model`.
         revision: of a hub model.
@@ -110,7 +112,7 @@ def prepare_base(
         UnsupportedQuantError: a quantisation that the engine could not hold bit for bit.
         ConfigConflictError: `out` holds something else.
     """
-    spec = QuantSpec(quant, double_quant, blocksize, compute_dtype, tuple(sorted(skip_modules)))
+    spec = QuantSpec(quant, double_quant, blocksize, compute_dtype, tuple(sorted(skip_modules)), quantize_experts)
     if not isinstance(model, str | os.PathLike):
         return _prepare_object(model, spec, tokenizer, out)
     source = _local_directory(os.fspath(model), revision)
@@ -273,7 +275,7 @@ def load_base(
     prepared = open_base(base)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    with models_are_whole():
+    with building(prepared):
         model = auto_class(json.loads((prepared.path / "config.json").read_text())).from_pretrained(
             prepared.path,
             dtype=prepared.spec.dtype,
@@ -283,6 +285,18 @@ def load_base(
         )
     adopt(model, prepared)
     return model
+
+
+@contextlib.contextmanager
+def building(base: PreparedBase) -> Iterator[None]:
+    """While it lasts transformers makes the model of `base` whole, and with the layers that its stored weights are for."""
+    from transformers import AutoConfig
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(models_are_whole())
+        if base.spec.quantize_experts:
+            stack.enter_context(experts_as_linears(AutoConfig.from_pretrained(base.path)))
+        yield
 
 
 @contextlib.contextmanager
@@ -308,7 +322,8 @@ def outline(base: PreparedBase, *, trust_remote_code: bool = False) -> PreTraine
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(base.path, trust_remote_code=trust_remote_code)
-    return empty_model(config, dtype=base.spec.dtype, trust_remote_code=trust_remote_code)
+    with building(base):
+        return empty_model(config, dtype=base.spec.dtype, trust_remote_code=trust_remote_code)
 
 
 def empty_model(

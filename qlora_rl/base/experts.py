@@ -2,15 +2,18 @@
 
 transformers holds the experts of a layer in two tensors, `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]. Published
 checkpoints, vLLM and a base directory have three matrices for each expert. A base is written, compared and exported by the latter names.
+Experts that are 4-bit are linears in the trainer too (`experts_as_linears`), each with the codes and scales of one matrix.
 
-Shape letters: E experts, I inner width of one, H hidden size.
+Shape letters: E experts, I inner width of one, H hidden size, T tokens, K chosen experts of a token.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +28,30 @@ class Naming:
     """What the checkpoints of one type of model call a mixture.
 
     Attributes:
+        layer: class of transformers that holds the experts of a layer and their router.
+        width: field of the config with the inner width of an expert.
         block: the module that transformers calls `mlp`.
         gate, up, down: the matrices of one expert.
+        rounds_weights: transformers rounds the weights of the chosen experts to the compute dtype.
     """
 
+    layer: str
+    width: str = "intermediate_size"
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    rounds_weights: bool = True
 
 
 # Whose values and names in vLLM were compared with transformers'.
-NAMINGS = {"mixtral": Naming("block_sparse_moe", "w1", "w3", "w2"), "olmoe": Naming(), "qwen3_moe": Naming()}
+NAMINGS = {
+    "mixtral": Naming(
+        "MixtralSparseMoeBlock", block="block_sparse_moe", gate="w1", up="w3", down="w2", rounds_weights=False
+    ),
+    "olmoe": Naming("OlmoeSparseMoeBlock"),
+    "qwen3_moe": Naming("Qwen3MoeSparseMoeBlock", "moe_intermediate_size"),
+}
 # The linears of their attention: what an adapter on one of them can reach.
 ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -95,8 +110,8 @@ def stored_parts(naming: Naming | None, name: str, weight: torch.Tensor) -> Iter
     if naming is None or ".mlp." not in name:
         yield name, weight
         return
-    layer, _, own = name.rpartition(".mlp.")
-    path = f"{layer}.{naming.block}"
+    path, _, own = stored_name(naming, name).partition(f".{naming.block}.")
+    path = f"{path}.{naming.block}"
     if own == "experts.gate_up_proj":
         for number, both in enumerate(weight):
             gate, up = both.chunk(2)
@@ -107,6 +122,11 @@ def stored_parts(naming: Naming | None, name: str, weight: torch.Tensor) -> Iter
             yield f"{path}.experts.{number}.{naming.down}.weight", down
     else:
         yield f"{path}.{own}", weight
+
+
+def stored_name(naming: Naming | None, name: str) -> str:
+    """What checkpoints call a weight of transformers' model that they store as it is."""
+    return name if naming is None else name.replace(".mlp.", f".{naming.block}.", 1)
 
 
 def routers_of(model: torch.nn.Module) -> list[str]:
@@ -122,3 +142,95 @@ def mixtures_in(model: torch.nn.Module) -> list[str]:
     if naming_of(model) is None:
         return []
     return [name.removesuffix(".experts") for name, _ in model.named_modules() if name.endswith(".mlp.experts")]
+
+
+def mix(
+    x_TH: torch.Tensor,
+    chosen_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    expert: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """What the chosen experts make of each token, weighted and added up in the order of the experts; [T, H].
+
+    Trainer and engine both call this, so that they round alike. Each expert is called once at most, with all tokens that chose it.
+
+    Args:
+        x_TH: hidden states.
+        chosen_TK: numbers of the experts of each token.
+        weights_TK: of the same.
+        expert: (number, some rows of x_TH) to as many rows.
+    """
+    out_TH = torch.zeros_like(x_TH)
+    for number in chosen_TK.unique().tolist():
+        token, place = torch.where(chosen_TK == number)
+        weighted = expert(number, x_TH[token]) * weights_TK[token, place, None]
+        out_TH.index_add_(0, token, weighted.to(out_TH.dtype))
+    return out_TH
+
+
+class LinearExperts(torch.nn.Module):
+    """The experts of a layer, each matrix a linear of its own; in the place of transformers' class, with its `forward`.
+
+    Args:
+        config: of the model.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        from transformers.activations import ACT2FN
+
+        naming, hidden = NAMINGS[config.model_type], config.hidden_size
+        width = getattr(config, naming.width)
+        self._names = (naming.gate, naming.up, naming.down)
+        self.act_fn = ACT2FN[config.hidden_act]
+        for number in range(config.num_experts if hasattr(config, "num_experts") else config.num_local_experts):
+            expert = torch.nn.Module()
+            for name, (rows, columns) in zip(
+                self._names, ((width, hidden), (width, hidden), (hidden, width)), strict=True
+            ):
+                expert.add_module(name, torch.nn.Linear(columns, rows, bias=False))
+            self.add_module(str(number), expert)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """`mix` of hidden_states [T, H] for the choice [T, K]."""
+        return mix(hidden_states, top_k_index, top_k_weights, self._expert)
+
+    def _expert(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (getattr(self._modules[str(number)], name) for name in self._names)
+        return down(self.act_fn(gate(x)) * up(x))
+
+
+@contextlib.contextmanager
+def experts_as_linears(config: Any) -> Iterator[None]:
+    """While it lasts transformers makes the experts of a mixture with this config as `LinearExperts`, and takes their names in checkpoints as they are.
+
+    bitsandbytes' integration quantises linears alone. Remove when transformers loads 4-bit experts.
+    """
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    kind = config.model_type
+    layer = getattr(importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"), NAMINGS[kind].layer)
+    make, mapping_of = layer.__init__, conversion_mapping.get_checkpoint_conversion_mapping
+
+    def make_with_linears(self: Any, config: Any) -> None:
+        make(self, config)  # on the meta device, as transformers makes models that it loads
+        self.experts = LinearExperts(config)
+
+    def renamings(name: str) -> Any:
+        found = mapping_of(name)
+        return [each for each in found if isinstance(each, WeightRenaming)] if name == kind and found else found
+
+    layer.__init__, conversion_mapping.get_checkpoint_conversion_mapping = make_with_linears, renamings
+    try:
+        yield
+    finally:
+        layer.__init__, conversion_mapping.get_checkpoint_conversion_mapping = make, mapping_of
+
+
+def is_expert_matrix(name: str) -> bool:
+    """A name in checkpoints is that of one matrix of an expert."""
+    path, _, rest = name.partition(".experts.")
+    return bool(path) and rest.partition(".")[0].isdigit() and rest.endswith(".weight")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from qlora_rl.base.experts import naming_of, stored_parts
+from qlora_rl.base.experts import naming_of, stored_name, stored_parts
 from qlora_rl.base.kinds import directory_takes_images
 from qlora_rl.base.quant import dequantize_exactly, exact_absmax, plain_name
 from qlora_rl.base.stored import StoredTensors
@@ -288,7 +288,7 @@ def _leaves(base: torch.nn.Module, baked: torch.dtype | None) -> Iterator[tuple[
         else:
             weight = dequantize_exactly(parameter.data, exact_absmax(state), state.code, state.blocksize, state.shape)
             leaf = digest_plain(weight.to(baked))
-        yield plain_name(name), leaf
+        yield stored_name(naming, plain_name(name)), leaf
 
 
 def base_parameters(base: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from qlora_rl.base.experts import LinearExperts
 from qlora_rl.contracts import QUANT_TYPES
 from qlora_rl.errors import MissingDependencyError, UnsupportedQuantError
 
@@ -32,6 +33,7 @@ class QuantSpec:
         blocksize: weights that share a scale.
         compute_dtype: torch name of the dtype of activations and of every parameter that is not quantised.
         skip_modules: name endings of linears that stay unquantised; the output head is always one of them.
+        quantize_experts: the experts of a mixture are 4-bit too.
 
     Raises:
         UnsupportedQuantError: a value that the trainer and the engine cannot both hold.
@@ -42,11 +44,13 @@ class QuantSpec:
     blocksize: int = 64
     compute_dtype: str = "bfloat16"
     skip_modules: tuple[str, ...] = ()
+    quantize_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.quant_type == "none":  # one way to say it: the name of the base depends on it
             object.__setattr__(self, "double_quant", False)
             object.__setattr__(self, "blocksize", 64)
+            object.__setattr__(self, "quantize_experts", False)
         if self.quant_type not in QUANT_TYPES:
             hint = (
                 "8-bit bases have no bit-exact way into vLLM; use quant='nf4' (half the memory) or quant='none' (16 bit)"
@@ -81,11 +85,14 @@ class QuantSpec:
         """Short name for a directory, such as "nf4-dq-64"."""
         if not self.is_4bit:
             return self.compute_dtype
-        return f"{self.quant_type}{'-dq' if self.double_quant else ''}-{self.blocksize}"
+        return f"{self.quant_type}{'-dq' if self.double_quant else ''}-{self.blocksize}{'-experts' if self.quantize_experts else ''}"
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
-        return asdict(self) | {"skip_modules": list(self.skip_modules)}
+        fields = asdict(self) | {"skip_modules": list(self.skip_modules)}
+        if not self.quantize_experts:  # digests of bases are made of this, and most bases have no experts
+            del fields["quantize_experts"]
+        return fields
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> QuantSpec:
@@ -341,7 +348,8 @@ def spec_of(model: torch.nn.Module) -> QuantSpec:
             f"reading the model's quantisation: its layers differ: {found}. Quantise it once with qlora_rl.prepare_base."
         )
     quant_type, nested, blocksize = next(iter(found))
-    return QuantSpec(quant_type, nested, blocksize, dtype, tuple(sorted(skipped)))
+    experts = any(isinstance(module, LinearExperts) for module in model.modules())
+    return QuantSpec(quant_type, nested, blocksize, dtype, tuple(sorted(skipped)), experts)
 
 
 def plain_name(name: str) -> str:

@@ -76,7 +76,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         if f"{name}.absmax" not in self._home:
             return None
         prefix = f"{name}.quant_state.bitsandbytes__"
-        packed = next(key for key in self._home if key.startswith(prefix))
+        packed = next(f"{prefix}{kind}" for kind in ("nf4", "fp4") if f"{prefix}{kind}" in self._home)
         described = json.loads(bytes(self[packed].tolist()))
         absmax = self[f"{name}.absmax"].flatten()
         if f"{name}.nested_absmax" in self._home:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.base.experts import naming_of, routers_of, stored_parts
+from qlora_rl.base.experts import is_expert_matrix, naming_of, routers_of, stored_parts
 from qlora_rl.base.kinds import directory_takes_images, vision_parts
 from qlora_rl.base.quant import QuantSpec, plain_name, quantize_linear
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
@@ -24,6 +24,10 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
+    if spec.quantize_experts and naming_of(model) is None:
+        raise ConfigConflictError(
+            f"preparing a base: quantize_experts=True, but {model.config.model_type} is no mixture of experts. Leave it out."
+        )
     tensors = dict(base_tensors(model))
     routers = set(routers_of(model))  # linears of vLLM's, which would quantise them
     if spec.is_4bit and not is_quantized:
@@ -38,24 +42,10 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
             if module is head or any(name == ending or name.endswith(f".{ending}") for ending in spec.skip_modules):
                 skip.add(name)
                 continue
-            if module.in_features % spec.blocksize:
-                # Blocks would go on in the next row, which bitsandbytes 0.50's CPU kernel does not follow: it takes the
-                # wrong scales (mean error of random weights 0.119 in the place of 0.080, see docs/development-log.md).
-                raise UnsupportedQuantError(
-                    f"preparing a base: in_features={module.in_features} is no multiple of blocksize={spec.blocksize} at "
-                    f"{name}. Use a smaller blocksize, or leave the module unquantised: skip_modules=[{name.split('.')[-1]!r}].",
-                    module=name,
-                )
-            weight = tensors.pop(f"{name}.weight")
-            if not bool(torch.isfinite(torch.stack(weight.aminmax())).all()):
-                raise BaseIncompleteError(
-                    f"preparing a base: {name}.weight holds NaN or infinity, which 4 bits would spread over a whole block. Pass a sound checkpoint.",
-                    module=name,
-                )
-            tensors |= {f"{name}.{key}": value for key, value in quantize_linear(weight, spec).items()}
-        config_spec = QuantSpec(
-            spec.quant_type, spec.double_quant, spec.blocksize, spec.compute_dtype, tuple(sorted(skip))
-        )
+            _quantise(tensors, f"{name}.weight", spec)
+        for name in [name for name in tensors if spec.quantize_experts and is_expert_matrix(name)]:
+            _quantise(tensors, name, spec)
+        config_spec = replace(spec, skip_modules=tuple(sorted(skip)))
     else:
         config_spec = replace(spec, skip_modules=tuple(sorted(routers | set(spec.skip_modules))))
     for name, tensor in tensors.items():
@@ -78,6 +68,26 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
     (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True, default=str))
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
+
+
+def _quantise(tensors: dict[str, torch.Tensor], name: str, spec: QuantSpec) -> None:
+    """Put codes and scales in the place of one weight [O, I]."""
+    module, weight = name.removesuffix(".weight"), tensors.pop(name)
+    if weight.shape[1] % spec.blocksize:
+        # Blocks would go on in the next row, which bitsandbytes 0.50's CPU kernel does not follow: it takes the
+        # wrong scales (mean error of random weights 0.119 in the place of 0.080, see docs/development-log.md).
+        raise UnsupportedQuantError(
+            f"preparing a base: in_features={weight.shape[1]} is no multiple of blocksize={spec.blocksize} at "
+            f"{module}. Use a smaller blocksize, or leave it unquantised: "
+            + ("quantize_experts=False." if is_expert_matrix(name) else f"skip_modules=[{module.split('.')[-1]!r}]."),
+            module=module,
+        )
+    if not bool(torch.isfinite(torch.stack(weight.aminmax())).all()):
+        raise BaseIncompleteError(
+            f"preparing a base: {name} holds NaN or infinity, which 4 bits would spread over a whole block. Pass a sound checkpoint.",
+            module=module,
+        )
+    tensors |= {f"{module}.{key}": value for key, value in quantize_linear(weight, spec).items()}
 
 
 def write_weights(

@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
         default=True,
         help="quantise the scales too (default: on)",
     )
+    plan.add_argument("--quantize-experts", action="store_true", help="of a mixture, experts in 4 bits too")
     plan.add_argument("--rank", type=COUNT, default=16, metavar="R", help="rank of the adapter (default: %(default)s)")
     plan.add_argument(
         "--target-modules",
@@ -87,7 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.ledger.shape import check_supported, read_config, stored_spec
     from qlora_rl.processor import copies_dtype, processor
 
-    spec = stored_spec(arguments.model, arguments.quant, double_quant=arguments.double_quant)
+    spec = stored_spec(
+        arguments.model,
+        arguments.quant,
+        double_quant=arguments.double_quant,
+        quantize_experts=arguments.quantize_experts,
+    )
     targets = arguments.target_modules
     config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
     check_supported(config)

@@ -30,6 +30,7 @@ def add(commands: Any) -> None:
     prepare.add_argument(
         "--skip", nargs="*", default=[], metavar="NAME", help="name endings of linears that stay unquantised"
     )
+    prepare.add_argument("--quantize-experts", action="store_true", help="of a mixture, experts in 4 bits too")
     prepare.add_argument("--revision", help="revision of a hub model")
     prepare.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     prepare.set_defaults(run=run)
@@ -46,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         blocksize=arguments.blocksize,
         compute_dtype=arguments.compute_dtype,
         skip_modules=arguments.skip,
+        quantize_experts=arguments.quantize_experts,
         out=arguments.out,
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,

@@ -268,13 +268,19 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
 
     held, adapter = config.base, config.adapter
     spec = QuantSpec(
-        held.quant, held.double_quant, held.blocksize, held.compute_dtype, tuple(sorted(held.skip_modules))
+        held.quant,
+        held.double_quant,
+        held.blocksize,
+        held.compute_dtype,
+        tuple(sorted(held.skip_modules)),
+        held.quantize_experts,
     )
     lora = None
     if adapter.kind == "lora" and adapter.start_from is None:
         lora = make_lora({each.name: getattr(adapter, each.name) for each in fields(Adapter) if each.name not in _OURS})
         if config.method in PLANNED and config.run.gpu_memory != "auto":
             quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
+            quantization["quantize_experts"] = spec.quantize_experts
             ours, rests = trainer_arguments(config), config.method != "async_grpo"
             check_memory(held.model, args, quantization, lora, ours, rests=rests)
     base = prepare_base(
@@ -284,6 +290,7 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
         blocksize=spec.blocksize,
         compute_dtype=spec.compute_dtype,
         skip_modules=spec.skip_modules,
+        quantize_experts=spec.quantize_experts,
         revision=held.revision,
         trust_remote_code=held.trust_remote_code,
     )

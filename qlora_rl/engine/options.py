@@ -191,6 +191,13 @@ def start_options(
         # Without this, vLLM wraps embeddings and head of some models too: buffers of vocabulary x rank that we never
         # fill, and a crash of its CPU backend when prompt logprobs are asked for.
         arguments["lora_target_modules"] = linear_names(base)
+    if prepared.spec.quantize_experts and not is_cpu:
+        if enforce_eager is False:
+            raise EngineUnsupportedError(
+                "starting vLLM: enforce_eager=False with experts in 4 bits, which are multiplied one after another: no CUDA graph can hold that. "
+                "Leave it out."
+            )
+        arguments["enforce_eager"] = True
     if mixture:
         arguments["worker_cls"] = "qlora_rl.engine.worker.mixtures.Worker"
         if not is_cpu:

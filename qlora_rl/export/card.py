@@ -178,9 +178,10 @@ def _again(card: Card) -> str:
         return ""
     double = "" if spec.double_quant else " --no-double-quant"
     skip = f" --skip {' '.join(spec.skip_modules)}" if spec.skip_modules else ""
+    experts = " --quantize-experts" if spec.quantize_experts else ""
     return (
         f"To make it again: `qlora-rl prepare {source} base --quant {spec.quant_type} --blocksize {spec.blocksize} --compute-dtype "
-        f"{spec.compute_dtype}{double}{skip}`."
+        f"{spec.compute_dtype}{double}{skip}{experts}`."
     )
 
 

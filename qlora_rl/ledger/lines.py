@@ -9,6 +9,7 @@ part, Q query heads x head size, K key heads x head size, R rank, L layers, I an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
@@ -134,7 +135,15 @@ def trainer_base(shape: ModelShape, spec: QuantSpec) -> int:
     for name, weight in shape.linears.items():
         packed = is_quantised(name, spec)
         total += weight_bytes(weight, spec, nested=spec.double_quant) if packed else prod(weight) * wide
-    return total + wide * sum(map(prod, shape.experts.values()))
+    return total + expert_bytes(shape, spec, nested=spec.double_quant)
+
+
+def expert_bytes(shape: ModelShape, spec: QuantSpec, *, nested: bool) -> int:
+    """The experts of all layers, on one side."""
+    if not spec.quantize_experts:
+        return width(spec) * sum(map(prod, shape.experts.values()))
+    sizes = Counter(shape.expert_matrices())
+    return sum(number * weight_bytes(matrix, spec, nested=nested) for matrix, number in sizes.items())
 
 
 def engine_base(shape: ModelShape, spec: QuantSpec) -> int:
@@ -147,13 +156,14 @@ def engine_base(shape: ModelShape, spec: QuantSpec) -> int:
     total = (shape.plain + padding) * wide + shape.positions * shape.rotary * wide + 16 * len(shape.caches)
     for name, weight in shape.linears.items():
         total += weight_bytes(weight, spec, nested=False) if is_quantised(name, spec) else prod(weight) * wide
-    return total + wide * sum(map(prod, shape.experts.values()))
+    return total + expert_bytes(shape, spec, nested=False)
 
 
 def base_lines(shape: ModelShape, spec: QuantSpec, shared: bool, baked: bool = False) -> list[Line]:
     """The base: one for trainer and engine together, or one each; the engine's may be the baked one."""
     engine = engine_base(shape, spec)
     packed = sum(prod(s) for n, s in shape.linears.items() if is_quantised(n, spec))
+    packed += sum(map(prod, shape.experts.values())) if spec.quantize_experts else 0
     held = f"{counted(packed)} of {counted(shape.parameters)} parameters in 4 bits, the rest in {spec.compute_dtype}"
     if not spec.is_4bit:
         held = f"{counted(shape.parameters)} parameters in {spec.compute_dtype}"
@@ -161,6 +171,10 @@ def base_lines(shape: ModelShape, spec: QuantSpec, shared: bool, baked: bool = F
         once = Line("base, shared", engine + shape.buffers, f"once, the engine's: {held}; scales in float32")
         if not shape.experts:
             return [once]
+        if spec.quantize_experts:
+            routers = shape.mixtures - sum(map(prod, shape.experts.values()))
+            why = f"{counted(routers)} parameters of routers in {spec.compute_dtype}: the engine's are not lent"
+            return [once, Line("base, trainer's routers", width(spec) * routers, why)]
         why = f"{counted(shape.mixtures)} parameters of experts and routers in {spec.compute_dtype}: the engine's are not lent"
         return [once, Line("base, trainer's experts", width(spec) * shape.mixtures, why)]
     scales = "scales quantised" if spec.double_quant else "scales in float32"
@@ -384,7 +398,7 @@ def activation_lines(
             why = f"{size} x (1 byte + {wide} bytes x {shape.layers})"
             lines.append(Line("attention masks", masks * (1 + wide * shape.layers), why, "step", False))
     if spec.is_4bit:
-        temporary = shape.largest_linear * wide
+        temporary = shape.largest_linear(spec.quantize_experts) * wide
         lines.append(Line("one dequantised weight", temporary, f"the largest, in {spec.compute_dtype}", "layer", False))
     return lines
 
@@ -419,7 +433,7 @@ def rollout_line(shape: ModelShape, spec: QuantSpec, *, sequences: int, length: 
     tokens = min(BATCHED_TOKENS, max(length, sequences * length))
     forward = tokens * wide * (4 * shape.hidden + 3 * shape.inner + 2 * shape.attention)
     logits = sequences * shape.vocabulary * 4 * 3
-    weight = shape.largest_linear * wide if spec.is_4bit else 0
+    weight = shape.largest_linear(spec.quantize_experts) * wide if spec.is_4bit else 0
     why = f"{tokens} tokens in one engine step, logits of {sequences} sequences"
     return Line("rollout", forward + logits + weight, why, "rollout", False)
 

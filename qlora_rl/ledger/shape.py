@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -102,10 +102,16 @@ class ModelShape:
         )
         return routers + sum(map(prod, self.experts.values()))
 
-    @property
-    def largest_linear(self) -> int:
-        """Elements of the largest linear; experts are not quantised."""
-        return max(map(prod, self.linears.values()), default=0)
+    def largest_linear(self, with_experts: bool) -> int:
+        """Elements of the largest linear, or matrix of an expert where those are 4-bit too."""
+        experts = self.expert_matrices() if with_experts else ()
+        return max(map(prod, [*self.linears.values(), *experts]), default=0)
+
+    def expert_matrices(self) -> Iterator[tuple[int, int]]:
+        """(O, I) of every matrix of every expert."""
+        for name, (count, rows, columns) in self.experts.items():
+            parts = 2 if name.endswith("gate_up_proj") else 1
+            yield from [(rows // parts, columns)] * (count * parts)
 
     def needs_masks(self, length: int) -> bool:
         """Sequences of `length` tokens keep their padding: a layer is no attention, or attends to a window that is shorter."""
@@ -185,11 +191,17 @@ def check_supported(config: Any) -> None:
             raise NotYetSupportedError(f"reading the config: {name} {UNSUPPORTED[part]}.")
 
 
-def stored_spec(model: str | os.PathLike[str], quant: str | None = None, *, double_quant: bool = True) -> QuantSpec:
+def stored_spec(
+    model: str | os.PathLike[str],
+    quant: str | None = None,
+    *,
+    double_quant: bool = True,
+    quantize_experts: bool = False,
+) -> QuantSpec:
     """How a prepared base is held; for anything else, or where `quant` says so, the spec that it would be prepared with."""
     if quant is None and (Path(model) / MANIFEST).is_file():
         return open_base(model, verify=False).spec
-    return QuantSpec(quant or "nf4", double_quant)
+    return QuantSpec(quant or "nf4", double_quant, quantize_experts=quantize_experts)
 
 
 def skeleton(config: Any) -> torch.nn.Module:

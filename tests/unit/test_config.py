@@ -31,6 +31,7 @@ WRONG = {
         "compute_dtype": [("bf16", "none of 'bfloat16'"), ("float32", "vLLM's kernels do not take")],
         "skip_modules": [("down_proj", "a list of texts"), ([1], "a list of texts")],
         "revision": [(1, TEXT)],
+        "quantize_experts": [(1, TRUTH)],
         "trust_remote_code": [(1, TRUTH)],
         "attn_implementation": [(False, TEXT)],
     },

@@ -150,6 +150,23 @@ def test_a_base_of_every_architecture_is_counted_exactly(tmp_path, architecture)
     assert count.trainer_base(read_shape(read_config(base.path)), base.spec) == storages(load_base(base))
 
 
+@pytest.mark.parametrize("architecture", sorted(set(MIXTURES) - {"qwen3_moe-dense"}))
+def test_a_base_with_experts_in_4_bits_is_counted_exactly(tmp_path, architecture):
+    source = make_model(tmp_path / "model", architecture=architecture, tied=False)
+    base = prepare_base(source, out=tmp_path / "base", quantize_experts=True)
+    assert count.trainer_base(read_shape(read_config(base.path)), base.spec) == storages(load_base(base))
+
+
+def test_a_card_of_24_gb_holds_30_b_parameters_of_experts_in_4_bits():
+    config = known("Qwen3-30B-A3B")[0]
+    wide, packed = plan_memory(config), plan_memory(config, spec=QuantSpec(quantize_experts=True))
+    assert wide.peak_bytes > 115 * 2**30
+    lines = {line.name: line.nbytes / 2**30 for line in packed.lines}
+    assert 16.5 < lines["base, shared"] < 17
+    assert lines["base, trainer's routers"] < 0.03
+    assert packed.peak_bytes < wide.peak_bytes / 4
+
+
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"], r".*\.1\..*v_proj", None])
 def test_the_adapter_takes_exactly_what_the_ledger_says(base, targets):
     config = LoraConfig(r=8, target_modules=targets, rank_pattern={"q_proj": 4}, exclude_modules=["o_proj"])

@@ -9,11 +9,11 @@ from peft import LoraConfig, get_peft_model
 from support import MIXTURES, make_model, randomise
 from trained import make_run
 
-from qlora_rl import compare, fingerprint_base, iter_weights, judge_adapter, load_base, prepare_base
+from qlora_rl import bake_base, compare, fingerprint_base, iter_weights, judge_adapter, load_base, prepare_base
 from qlora_rl.base.experts import ATTENTION
 from qlora_rl.base.fingerprint import fingerprint_stored, linear_names
 from qlora_rl.base.stored import StoredTensors
-from qlora_rl.errors import NotYetSupportedError
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
 from qlora_rl.export.job import LIMIT, export_run
 
 
@@ -90,3 +90,83 @@ def test_adapters_on_experts_are_merged_too(mixture, tmp_path):
 
 def _expert_names(weights):
     return {name.split(".")[-2] for name in weights if ".experts." in name}
+
+
+@pytest.fixture(scope="module", params=sorted(set(MIXTURES) - {"qwen3_moe-dense"}))
+def coded(request, tmp_path_factory):
+    """A random mixture and its base with experts in NF4."""
+    root = tmp_path_factory.mktemp(f"{request.param}-coded")
+    source = make_model(root / "model", architecture=request.param, tied=False)
+    return source, prepare_base(source, quantize_experts=True, out=root / "base")
+
+
+def test_experts_in_4_bits_have_the_names_of_the_checkpoint(coded, tmp_path):
+    source, base = coded
+    before, stored = StoredTensors(source), StoredTensors(base.path)
+    names = [name for name in stored if stored.is_weight(name)]
+    assert sorted(names) == sorted(before)
+    quantised = {name for name in names if stored.read_4bit(name) is not None}
+    assert {name for name in names if ".experts." in name} < quantised
+    assert not any(name.endswith(".gate.weight") for name in quantised)
+    assert base.spec.label == "nf4-dq-64-experts"
+    model = load_base(base)
+    assert compare(fingerprint_base(model), fingerprint_stored(base.path)).state == "equal"
+    again = prepare_base(model, out=tmp_path / "kept", tokenizer=transformers.AutoTokenizer.from_pretrained(source))
+    assert again.identity == base.identity
+    assert again.spec.quantize_experts
+
+
+def test_experts_as_linears_are_transformers_own_function(coded):
+    """Values and gradients, against transformers' class with the dequantised matrices."""
+    _, base = coded
+    model, plain = load_base(base).train(), load_base(bake_base(base)).train()
+    experts, fused = model.model.layers[1].mlp.experts, plain.model.layers[1].mlp.experts
+    assert type(experts) is not type(fused)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, model.config.hidden_size, generator=generator).to(torch.bfloat16)
+    count = len(fused.down_proj)
+    chosen = torch.stack(
+        [torch.randperm(count - 1, generator=generator)[:2] for _ in range(12)]
+    )  # the last is never chosen
+    weights = torch.rand(12, 2, generator=generator).to(torch.bfloat16)
+    outs, gradients = [], []
+    for part in (experts, fused):
+        given = x.clone().requires_grad_()
+        out = part(given, chosen, weights)
+        out.square().sum().backward()
+        outs.append(out.detach())
+        gradients.append(given.grad)
+    assert torch.equal(*outs)
+    torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2 * float(gradients[1].abs().max()))
+
+
+def test_a_merged_export_of_experts_in_4_bits_has_the_names_of_the_checkpoint(coded, tmp_path):
+    source, base = coded
+    run = make_run(base, tmp_path / "run", LoraConfig(r=8, lora_alpha=16, target_modules=list(ATTENTION)))
+    done = export_run(run, "merged", out=tmp_path / "merged", prompts=6)
+    assert done.distance.kl_mean < LIMIT
+    assert sorted(StoredTensors(done.path)) == sorted(StoredTensors(source))
+
+
+def test_an_adapter_beyond_the_attention_of_4_bit_experts_is_rejected_by_name(coded):
+    _, base = coded
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(load_base(base), LoraConfig(r=4, target_modules="all-linear"))
+        for experts in (
+            r".*experts\.0\..*",
+            r".*layers\.1\..*\.(w2|down_proj)",
+        ):
+            with pytest.raises(ValueError, match=r"not found in the base model|no `target_parameters` found"):
+                get_peft_model(load_base(base), LoraConfig(r=4, target_modules=experts))
+    verdict = judge_adapter(adapted)
+    assert verdict.kind != "adapter"
+    assert any(".mlp.gate" in reason and "Adapt the attention alone" in reason for reason in verdict.reasons)
+
+
+def test_experts_that_are_not_there_or_do_not_fit_are_named(tmp_path):
+    with pytest.raises(ConfigConflictError, match="quantize_experts=True, but qwen2 is no mixture"):
+        prepare_base(make_model(tmp_path / "dense"), quantize_experts=True, out=tmp_path / "base")
+    source = make_model(tmp_path / "model", architecture="qwen3_moe-dense", tied=False)
+    with pytest.raises(UnsupportedQuantError, match=r"in_features=48.*experts\.0\.down_proj.*quantize_experts=False"):
+        prepare_base(source, quantize_experts=True, out=tmp_path / "other")

@@ -163,14 +163,18 @@ class DecodedLinear:
                 return self._packed(x, bias)
             out = self._packed(x.to(torch.bfloat16), None).to(x.dtype)
             return out if bias is None else out + bias
+        out = self.multiply(x)
+        if bias is not None:
+            out += bias
+        return out
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., I] times the weight, decoded."""
         if self._joined.renew():
             self._cut()
         flat = x.reshape(-1, self._columns).to(torch.bfloat16)
         out = self._product(flat) if self._lifted is None else self._lifted_product(flat, self._lifted)
-        out = out.to(x.dtype).view(*x.shape[:-1], self.shape[0])
-        if bias is not None:
-            out += bias
-        return out
+        return out.to(x.dtype).view(*x.shape[:-1], self.shape[0])
 
     def _product(self, x_TI: torch.Tensor) -> torch.Tensor:
         out_TO = torch.empty(len(x_TI), self.shape[0], dtype=x_TI.dtype)

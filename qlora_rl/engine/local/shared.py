@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.base.checkpoint import PreparedBase, adopt, open_base, outline
+from qlora_rl.base.checkpoint import PreparedBase, adopt, building, open_base, outline
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.engine.local.borrowers import point
 from qlora_rl.engine.worker.extension import Lending
@@ -150,9 +150,10 @@ def _build(
     config = AutoConfig.from_pretrained(base.path, trust_remote_code=trust_remote_code)
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     # On the CPU whatever the engine runs on: for a GPU, transformers would first allocate room for a second copy.
-    model = kind.from_pretrained(
-        None, config=config, state_dict=state, dtype=base.spec.dtype, device_map={"": "cpu"}, **options
-    )
+    with building(base):
+        model = kind.from_pretrained(
+            None, config=config, state_dict=state, dtype=base.spec.dtype, device_map={"": "cpu"}, **options
+        )
     for module in model.modules():  # each part that is a model of its own remembers where it came from
         if hasattr(module, "name_or_path"):
             module.name_or_path = module.config.name_or_path = str(base.path)

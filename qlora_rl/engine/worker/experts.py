@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from qlora_rl.base.checkpoint import open_base
 from qlora_rl.engine.compat import vllm_version
 from qlora_rl.errors import EngineUnsupportedError
 
@@ -21,13 +22,14 @@ _GATE_UP, _DOWN = "w13_weight", "w2_weight"
 
 
 @contextlib.contextmanager
-def experts_in_16_bits() -> Iterator[None]:
-    """While it lasts vLLM makes mixtures whose experts are neither 4-bit nor adapted.
+def experts_of(directory: str) -> Iterator[None]:
+    """While it lasts vLLM makes mixtures as the base in `directory` has them, with experts in 16 or in 4 bits that no adapter changes.
 
     - With LoRA on, 0.31 takes a Triton kernel for experts even where `lora_target_modules` leaves them out, and ends on the CPU. Remove when
       its choice knows the target modules.
     - The plugin (0.0.3) takes the experts of every 4-bit checkpoint for 4-bit, and cannot load these. Remove when it reads their names in
       `llm_int8_skip_modules`.
+    - It looks through all names for each 4-bit weight, which takes minutes with those of experts; `CodedExperts` reads these itself.
     - It also checks which parameters were loaded, and `MoERunner.load_weights` leaves a part of the experts' names out. Remove when it does not.
 
     Raises:
@@ -59,14 +61,24 @@ def experts_in_16_bits() -> Iterator[None]:
             from vllm_bnb_plugin.bitsandbytes_loader import BitsAndBytesModelLoader
             from vllm_bnb_plugin.quantization.config import BitsAndBytesConfig
 
-            method = BitsAndBytesConfig.get_quant_method
+            method, tensors = BitsAndBytesConfig.get_quant_method, BitsAndBytesModelLoader._hf_weight_iter
+            are_4bit = open_base(directory, verify=False).spec.quantize_experts
 
             def method_of(self: Any, layer: Any, prefix: str) -> Any:
+                if isinstance(layer, RoutedExperts) and are_4bit:
+                    from qlora_rl.engine.worker.coded_experts import CodedExperts
+
+                    return CodedExperts(layer.moe_config, prefix)
                 if isinstance(layer, RoutedExperts):
                     return unquantized.UnquantizedFusedMoEMethod(layer.moe_config)
                 return method(self, layer, prefix)
 
+            def without_experts(self: Any, files: Any, use_safetensors: bool) -> Iterator[Any]:
+                return (each for each in tensors(self, files, use_safetensors) if ".experts." not in each[0])
+
             patches.enter_context(_replaced(BitsAndBytesConfig, "get_quant_method", method_of))
+            if are_4bit:
+                patches.enter_context(_replaced(BitsAndBytesModelLoader, "_hf_weight_iter", without_experts))
             patches.enter_context(_replaced(BitsAndBytesModelLoader, "_fuse_moe_quant_states", lambda *_: {}))
         yield
 

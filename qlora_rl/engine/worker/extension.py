@@ -156,7 +156,7 @@ class BaseExtension:
                 continue
             owner, weight, why = modules[name.rpartition(".")[0]], parameter.data, None
             if name.startswith(mixtures):
-                why = "trainer and engine each hold the mixture of a layer"
+                why = "of a mixture only 4-bit weights are shared"
             elif weight.numel() == 0:
                 why = "vLLM's CPU backend has packed it away for its own kernels"
             elif weight.dtype != dtype:

@@ -22,6 +22,10 @@ def quantised(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Any]]
         offsets = parameter.bnb_shard_offsets.tolist()
         for i, shard in enumerate(shard_names(model, name)):
             yield shard, parameter.data[offsets[i] : offsets[i + 1]], states[i]
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(method, "parts"):  # `coded_experts.CodedExperts`
+            yield from method.parts()
 
 
 def unquantised(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

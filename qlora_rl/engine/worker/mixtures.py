@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qlora_rl.engine.compat import platform_is_cpu
-from qlora_rl.engine.worker.experts import experts_in_16_bits
+from qlora_rl.engine.worker.experts import experts_of
 from qlora_rl.engine.worker.extension import BaseExtension
 
 if platform_is_cpu():
@@ -18,6 +18,6 @@ class Worker(VllmWorker, BaseExtension):
     """What vLLM is told to start; it names the extension itself, as `gpu.Worker` does."""
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
-        """As vLLM's, with experts in 16 bits that no adapter changes."""
-        with experts_in_16_bits():
+        """As vLLM's, with experts as the base has them, which no adapter changes."""
+        with experts_of(self.vllm_config.model_config.model):
             super().load_model(*arguments, **options)

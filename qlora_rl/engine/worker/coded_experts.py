@@ -1,0 +1,156 @@
+"""A mixture's experts in 4 bits in vLLM, which has no kernel for them: the chosen experts are decoded and multiplied one after another.
+
+Imports vLLM; named by `experts` when a base has such experts. Runs inside vLLM's worker.
+
+Shape letters: I inner width of an expert, H hidden size, T tokens of a step, K chosen experts of a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+
+from qlora_rl.base.experts import NAMINGS, mix
+from qlora_rl.base.quant import dequantize_exactly, require_bitsandbytes
+from qlora_rl.base.stored import Stored4bit, StoredTensors
+from qlora_rl.engine.linears.decoded import LIFTED_SLICE, SLICE, DecodedLinear
+from qlora_rl.errors import EngineUnsupportedError
+from qlora_rl.processor import processor
+
+
+class CodedExperts(FusedMoEMethodBase):
+    """The method of a layer of experts whose matrices are 4-bit. Its weights are read from the base directory, not by vLLM's loader.
+
+    Args:
+        config: vLLM's, of the layer.
+        prefix: the layer's name in vLLM.
+    """
+
+    def __init__(self, config: Any, prefix: str) -> None:
+        super().__init__(config)
+        whole = get_current_vllm_config()
+        self._model, self._naming = whole.model_config, NAMINGS[whole.model_config.hf_config.model_type]
+        self._device, self._layer = torch.device(whole.device_config.device), prefix.removesuffix(".routed_experts")
+        self._experts: list[tuple[Weights, Weights]] = []
+
+    def create_weights(self, layer: Any, *_: Any, **__: Any) -> None:
+        """None that vLLM would load."""
+        if layer.apply_router_weight_on_input or layer.expert_map is not None:
+            raise EngineUnsupportedError(
+                f"loading {self._layer}: 4-bit experts are multiplied by one process, with weights on what comes out. Start vLLM without "
+                "expert parallelism, or prepare the base with its experts in 16 bits."
+            )
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """What vLLM's kernels would be told; there is none here."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Read the experts."""
+        stored, naming = StoredTensors(self._model.model), self._naming
+        for number in range(layer.moe_config.num_experts):
+            path = f"{self._layer}.{number}"
+            gate_up, down = [
+                [f"{path}.{name}.weight" for name in names] for names in ((naming.gate, naming.up), (naming.down,))
+            ]
+            self._experts.append(
+                (
+                    Weights(_read(stored, gate_up), self._device, self._model.dtype),
+                    Weights(_read(stored, down), self._device, self._model.dtype),
+                )
+            )
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor, Any]]:
+        """Name, packed codes and QuantState of every matrix."""
+        for both in self._experts:
+            for weights in both:
+                yield from weights.parts()
+
+    def apply(
+        self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """The experts [T, K] of x [T, H], as the trainer computes them."""
+        weights = topk_weights.to(x.dtype) if self._naming.rounds_weights else topk_weights
+        return mix(x, topk_ids, weights, functools.partial(self._expert, _ACTIVATIONS[layer.activation.value]))
+
+    def _expert(self, activation: Any, number: int, x: torch.Tensor) -> torch.Tensor:
+        gate_up, down = self._experts[number]
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        return down(activation(gate) * up)
+
+
+_ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+
+
+class Weights:
+    """The codes of one or two matrices, one behind the other, and the product with them.
+
+    Has the attributes of a 4-bit parameter of vLLM's plugin, which `DecodedLinear` reads.
+
+    Args:
+        matrices: by name, in the order of their rows.
+        device: where they are held.
+        dtype: in which they are multiplied.
+    """
+
+    def __init__(self, matrices: dict[str, Stored4bit], device: torch.device, dtype: torch.dtype) -> None:
+        self._names, sizes = list(matrices), [part.codes.numel() for part in matrices.values()]
+        self.data = torch.cat([part.codes.flatten() for part in matrices.values()]).view(-1, 1).to(device)
+        self.bnb_shard_offsets = torch.tensor([0, *sizes]).cumsum(0)
+        self.bnb_quant_state = {i: _state(part, device, dtype) for i, part in enumerate(matrices.values())}
+        self._product: DecodedLinear | None = None
+        if device.type == "cpu" and dtype == torch.bfloat16:
+            with contextlib.suppress(ValueError):  # bitsandbytes has no kernel for it: decoded in plain torch
+                self._product = DecodedLinear(cast(torch.nn.Parameter, self), *_buffers())
+
+    def data_ptr(self) -> int:
+        """As of a parameter."""
+        return self.data.data_ptr()
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor, Any]]:
+        """Name, packed codes and QuantState of each matrix."""
+        for i, name in enumerate(self._names):
+            start, end = self.bnb_shard_offsets[i : i + 2].tolist()
+            yield name, self.data[start:end], self.bnb_quant_state[i]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, I] times the matrices, [T, O]."""
+        if self._product is not None:
+            return self._product.multiply(x)
+        weights = [
+            dequantize_exactly(codes, state.absmax, state.code, state.blocksize, state.shape).to(x.dtype)
+            for _, codes, state in self.parts()
+        ]
+        return torch.cat([torch.nn.functional.linear(x, weight) for weight in weights], dim=-1)
+
+
+def _read(stored: StoredTensors, names: list[str]) -> dict[str, Stored4bit]:
+    found = {name: stored.read_4bit(name) if name in stored else None for name in names}
+    if missing := [name for name, part in found.items() if part is None]:
+        raise EngineUnsupportedError(f"loading the experts: the base has no 4-bit {missing[0]}. Prepare it again.")
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def _state(part: Stored4bit, device: torch.device, dtype: torch.dtype) -> Any:
+    """bitsandbytes' own description of a matrix, with exact scales."""
+    return require_bitsandbytes().functional.QuantState(
+        absmax=part.absmax.to(device),
+        shape=torch.Size(part.shape),
+        code=part.table.to(device),
+        blocksize=part.blocksize,
+        quant_type=part.kind,
+        dtype=dtype,
+    )
+
+
+@functools.cache
+def _buffers() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Into which all of them are decoded on a CPU; see `DecodedLinear`."""
+    is_native = processor().multiplies_in(torch.bfloat16) is torch.bfloat16
+    buffer = torch.empty(SLICE if is_native else LIFTED_SLICE, dtype=torch.bfloat16)
+    return buffer, None if is_native else torch.empty(LIFTED_SLICE, dtype=torch.float32)

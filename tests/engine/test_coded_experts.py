@@ -1,0 +1,103 @@
+"""Mixtures whose experts are 4-bit, too, in real vLLM: held once, verified, served and trained."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from pair import OPTIONS, Pair
+from peft import LoraConfig
+from support import MIXTURES, make_model, tiny_training
+from trl import GRPOConfig
+
+from qlora_rl import (
+    EngineUnsupportedError,
+    LocalEngine,
+    QLoRAGRPOTrainer,
+    bake_base,
+    borrow_base,
+    compare,
+    fingerprint_base,
+    load_base,
+    prepare_base,
+    verify_base,
+)
+from qlora_rl.base.experts import ATTENTION, mixtures_in
+from qlora_rl.engine.options import start_options
+
+SMALL = OPTIONS | {"max_lora_rank": 8}
+EXACT = 1e-5  # nats, in float32
+STEPS = 3
+
+
+@pytest.fixture(scope="module", params=sorted(set(MIXTURES) - {"qwen3_moe-dense"}))
+def mixture(request, tmp_path_factory):
+    """A random mixture with all its matrices in NF4."""
+    root = tmp_path_factory.mktemp(request.param)
+    source = make_model(root / "model", architecture=request.param, tied=False)
+    return prepare_base(source, quantize_experts=True, out=root / "base")
+
+
+def test_the_base_is_held_once_and_a_flipped_bit_of_an_expert_is_named(mixture):
+    with LocalEngine(mixture, **SMALL) as engine:
+        own = load_base(mixture)
+        admission = verify_base(own, engine)
+        count = getattr(own.config, "num_experts", None) or own.config.num_local_experts
+        experts = {name: leaf.kind for name, leaf in admission.theirs.leaves.items() if ".experts." in name}
+        assert len(experts) == 3 * count * len(mixtures_in(own))
+        assert set(experts.values()) == {"nf4"}
+        model = borrow_base(engine)
+        assert {name.split(".")[-2] for name in model.qlora_loan.copied} == {"gate"}
+        ids = torch.tensor([[40, 41, 42, 43]])
+        with torch.no_grad():
+            assert torch.equal(model.train()(ids).logits, own.train()(ids).logits)
+        # In the trainer's own copy.
+        naming = own.model.layers[1].mlp.experts._names
+        getattr(own.model.layers[1].mlp.experts.get_submodule("2"), naming[1]).weight.data.view(-1)[5] ^= 1
+        [name] = compare(fingerprint_base(own), engine.describe_base()).modules
+        assert name.startswith("model.layers.1.")
+        assert name.endswith(f".experts.2.{naming[1]}.weight")
+        # In what both hold.
+        getattr(model.model.layers[0].mlp.experts.get_submodule("3"), naming[2]).weight.data.view(-1)[5] ^= 1
+        [name] = compare(admission.ours, engine.describe_base()).modules
+        assert name.startswith("model.layers.0.")
+        assert name.endswith(f".experts.3.{naming[2]}.weight")
+        del model
+
+
+def test_in_float32_their_dequantised_copy_is_served_exactly(mixture, tmp_path):
+    baked = bake_base(mixture, "float32")
+    with LocalEngine(baked, **SMALL) as engine:
+        verify_base(load_base(baked), engine)
+        pair = Pair(engine, baked, tmp_path)
+        assert pair.apart(pair.base.eval()) < EXACT
+        assert pair.difference(pair.adapted(LoraConfig(r=8, lora_alpha=32, target_modules=list(ATTENTION)))) < EXACT
+
+
+def test_grpo_trains_with_one_copy_of_the_experts(mixture, tmp_path):
+    options = tiny_training(
+        output_dir=str(tmp_path / "run"), num_generations=4, max_steps=STEPS, per_device_train_batch_size=8
+    )
+    with QLoRAGRPOTrainer(
+        model=mixture,
+        args=GRPOConfig(**options | {"max_completion_length": 16}),
+        peft_config=LoraConfig(r=8, target_modules=list(ATTENTION)),
+        rollout="colocate",
+        engine_options={"max_model_length": 64},
+        reward_funcs=lambda completions, **_: [float(len(completion) % 3) for completion in completions],
+        train_dataset=Dataset.from_list([{"prompt": f"{i}+1="} for i in range(16)]),
+    ) as trainer:
+        loan = trainer.model.get_base_model().qlora_loan
+        assert {name.split(".")[-2] for name in loan.copied} == {"gate"}
+        trainer.train()
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["policy_version"] for step in steps] == list(range(1, STEPS + 1))
+    assert all(step["base_verified"] for step in steps)
+    assert max(step["mismatch_kl"] for step in steps) < 5e-3
+
+
+def test_on_a_gpu_it_runs_without_graphs(mixture, monkeypatch):
+    monkeypatch.setattr("qlora_rl.engine.compat.platform_is_cpu", lambda: False)
+    assert start_options(mixture).arguments["enforce_eager"]
+    with pytest.raises(EngineUnsupportedError, match="no CUDA graph can hold that"):
+        start_options(mixture, enforce_eager=False)
