@@ -1,6 +1,7 @@
-"""Mixtures of experts on the demo's task: routing on both sides, and GRPO beside a dense model and TRL's own way.
+"""Mixtures of experts on the demo's task: routing on both sides, and GRPO beside a dense model and TRL's own way; rollouts with experts in 4 bits.
 
-`python benchmarks/mixtures.py` writes results/mixtures.json; a quarter of an hour on two idle cores. Each training is a process of its own.
+`python benchmarks/mixtures.py` writes results/mixtures.json; half an hour on two idle cores. Each training, and each engine that is timed, is a process
+of its own. `--only rollouts`: one part alone.
 
 Shape letters: T tokens of a sequence, K chosen experts.
 """
@@ -8,12 +9,12 @@ Shape letters: T tokens of a sequence, K chosen experts.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from qlora_rl.bench.rounds import add_to, described
 
 RESULTS = Path(__file__).parent / "results" / "mixtures.json"
 STEPS = 50
+# About 0.4 B parameters, of which a tenth is multiplied for a token.
+SHAPE = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
+         "intermediate_size": 512, "moe_intermediate_size": 512, "num_experts": 40, "num_experts_per_tok": 4}  # fmt: skip
+PROMPTS, TOKENS, ROUNDS = 16, 32, 3
 
 
 def make_mixture(out: Path, steps: int) -> Path:
@@ -90,7 +95,7 @@ def compare_sides(base: Any) -> dict[str, Any]:
 
         for side, modules in routers.items():
             for module in modules:
-                module.register_forward_hook(partial(keep, side))
+                module.register_forward_hook(functools.partial(keep, side))
         differences, same_token, agree, decisions = [], [], 0, 0
         for prompt, ids in zip(prompts, rollout.completion_ids, strict=True):
             for each in chosen.values():
@@ -147,6 +152,61 @@ def train(base: Path, sync: str, steps: int, out: Path) -> dict[str, Any]:
     return found
 
 
+def time_rollouts(root: Path) -> dict[str, Any]:
+    """Tokens/s of a random mixture with experts in 4 bits and an adapter, and in 16 bits without; one engine after another, in turn."""
+    import transformers
+
+    from qlora_rl import prepare_base
+    from qlora_rl.demo.tiny_model import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        **SHAPE, vocab_size=len(tokenizer), norm_topk_prob=True, max_position_embeddings=512
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    parameters = model.num_parameters()
+    model.save_pretrained(root / "large")
+    tokenizer.save_pretrained(root / "large")
+    del model
+    bases = {
+        "nf4": prepare_base(root / "large", quantize_experts=True, out=root / "large-nf4"),
+        "16 bits": prepare_base(root / "large", "none", out=root / "large-16"),
+    }
+    rates: dict[str, list[float]] = {kind: [] for kind in bases}
+    for _ in range(ROUNDS):
+        for kind, base in bases.items():
+            command = [sys.executable, __file__, "--sampler", str(base.path), kind]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+            rates[kind].append(float(done.stdout.strip().splitlines()[-1]))
+    ratios = [a / b for a, b in zip(rates["nf4"], rates["16 bits"], strict=True)]
+    return {"parameters": parameters, "prompts": PROMPTS, "tokens_per_s": rates, "ratios": ratios}
+
+
+def sample(base: Path, kind: str) -> float:
+    """Tokens/s of one engine, with an adapter of rank 16 where the base is 4-bit; the median of five rollouts."""
+    import statistics
+
+    from peft import LoraConfig, get_peft_model
+
+    from qlora_rl import AdapterSync, LocalEngine, load_base
+
+    with LocalEngine(
+        base, max_model_length=128, max_num_seqs=PROMPTS, max_lora_rank=16 if kind == "nf4" else 0
+    ) as engine:
+        if kind == "nf4":
+            adapter = get_peft_model(
+                load_base(base), LoraConfig(r=16, target_modules=list(ATTENTION), init_lora_weights=False)
+            )
+            AdapterSync(adapter, engine).push()
+        prompts = [list(range(10 + i, 26 + i)) for i in range(PROMPTS)]
+        found = []
+        for seed in range(6):
+            rollout = engine.generate(prompts, max_tokens=TOKENS, seed=seed, extra={"ignore_eos": True})
+            found.append(sum(map(len, rollout.completion_ids)) / rollout.seconds)
+    return statistics.median(found[1:])
+
+
 def _in_a_process(base: Path, sync: str, steps: int, work: Path) -> dict[str, Any]:
     """`train`, or the error that it ends with."""
     command = [sys.executable, __file__, "--child", str(base), sync, str(steps), str(work)]
@@ -162,6 +222,8 @@ def main() -> None:
     """All of it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--child", nargs=4)
+    parser.add_argument("--sampler", nargs=2)
+    parser.add_argument("--only", choices=["mixture", "mixture, experts in 4 bits", "dense", "rollouts"])
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--pretraining", type=int, default=300)
@@ -171,17 +233,28 @@ def main() -> None:
         found = train(Path(base), sync, int(steps), Path(out) / "run")
         (Path(out) / "answer.json").write_text(json.dumps(found))
         return
+    if arguments.sampler:
+        base, kind = arguments.sampler
+        print(sample(Path(base), kind))
+        return
     from qlora_rl import prepare_base
     from qlora_rl.demo.tiny_model import make_tiny_model
 
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
+        only = [arguments.only] if arguments.only else None
+        if only is None or "rollouts" in only:
+            add_to(arguments.json, {"rollouts": described(time_rollouts(root))})
+        mixture = functools.cache(lambda: make_mixture(root / "mixture", arguments.pretraining))
         models = {
-            "mixture": (lambda: make_mixture(root / "mixture", arguments.pretraining), ("lora_adapter", "trl-merge")),
-            "dense": (lambda: make_tiny_model(progress=_report), ("lora_adapter",)),
+            "mixture": (mixture, False, ("lora_adapter", "trl-merge")),
+            "mixture, experts in 4 bits": (mixture, True, ("lora_adapter",)),
+            "dense": (lambda: make_tiny_model(progress=_report), False, ("lora_adapter",)),
         }
-        for kind, (make, syncs) in models.items():
-            base = prepare_base(make(), out=root / f"{kind}-base")
+        for kind, (make, packed, syncs) in models.items():
+            if only is not None and kind not in only:
+                continue
+            base = prepare_base(make(), quantize_experts=packed, out=root / f"{kind}-base")
             found: dict[str, Any] = {"sides": compare_sides(base)}
             for sync in syncs:
                 work = root / f"{kind}-{sync}"

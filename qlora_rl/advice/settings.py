@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qlora_rl.base.experts import adaptable
+from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import LEARNING_RATES
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import CORRECTION
@@ -143,6 +144,11 @@ def recommend(
     config_of_model = read_config(model, trust_remote_code=trust_remote_code)
     check_supported(config_of_model)
     ledger = _fitted(config_of_model, task, max_length, request)
+    if (
+        not ledger.fits and ledger.shape.experts and spec == QuantSpec()
+    ):  # of a base that is prepared nothing can be chosen
+        spec = replace(spec, quantize_experts=True)
+        ledger = _fitted(config_of_model, task, max_length, request | {"spec": spec})
     batch = ledger.request.batch_size // (2 if task == "dpo" else 1)
     length = ledger.request.max_length
     size = ledger.shape.parameters
@@ -175,6 +181,7 @@ def recommend(
         "task_type": "CAUSAL_LM",
     }
     base = {"quant": spec.quant_type, **({"double_quant": spec.double_quant} if spec.is_4bit else {})}
+    base |= {"quantize_experts": True} if spec.quantize_experts else {}
     trainer: dict[str, Any] = {"adapter_dtype": "float32"}
     if task in _SAMPLING and gpu_memory is not None:
         trainer["gpu_memory"] = gpu_memory
@@ -212,6 +219,7 @@ def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int) -> dict[
     return {
         "quant": "NormalFloat, better than FP4 and int4 at equal size (QLoRA, table 4); or as the base is held",
         "double_quant": "0.37 bits a weight less, at no loss (QLoRA, section 3)",
+        "quantize_experts": "in 16 bits, trainer and engine each, they do not fit (docs/mixtures.md)",
         "r": "little is learnt per sequence (LWR: rank 1 can do)"
         if task != "sft"
         else "QLoRA's; LWR: more for large data",
@@ -256,4 +264,4 @@ def _device(gpu_memory: float | None) -> str:
 
 
 def _row(name: str, value: Any, why: str) -> str:
-    return f"  {name + ' = ' + repr(value):<52}{why}".rstrip()
+    return f"  {name + ' = ' + repr(value):<51} {why}".rstrip()

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import transformers
 
 from qlora_rl import ConfigConflictError, recommend
 from qlora_rl.cli import main
@@ -119,3 +120,17 @@ def test_the_command_says_what_and_why_and_whether_it_fits(config_of, capsys):
 def test_another_task_is_refused(config_of):
     with pytest.raises(ConfigConflictError, match="task='ppo' is not one of"):
         recommend(config_of("8b"), "ppo")
+
+
+def test_experts_are_4_bit_where_they_do_not_fit_in_16(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=151_936, hidden_size=2048, moe_intermediate_size=768, intermediate_size=6144, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        tie_word_embeddings=False, max_position_embeddings=40_960,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    small, large = (recommend(str(tmp_path / "config.json"), gpu_memory=size) for size in (24, 192))
+    assert small.ledger.fits
+    assert small.base == {"quant": "nf4", "double_quant": True, "quantize_experts": True}
+    assert large.ledger.fits
+    assert "quantize_experts" not in large.base
