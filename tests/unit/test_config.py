@@ -213,6 +213,7 @@ def test_everything_is_said_at_once(tmp_path):
         ({"rollout": {"where": "server", "replicas": 2}}, "[rollout] replicas", "it is of where = 'ray'"),
         ({"rollout": {"api_key_file": str(ROOT / "Makefile")}}, "[rollout] api_key_file", "needs no key"),
         ({"rollout": {"where": "server", "share_base": True}}, "[rollout] share_base", "its own base"),
+        ({"train": {"vllm_max_model_length": 64, "max_completion_length": 64}}, "[train] max_completion_length", "no room for a prompt"),
         ({"train": {"eval_strategy": "steps"}}, "[train] eval_strategy", "without [data] eval"),
         ({"data": {**GOOD["data"], "columns": {"prompt": "answer"}, "prompt_template": "{answer}"}}, "[data] prompt_template", "so does columns"),
         ({"data": {**GOOD["data"], "columns": {"question": "prompt"}}}, "[data] train", "needs the columns prompt"),
