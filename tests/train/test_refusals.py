@@ -291,6 +291,17 @@ def test_whatever_holds_numbers_is_a_reward(values):
     assert len(guard(lambda completions: values)(completions=["a", "b"])) == 2
 
 
+def test_a_reward_that_takes_messages_for_text_is_told_where_the_text_is():
+    def reward(completions, **columns):
+        return [float(completion.strip()) for completion in completions]
+
+    with pytest.raises(RewardFunctionError, match=r"its text is completion\[0\]\['content'\]"):
+        guard(reward)(completions=[[{"role": "assistant", "content": "1"}]])
+    with pytest.raises(RewardFunctionError) as caught:
+        guard(reward)(completions=["one"])
+    assert "messages" not in str(caught.value)
+
+
 def test_without_any_reward_there_is_nothing_to_learn(make_trainer):
     with pytest.raises(ValueError, match="No reward source"):
         make_trainer(reward_funcs=None)

@@ -32,7 +32,7 @@ def guard(reward: Any, name: str | None = None, failures: list[RewardFunctionErr
                 try:
                     result = await reward(*args, **kwargs)
                 except Exception as error:
-                    raise _failed(name, error) from error
+                    raise _failed(name, error, kwargs) from error
                 return _checked(name, result, kwargs)
             return unscored
 
@@ -44,7 +44,7 @@ def guard(reward: Any, name: str | None = None, failures: list[RewardFunctionErr
             try:
                 result = reward(*args, **kwargs)
             except Exception as error:
-                raise _failed(name, error) from error
+                raise _failed(name, error, kwargs) from error
             return _checked(name, result, kwargs)
         return unscored
 
@@ -70,11 +70,13 @@ def _kept(failures: list[RewardFunctionError] | None, kwargs: dict[str, Any]) ->
         failures.append(error)
 
 
-def _failed(name: str, error: Exception) -> RewardFunctionError:
+def _failed(name: str, error: Exception, kwargs: Mapping[str, Any]) -> RewardFunctionError:
+    first = next(iter(kwargs.get("completions") or ()), None)
+    form = " In a chat each completion is a list of messages: its text is completion[0]['content']."
     return RewardFunctionError(
         f"scoring completions: the reward function {name!r} raised {type(error).__name__}: {error}. It gets prompts, "
         "completions, completion_ids and the dataset's columns as keyword lists, and must return one number (or None) per "
-        "completion, whatever the completion holds."
+        f"completion, whatever the completion holds.{form if isinstance(first, list) else ''}"
     )
 
 
