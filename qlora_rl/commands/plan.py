@@ -7,6 +7,7 @@ from typing import Any
 
 from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT
 from qlora_rl.contracts import QUANT_TYPES
+from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.cards import card_size
 
 
@@ -87,6 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.ledger.plan import largest_length, plan_memory
     from qlora_rl.ledger.shape import check_supported, read_config, stored_spec
     from qlora_rl.processor import copies_dtype, processor
+
+    if arguments.model.endswith(".toml"):
+        raise ConfigConflictError(
+            f"planning {arguments.model}: plan takes the model, not a run's file. Name its [base] model, with --gpu-memory and "
+            "--max-length (vllm_max_model_length); train plans a run before it loads anything."
+        )
 
     spec = stored_spec(
         arguments.model,

@@ -130,7 +130,11 @@ def unchecked(config: RunConfig) -> list[str]:
     files = [each for name in names if name is not None for each in ([name] if isinstance(name, str) else name)]
     rows = [f"rows of {Path(each).name} after the first" if is_file(each) else f"the dataset {each}" for each in files]
     rewards = [f"what {Path(path).name} does" for each in config.rewards if (path := split_reward(each.use)[0])]
-    return list(dict.fromkeys([*rows, *rewards, "the weights and the tokenizer", "whether it fits (`qlora-rl plan`)"]))
+    return list(
+        dict.fromkeys(
+            [*rows, *rewards, "the weights and the tokenizer", f"whether it fits (`qlora-rl plan {config.base.model}`)"]
+        )
+    )
 
 
 def find_trainer(method: str) -> type:

@@ -146,7 +146,7 @@ def test_a_check_says_what_it_did_not_look_at(asked, tmp_path, capsys):
         "a/b, which is not cached",
         "rows of sums.jsonl after the first",
         "what mine.py does",
-        "whether it fits",
+        "whether it fits (`qlora-rl plan a/b`)",
     ):
         assert part in said
     document["data"] = {"train": "openai/gsm8k", "subset": "main", "columns": {"prompt": "question"}}

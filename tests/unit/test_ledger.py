@@ -623,6 +623,12 @@ def test_plan_says_what_it_has_turned_on_and_obeys(config_json, capsys):
     assert json.loads(capsys.readouterr().out)["chosen"] == {}
 
 
+def test_plan_says_that_it_takes_the_model_and_not_the_file_of_a_run(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text('method = "grpo"')
+    assert main(["plan", str(tmp_path / "run.toml")]) == 1
+    assert "plan takes the model, not a run's file" in capsys.readouterr().err
+
+
 def test_plan_ends_with_3_and_says_what_to_lower_when_it_does_not_fit(config_json, capsys):
     assert main(["plan", config_json, "--gpu-memory", "12", "--two-copies"]) == 3
     out = capsys.readouterr().out
