@@ -264,7 +264,8 @@ def _is_free(said: _Said) -> Iterator[Finding]:
     elif os.path.exists(os.path.join(out, "metrics.jsonl")) and said.get("run", "existing") == "refuse":
         yield Finding(
             "[run] dir",
-            f"{out} holds a run. Choose another, or set [run] existing = 'resume', 'overwrite' or 'continue'",
+            f"{out} holds a run. Choose another, or set [run] existing = 'resume' (go on from its last checkpoint), "
+            "'overwrite', or 'continue' (begin again at step 1, after its lines)",
         )
 
 

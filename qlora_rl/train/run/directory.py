@@ -162,8 +162,9 @@ class RunDirectory:
                     "Its adapter is in adapter/: train on with PeftModel.from_pretrained(..., is_trainable=True) in another "
                     "output_dir. "
                 )
+            status = summary.get("status")
             raise RunDirectoryError(
-                f"resuming the run in {self.path}: it has {summary.get('status')} at step {summary.get('steps')} and left no whole "
+                f"resuming the run in {self.path}: it {'was' if status == 'interrupted' else 'has'} {status} at step {summary.get('steps')} and left no whole "
                 f"checkpoint to go on from (save_strategy, save_steps). {way}Pass existing_run='overwrite' to start over."
             )
 
