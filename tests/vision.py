@@ -9,7 +9,7 @@ TEMPLATE = (
 )
 QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GEMMA = ("<start_of_image>", "<end_of_image>", "<image_soft_token>", "\n", "\n\n", "\n\n\n", "\n\n\n\n")
-VISION_ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+SERVED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def _tokenizer(tokens):
@@ -59,6 +59,25 @@ def _qwen2_5_vl():
     return hf.Qwen2_5_VLForConditionalGeneration, config, processor
 
 
+def _qwen2_vl():
+    import transformers as hf
+
+    tokenizer, ids = _tokenizer(QWEN)
+    config = hf.Qwen2VLConfig(
+        text_config=_text(len(tokenizer), rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}),
+        vision_config={"depth": 2, "embed_dim": 64, "mlp_ratio": 2, "num_heads": 2, "hidden_size": 128},
+        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=False,
+    )  # fmt: skip
+    processor = hf.Qwen2VLProcessor(
+        image_processor=hf.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 16),
+        tokenizer=tokenizer,
+        video_processor=hf.Qwen2VLVideoProcessor(),
+        chat_template=TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"),
+    )
+    return hf.Qwen2VLForConditionalGeneration, config, processor
+
+
 def _qwen3_vl():
     import transformers as hf
 
@@ -94,7 +113,7 @@ def _gemma3():
         setattr(tokenizer, f"{name}_id", ids[token])
     config = hf.Gemma3Config(
         text_config=_text(len(tokenizer), sliding_window=64, query_pre_attn_scalar=32),
-        vision_config={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14},
+        vision_config={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14, "vision_use_head": False},
         mm_tokens_per_image=4, boi_token_index=ids[GEMMA[0]], eoi_token_index=ids[GEMMA[1]], image_token_index=ids[GEMMA[2]],
     )  # fmt: skip
     processor = hf.Gemma3Processor(

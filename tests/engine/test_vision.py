@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoProcessor
-from vision import make_vision_model, picture
+from vision import SERVED, make_vision_model, picture
 
 from qlora_rl import EngineUnsupportedError, LocalEngine, bake_base, compare, fingerprint_base, load_base, prepare_base
 from qlora_rl.engine.images import ImagePrompt
@@ -36,7 +36,7 @@ def ours(model, inputs):
     return logprobs[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=SERVED)
 def base(request, tmp_path_factory):
     made = make_vision_model(tmp_path_factory.mktemp("vision") / request.param, request.param)
     return prepare_base(made, out=tmp_path_factory.mktemp("bases") / "base")

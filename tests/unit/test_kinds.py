@@ -7,7 +7,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from vision import make_vision_model, picture
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from vision import SERVED, make_vision_model, picture
 
 from qlora_rl import (
     BaseIncompleteError,
@@ -23,6 +24,7 @@ from qlora_rl import (
 )
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.base.fingerprint import fingerprint_stored, linear_names, recorded_fingerprint
+from qlora_rl.base.kinds import check_vision_type
 from qlora_rl.engine.images import ImagePrompt, _find, followed_by, token_ids
 from qlora_rl.ledger.shape import read_config, skeleton
 
@@ -30,7 +32,7 @@ pytest.importorskip("torchvision", reason="set-up installs it where the package 
 LANGUAGE = r"model\.language_model\..*_proj"
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=SERVED)
 def source(request, tmp_path_factory):
     return make_vision_model(tmp_path_factory.mktemp("vision") / request.param, request.param)
 
@@ -78,8 +80,7 @@ def test_a_byte_of_the_tower_that_is_another_one_is_found(vision_base, tmp_path)
     shutil.copytree(vision_base.path, changed)
     file = changed / "model.safetensors"
     tensors = load_file(file)
-    name = "model.visual.blocks.1.mlp.gate_proj.weight"
-    name = name if name in tensors else "model.visual.blocks.1.mlp.linear_fc1.weight"
+    name = next(name for name in tensors if name.startswith("model.visual.blocks.1.mlp.") and name.endswith("weight"))
     tensors[name].view(torch.uint8).view(-1)[0] ^= 1
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(BaseIncompleteError, match=r"model\.safetensors: its bytes differ"):
@@ -130,9 +131,32 @@ def test_the_fake_engine_ends_completions_of_a_vision_language_model(vision_base
         assert len(engine.generate([[5, 6]], max_tokens=2, temperature=0).completion_ids[0]) in (1, 2)
 
 
-def test_what_was_not_compared_is_rejected(tmp_path):
-    with pytest.raises(NotYetSupportedError, match=r"gemma3 takes images.*Use one of qwen2_5_vl, qwen3_vl"):
-        prepare_base(make_vision_model(tmp_path / "gemma", "gemma3"))
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("gemma3", "attend to each other in both directions"), ("llava", "llava takes images.*not been compared")],
+)
+def test_what_was_not_compared_or_differs_is_rejected(kind, reason):
+    config = AutoConfig.for_model(kind)
+    with pytest.raises(NotYetSupportedError, match=rf"{reason}.*Use one of qwen2_vl, qwen2_5_vl, qwen3_vl"):
+        check_vision_type(config)
+
+
+@torch.no_grad()
+def test_gemma_3_is_rejected_as_long_as_its_reason_holds(tmp_path):
+    """transformers' model attends to whole images, and vLLM's CPU backend cannot; with other versions compare them again."""
+    made = make_vision_model(tmp_path / "gemma", "gemma3")
+    with pytest.raises(NotYetSupportedError, match="both directions"):
+        prepare_base(made)
+    model, processor = AutoModelForImageTextToText.from_pretrained(made).eval(), AutoProcessor.from_pretrained(made)
+    content = [{"type": "image", "image": picture(1)}, {"type": "text", "text": "what"}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    both, causal = model(**inputs).logits, model(**{k: v for k, v in inputs.items() if k != "token_type_ids"}).logits
+    difference = (both.log_softmax(-1) - causal.log_softmax(-1)).abs()
+    assert difference.max() > 0.01
+    backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    assert not backend.supports_mm_prefix()
 
 
 def test_memory_is_not_planned_for_what_the_estimate_does_not_know(source):
