@@ -308,6 +308,7 @@ def mixtures() -> str:
     ]
     rows = {
         "mixture, only the adapter is synced": result["mixture"]["lora_adapter"],
+        "mixture, experts in 4 bits too": result["mixture, experts in 4 bits"]["lora_adapter"],
         "dense, only the adapter is synced": result["dense"]["lora_adapter"],
         "mixture, TRL 1.16: merge, push, unmerge": result["mixture"]["trl-merge"],
     }
@@ -334,6 +335,8 @@ def mixture_routing() -> str:
     if "mismatch_kl_other_routing" in mixed:
         other = mixed["tokens"] - same
         lines.append(f"| other experts somewhere | {other} | {_power(mixed['mismatch_kl_other_routing'])} |")
+    packed = result["mixture, experts in 4 bits"]["sides"]
+    lines.append(f"| mixture, experts in 4 bits | {packed['tokens']} | {_power(packed['mismatch_kl'])} |")
     lines.append(f"| dense model | {dense['tokens']} | {_power(dense['mismatch_kl'])} |")
     share = f"{mixed['routing_agreement']:.2%}"
     return "\n".join([*lines, "", f"Both sides choose the same experts in {share} of {mixed['decisions']} decisions."])

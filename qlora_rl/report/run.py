@@ -212,8 +212,13 @@ def _p95(values: Sequence[float]) -> float:
     return quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
+def end_window(count: int) -> int:
+    """How many steps at either end of `count` are taken together: a tenth, ten at most."""
+    return min(10, max(1, count // 10))
+
+
 def _ends(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    window = min(10, max(1, len(values) // 10))
+    window = end_window(len(values))
     return {f"{name}_first": _over(fmean, values[:window]), f"{name}_last": _over(fmean, values[-window:])}
 
 

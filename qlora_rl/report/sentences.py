@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import pi, sqrt
 from statistics import fmean
 
 from .charts import smooth
 from .quantities import plain, seconds, share
-from .run import Run
+from .run import Run, end_window
 
 MISMATCH_BAR = 0.015  # prime-rl's merge bar: a new model must stay below this mismatch KL
 
@@ -33,6 +35,8 @@ def headline(run: Run, facts: Facts) -> str:
         change = f"the model {_change(before, after, 0.005, share, 'went')} right on {problems}problems it never saw"
     elif first is not None and last is not None:
         change = f"the reward {_change(first, last, 0.005 * max(abs(first), abs(last)), plain, 'rose')}"
+        if 0 < abs(last - first) < reward_noise(run.values("reward")):
+            change = f"the reward went from {plain(first)} to {plain(last)}, no further than single steps are apart"
     elif (loss := facts["loss_last"]) is not None:
         first = facts["loss_first"]
         change = f"the loss {_change(first, loss, 0.005 * max(abs(first), abs(loss)), plain, 'rose')}"
@@ -44,6 +48,15 @@ def headline(run: Run, facts: Facts) -> str:
         "failed": f"Failed after {count}{took}: ",
     }.get(run.status, f"So far, in {count}{took}, ")
     return f"{opening}{change}."
+
+
+def reward_noise(rewards: Sequence[float]) -> float:
+    """By how much the means of the first and of the last steps may differ by chance: two standard errors, from what neighbouring steps differ by."""
+    if len(rewards) < 2:
+        return 0.0
+    # Of two numbers with one normal distribution the mean distance is 2/sqrt(pi) standard deviations.
+    deviation = fmean(abs(b - a) for a, b in pairwise(rewards)) * sqrt(pi) / 2
+    return 2 * deviation * sqrt(2 / end_window(len(rewards)))
 
 
 def _change(before: float, after: float, tolerance: float, say: Callable[[object], str], rise: str) -> str:

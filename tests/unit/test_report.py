@@ -89,6 +89,20 @@ def test_headline_fits_how_the_run_ended(tmp_path, summary, sentence):
     assert sentence in read_page(make_run(tmp_path / "a", summary=summary))
 
 
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([1.05, 0.91, 1.16], "the reward went from 1.05 to 1.16, no further than single steps are apart"),
+        ([i / 40 + 0.05 * (-1) ** i for i in range(40)], "the reward rose from"),
+        ([1 - i / 40 + 0.05 * (-1) ** i for i in range(40)], "the reward fell from"),
+        ([0.5] * 12, "the reward stayed at 0.5"),
+    ],
+)
+def test_what_may_be_chance_is_not_told_as_a_rise(tmp_path, rewards, said):
+    lines = "".join(json.dumps({"step": i, "reward": r}) + "\n" for i, r in enumerate(rewards))
+    assert said in read_page(make_run(tmp_path / "a", metrics=lines, summary={"status": "finished"}))
+
+
 def test_collapse_is_named(tmp_path):
     rewards = [i / 50 for i in range(50)] + [1 - i / 50 for i in range(50)]
     lines = "".join(json.dumps({"step": i, "reward": r, "mismatch_kl": 0.02}) + "\n" for i, r in enumerate(rewards))
