@@ -4,11 +4,21 @@ import io
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import AutoProcessor
 from vision import SERVED, make_vision_model, picture
 
-from qlora_rl import EngineUnsupportedError, LocalEngine, bake_base, compare, fingerprint_base, load_base, prepare_base
+from qlora_rl import (
+    EngineUnsupportedError,
+    LocalEngine,
+    SyncError,
+    bake_base,
+    compare,
+    fingerprint_base,
+    load_base,
+    prepare_base,
+)
 from qlora_rl.engine.images import ImagePrompt
 
 pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
@@ -111,6 +121,16 @@ def test_other_tokens_than_the_processor_makes_are_rejected(exact):
     with pytest.raises(EngineUnsupportedError, match="vLLM rejects the images"):
         engine.generate([ImagePrompt(prompt.ids, ("no image",))])
     assert len(engine.generate([prompt], max_tokens=2).completion_ids) == 1  # nothing was left behind
+
+
+def test_an_adapter_of_the_tower_that_vllm_leaves_out_is_rejected_by_name(exact, tmp_path):
+    """vLLM itself loads it and serves the bare base."""
+    engine, _, _ = exact
+    tower = LoraConfig(r=4, target_modules=r"model\.visual\.blocks\..*\.attn\.qkv")
+    get_peft_model(load_base(engine.base), tower).save_pretrained(tmp_path)
+    with pytest.raises(SyncError, match=r"no layer of the engine multiplies with visual\.blocks\.0\.attn\.qkv"):
+        engine.load_adapter(tmp_path, 1)
+    assert engine.version == 0
 
 
 def test_the_4_bit_base_is_verified_with_its_tower(base):

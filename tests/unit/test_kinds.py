@@ -1,18 +1,22 @@
 """Vision-language models: what of them is 4-bit, what belongs to their identity, and what is rejected before anything starts."""
 
+import copy
 import json
+import re
 import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from vision import SERVED, make_vision_model, picture
 
 from qlora_rl import (
+    AdapterRejectedError,
     BaseIncompleteError,
     BaseMismatchError,
+    ConfigConflictError,
     FakeEngine,
     NotYetSupportedError,
     compare,
@@ -25,8 +29,10 @@ from qlora_rl import (
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.base.fingerprint import fingerprint_stored, linear_names, recorded_fingerprint
 from qlora_rl.base.kinds import check_vision_type
+from qlora_rl.contracts import EngineCapabilities
 from qlora_rl.engine.images import ImagePrompt, _find, followed_by, token_ids
 from qlora_rl.ledger.shape import read_config, skeleton
+from qlora_rl.sync.plan import plan_sync
 
 pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
 LANGUAGE = r"model\.language_model\..*_proj"
@@ -104,15 +110,48 @@ def test_another_processor_config_is_another_base(vision_base, tmp_path):
     assert [entry.how for entry in entries] == ["processor"]
 
 
-def test_an_adapter_of_the_tower_is_rejected_by_name_and_one_of_the_language_model_is_not(vision_base):
-    everywhere = judge_adapter(get_peft_model(load_base(vision_base), LoraConfig(r=4, target_modules="all-linear")))
-    assert everywhere.kind == "refuse"
-    assert "model.visual.blocks.0.attn" in everywhere.reasons[0]
-    assert LANGUAGE in everywhere.reasons[0]
-    assert (
-        judge_adapter(get_peft_model(load_base(vision_base), LoraConfig(r=4, target_modules=LANGUAGE))).kind
-        == "adapter"
-    )
+TOWER, PROJECTOR = (
+    r"model\.visual\.blocks\..*",
+    r"model\.visual\.(merger|deepstack_merger_list\.\d+)\.(mlp\.[02]|linear_fc[12])",
+)
+PLACEMENTS = {
+    "language": (LoraConfig(target_modules=LANGUAGE), "adapter", ""),
+    "attention by name": (LoraConfig(target_modules=["q_proj", "v_proj"]), "adapter", ""),
+    "one layer": (LoraConfig(target_modules=["q_proj"], layers_to_transform=[1]), "adapter", ""),
+    "language MLP": (LoraConfig(target_modules=r"model\.language_model\..*\.(gate|up|down)_proj"), "adapter", ""),
+    "tower attention": (LoraConfig(target_modules=rf"{TOWER}\.attn\.qkv"), "refuse", "model.visual.blocks.0.attn.qkv and 1 more"),
+    "tower by name": (LoraConfig(target_modules=["qkv", "q_proj"]), "refuse", "model.visual.blocks.0.attn.qkv and 1 more"),
+    "tower MLP": (LoraConfig(target_modules=rf"{TOWER}\.mlp\.(.*fc[12]|.*_proj)"), "refuse", "model.visual.blocks.0.mlp."),
+    "projector": (LoraConfig(target_modules=PROJECTOR), "refuse", "model.visual."),
+    "patches": (LoraConfig(target_modules=r"model\.visual\.patch_embed\.proj"), "refuse", "model.visual.patch_embed.proj"),
+    "all-linear": (LoraConfig(target_modules="all-linear"), "refuse", "model.visual.blocks.0."),
+    "regex over both": (LoraConfig(target_modules=r".*\.(q_proj|qkv)"), "refuse", "model.visual.blocks.0.attn.qkv"),
+    "DoRA on the tower": (LoraConfig(target_modules=["qkv"], use_dora=True), "refuse", "model.visual.blocks.0.attn.qkv"),
+    "IA3": (IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[]), "full_weights", "IA3, not LoRA"),
+    "DoRA": (LoraConfig(target_modules=LANGUAGE, use_dora=True), "full_weights", "DoRA"),
+    "embeddings": (LoraConfig(target_modules=["embed_tokens"]), "full_weights", "model.language_model.embed_tokens"),
+    "head": (LoraConfig(target_modules=["q_proj", "lm_head"]), "full_weights", "lm_head"),
+    "whole projector": (LoraConfig(target_modules=LANGUAGE, modules_to_save=["merger"]), "full_weights", "['merger']"),
+    "rows of embeddings": (LoraConfig(target_modules=LANGUAGE, trainable_token_indices=[5]), "full_weights", "=[5]"),
+    "all biases": (LoraConfig(target_modules=LANGUAGE, bias="all"), "full_weights", "bias='all'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_an_adapter_is_served_where_it_is_applied_and_rejected_by_name_elsewhere(vision_base, where):
+    config, kind, named = PLACEMENTS[where]
+    verdict = judge_adapter(get_peft_model(load_base(vision_base), copy.deepcopy(config)))
+    assert verdict.kind == kind
+    engine = EngineCapabilities(
+        "vllm", True, False, 16, 128, "bfloat16", False, takes_images=True
+    )  # full weights: none
+    if kind == "adapter":
+        assert plan_sync(verdict, engine).strategy == "lora_adapter"
+        return
+    assert named in verdict.reasons[0]
+    assert kind != "refuse" or any(LANGUAGE in reason for reason in verdict.reasons)  # where it could be
+    with pytest.raises((AdapterRejectedError, ConfigConflictError), match=re.escape(named)):
+        plan_sync(verdict, engine)
 
 
 def test_no_advice_leads_to_full_weights_where_vllm_takes_none(vision_base):
