@@ -177,7 +177,7 @@ def time_rollouts(root: Path) -> dict[str, Any]:
     for _ in range(ROUNDS):
         for kind, base in bases.items():
             command = [sys.executable, __file__, "--sampler", str(base.path), kind]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
             rates[kind].append(float(done.stdout.strip().splitlines()[-1]))
     ratios = [a / b for a, b in zip(rates["nf4"], rates["16 bits"], strict=True)]
     return {"parameters": parameters, "prompts": PROMPTS, "tokens_per_s": rates, "ratios": ratios}
@@ -190,6 +190,7 @@ def sample(base: Path, kind: str) -> float:
     from peft import LoraConfig, get_peft_model
 
     from qlora_rl import AdapterSync, LocalEngine, load_base
+    from qlora_rl.sync.transports import InPlaceTransport
 
     with LocalEngine(
         base, max_model_length=128, max_num_seqs=PROMPTS, max_lora_rank=16 if kind == "nf4" else 0
@@ -198,7 +199,7 @@ def sample(base: Path, kind: str) -> float:
             adapter = get_peft_model(
                 load_base(base), LoraConfig(r=16, target_modules=list(ATTENTION), init_lora_weights=False)
             )
-            AdapterSync(adapter, engine).push()
+            AdapterSync(adapter, engine, InPlaceTransport()).push()
         prompts = [list(range(10 + i, 26 + i)) for i in range(PROMPTS)]
         found = []
         for seed in range(6):

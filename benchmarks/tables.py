@@ -342,6 +342,21 @@ def mixture_routing() -> str:
     return "\n".join([*lines, "", f"Both sides choose the same experts in {share} of {mixed['decisions']} decisions."])
 
 
+def mixture_rollouts() -> str:
+    """Rollouts of a larger random mixture with experts in 4 bits, beside 16 bits without an adapter."""
+    result = _load("mixtures.json")["rollouts"]
+    rates = {kind: statistics.median(values) for kind, values in result["tokens_per_s"].items()}
+    size = f"{result['parameters'] / 1e9:.2f} B parameters, {result['prompts']} prompts"
+    return "\n".join(
+        [
+            f"| rollouts, {size} | tokens/s | of 16 bits |",
+            "|---|---|---|",
+            f"| experts in 4 bits, adapter of rank 16 | {rates['nf4']:.0f} | {statistics.median(result['ratios']):.2f} |",
+            f"| all in 16 bits, no adapter | {rates['16 bits']:.0f} | 1 |",
+        ]
+    )
+
+
 def shared_base() -> str:
     """Resident memory with two copies of the base and with one."""
     result = _load("shared_base.json")
@@ -569,6 +584,7 @@ TABLES = {
     "shared-base": shared_base,
     "mixtures": mixtures,
     "mixture-routing": mixture_routing,
+    "mixture-rollouts": mixture_rollouts,
     "memory-step": memory_step,
     "memory-ledger": memory_ledger,
     "memory-plan": memory_plan,

@@ -24,6 +24,8 @@ from qlora_rl import (
 )
 from qlora_rl.base.experts import ATTENTION, mixtures_in
 from qlora_rl.engine.options import start_options
+from qlora_rl.ledger.lines import engine_base
+from qlora_rl.ledger.shape import read_config, read_shape
 
 SMALL = OPTIONS | {"max_lora_rank": 8}
 EXACT = 1e-5  # nats, in float32
@@ -48,6 +50,8 @@ def test_the_base_is_held_once_and_a_flipped_bit_of_an_expert_is_named(mixture):
         assert set(experts.values()) == {"nf4"}
         model = borrow_base(engine)
         assert {name.split(".")[-2] for name in model.qlora_loan.copied} == {"gate"}
+        planned = engine_base(read_shape(read_config(mixture.path)), mixture.spec)
+        assert model.qlora_loan.shared_bytes == pytest.approx(planned, rel=0.05)
         ids = torch.tensor([[40, 41, 42, 43]])
         with torch.no_grad():
             assert torch.equal(model.train()(ids).logits, own.train()(ids).logits)
