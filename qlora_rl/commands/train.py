@@ -69,7 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         out = launch(config)
     except KeyboardInterrupt:
-        print(f"\nqlora-rl: interrupted; the run so far is in {config.run.dir}", file=sys.stderr)
+        whole = any(Path(config.run.dir).glob("checkpoint-*"))
+        further = (
+            "--set run.existing=resume goes on from its last checkpoint"
+            if whole
+            else "it has no checkpoint yet ([train] save_steps)"
+        )
+        print(f"\nqlora-rl: interrupted; the run so far is in {config.run.dir}; {further}", file=sys.stderr)
         return INTERRUPTED
     if int(os.environ.get("RANK", "0")) == 0:  # the others of `accelerate launch` say nothing
         print(f"\n  run directory: {out}\n  to look at it: qlora-rl report {out}")

@@ -241,7 +241,7 @@ def test_the_command_names_what_is_wrong_and_ends_with_1(tmp_path, capsys):
     assert capsys.readouterr().out == markdown()
 
 
-def test_an_interrupted_run_says_where_it_lies(tmp_path, capsys, monkeypatch):
+def test_an_interrupted_run_says_where_it_is_and_how_it_goes_on(tmp_path, capsys, monkeypatch):
     from qlora_rl.cli import main
 
     def interrupted(config):
@@ -250,4 +250,7 @@ def test_an_interrupted_run_says_where_it_lies(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("qlora_rl.config.launch.launch", interrupted)
     file = written(tmp_path, {**GOOD, "run": {"dir": str(tmp_path / "out")}})
     assert main(["train", str(file)]) == 130
-    assert f"interrupted; the run so far is in {tmp_path / 'out'}" in capsys.readouterr().err
+    assert f"is in {tmp_path / 'out'}; it has no checkpoint yet ([train] save_steps)" in capsys.readouterr().err
+    (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
+    assert main(["train", str(file)]) == 130
+    assert "--set run.existing=resume goes on from its last checkpoint" in capsys.readouterr().err

@@ -159,13 +159,13 @@ class RunDirectory:
             way = ""
             if (self.path / ADAPTER).exists():
                 way = (
-                    "Its adapter is in adapter/: train on with PeftModel.from_pretrained(..., is_trainable=True) in another "
-                    "output_dir. "
+                    "Its adapter is in adapter/: train on from it in another directory ([adapter] start_from in a run's file, in Python "
+                    "model=PeftModel.from_pretrained(..., is_trainable=True)). "
                 )
             status = summary.get("status")
             raise RunDirectoryError(
                 f"resuming the run in {self.path}: it {'was' if status == 'interrupted' else 'has'} {status} at step {summary.get('steps')} and left no whole "
-                f"checkpoint to go on from (save_strategy, save_steps). {way}Pass existing_run='overwrite' to start over."
+                f"checkpoint to go on from (save_strategy, save_steps). {way}existing_run='overwrite' ([run] existing) starts over."
             )
 
     def write_json(self, name: str, content: Mapping[str, Any] | list[Any]) -> None:
