@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -179,6 +180,7 @@ def start_options(
         # The default, raw logprobs, leaves temperature out: importance ratios would be wrong at any but 1.
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
+        "use_tqdm_on_load": sys.stderr.isatty(),  # in a file its bars are a line for each state
         "worker_extension_cls": "qlora_rl.engine.worker.BaseExtension",
     }
     if is_cpu:
