@@ -1,6 +1,7 @@
 """Mixtures of experts as bases, without an engine: stored names, and what is rejected."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from qlora_rl.base.fingerprint import fingerprint_stored, linear_names
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
 from qlora_rl.export.job import LIMIT, export_run
+from qlora_rl.train.setup.processes import fit_for_sharding
 
 
 @pytest.fixture(scope="module", params=MIXTURES)
@@ -171,3 +173,12 @@ def test_experts_that_are_not_there_or_do_not_fit_are_named(tmp_path):
     source = make_model(tmp_path / "model", architecture="qwen3_moe-dense", tied=False)
     with pytest.raises(UnsupportedQuantError, match=r"in_features=48.*experts\.0\.down_proj.*quantize_experts=False"):
         prepare_base(source, quantize_experts=True, out=tmp_path / "other")
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
+def test_experts_in_4_bits_are_not_sharded(coded, sharding, monkeypatch):
+    """With ZeRO-3 each rank would wait for the others at another expert."""
+    _, base = coded
+    monkeypatch.setattr("qlora_rl.train.setup.processes.sharding_of", lambda args: sharding)
+    with pytest.raises(NotYetSupportedError, match=f"experts in 4 bits under {sharding}"):
+        fit_for_sharding(SimpleNamespace(base=base), SimpleNamespace())

@@ -46,6 +46,11 @@ class CodedExperts(FusedMoEMethodBase):
                 f"loading {self._layer}: 4-bit experts are multiplied by one process, with weights on what comes out. Start vLLM without "
                 "expert parallelism, or prepare the base with its experts in 16 bits."
             )
+        if layer.activation.value not in _ACTIVATIONS:
+            raise EngineUnsupportedError(
+                f"loading {self._layer}: experts in 4 bits with the activation {layer.activation.value}, which is none of "
+                f"{', '.join(_ACTIVATIONS)}. Prepare the base with its experts in 16 bits."
+            )
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """What vLLM's kernels would be told; there is none here."""
@@ -53,6 +58,7 @@ class CodedExperts(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Read the experts."""
         stored, naming = StoredTensors(self._model.model), self._naming
+        self._experts = []
         for number in range(layer.moe_config.num_experts):
             path = f"{self._layer}.{number}"
             gate_up, down = [

@@ -123,8 +123,14 @@ def fit_for_sharding(source: Source, args: Any) -> Source:
 
     Raises:
         ConfigConflictError: DeepSpeed would cast its base.
+        NotYetSupportedError: its experts are 4-bit.
     """
     sharding = sharding_of(args)
+    if sharding in ("fsdp2", "zero3") and source.base.spec.quantize_experts:
+        raise NotYetSupportedError(
+            f"sharding the base: experts in 4 bits under {sharding}: a rank would gather only the experts that its own tokens chose, and wait for "
+            "ranks that gather others. Train under DDP, or prepare the base with its experts in 16 bits (quantize_experts=False)."
+        )
     if sharding.startswith("zero"):
         zero.check_dtype(args, source.base.spec.compute_dtype)
     if sharding != "fsdp2" or not source.base.spec.is_4bit:
