@@ -196,6 +196,8 @@ def test_another_run_is_refused_by_name_and_nothing_is_touched(base, apart, othe
         "train_dataset was": {"train_dataset": rows(16, 20)},
         r"peft_config\.r was 4 and is 8": {"peft_config": LoraConfig(r=8, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "down_proj"])},
         "adapter_dtype was": {"adapter_dtype": "bfloat16"},
+        # Made of twice its rank, which is that of the run.
+        'start was "plain" and is "pissa"': {"peft_config": LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["q_proj", "down_proj"], init_lora_weights="pissa")},
     }  # fmt: skip
     for wanted, fields in others.items():
         with pytest.raises(ConfigConflictError, match=wanted):

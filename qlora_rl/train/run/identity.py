@@ -57,8 +57,9 @@ def identity_of(trainer: Any) -> dict[str, Any]:
     }
     if not is_bare(trained):
         config = trained.peft_config[active_adapter(trained)].to_dict()
-        if (start := getattr(trained, "qlora_start", None)) is not None:
-            found["start"] = start.kind
+        # Named in any case: a field that only one side has is not compared, and twice the rank is also that of a plain adapter.
+        start = getattr(trained, "qlora_start", None)
+        found["start"] = "plain" if start is None else start.kind
         found["peft_config"] = {k: v for k, v in config.items() if k not in _FREE_OF_ADAPTERS}
     return json.loads(json.dumps(found | trainer.decisive(), default=_plain))
 
