@@ -43,6 +43,8 @@ _WAY_OUT = {
     "PeftModel from a transformers model object (not load_base's) and pass that: its base is written as the start has left it.",
 }
 
+_NO_DORA = "DoRA scales the weight as it is before this start. Leave one of them out."
+
 
 def start_adapter(
     model: Any,
@@ -70,10 +72,13 @@ def start_adapter(
         model = get_peft_model(model, plain)
         return model if wanted is None else begin_twice(model, wanted)
     doing = f"starting the adapter: init_lora_weights={peft_config.init_lora_weights!r}"
+    if peft_config.use_dora and kind != "eva":  # whose start adds nothing to the weight
+        raise AdapterRejectedError(f"{doing} with use_dora=True. {_NO_DORA}")
     if kind == "loftq" and original is not None:
         return _fit_residual(get_peft_model(model, _as_plain(peft_config)), Path(original), doing)
     if kind in ("eva", "corda") and batches is not None:
-        held = list(batches)
+        if not (held := list(batches)):
+            raise AdapterRejectedError(f"{doing}: batches is empty. Pass some of your data.")
         return _start_eva(model, peft_config, held) if kind == "eva" else _start_corda(model, peft_config, held)
     raise AdapterRejectedError(f"{doing}. {_WAY_OUT[kind]}")
 
@@ -98,9 +103,7 @@ def settle_start(peft_config: Any) -> tuple[Any, Any]:
     if kind not in _FROM_WEIGHTS:
         raise AdapterRejectedError(f"{doing}. {_WAY_OUT[kind]}")
     if peft_config.use_dora:
-        raise AdapterRejectedError(
-            f"{doing} with use_dora=True, which scales the weight without them. Leave one of them out."
-        )
+        raise AdapterRejectedError(f"{doing} with use_dora=True. {_NO_DORA}")
     return _as_plain(peft_config, times=2), peft_config
 
 
@@ -129,17 +132,28 @@ class Twice:
     @torch.no_grad()
     def add(self, a: torch.nn.Linear, b: torch.nn.Linear, a_RI: torch.Tensor, b_OR: torch.Tensor) -> None:
         """Start a layer: its matrices of twice the rank, and A0 [R, I] and B0 [O, R] of the start."""
-        rank, dtype, device = len(a_RI), a.weight.dtype, a.weight.device
+        dtype, device = a.weight.dtype, a.weight.device
         a_RI, b_OR = (x.to(device, dtype) for x in (a_RI, b_OR))
         a.weight.copy_(torch.cat([torch.zeros_like(a_RI), a_RI]))
         b.weight.copy_(torch.cat([b_OR, torch.zeros_like(b_OR)], dim=1))
+        self._hold(a, b, a_RI.clone(), b_OR.clone())
+
+    def _hold(self, a: torch.nn.Linear, b: torch.nn.Linear, a_RI: torch.Tensor, b_OR: torch.Tensor) -> None:
+        rank = len(a_RI)
         a.weight.register_hook(lambda gradient: torch.cat([gradient[:rank], torch.zeros_like(gradient[rank:])]))
         b.weight.register_hook(
             lambda gradient: torch.cat(
                 [torch.zeros_like(gradient[:, :rank]), gradient[:, :rank] + gradient[:, rank:]], dim=1
             )
         )
-        self._held.append((a, b, a_RI.clone(), b_OR.clone()))
+        self._held.append((a, b, a_RI, b_OR))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Twice:
+        """Of a copied model: torch copies parameters without their hooks."""
+        twin = memo[id(self)] = Twice(self.kind)
+        for each in self._held:
+            twin._hold(*copy.deepcopy(each, memo))
+        return twin
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -174,12 +188,7 @@ def begin_twice(model: Any, peft_config: Any, toy_config: Mapping[str, Any] | No
         adapter = active_adapter(model)
         weight_OI = dequantised_weight(layer.get_base_layer().weight)
         rank = len(layer.lora_A[adapter].weight) // 2
-        if rank > min(weight_OI.shape):
-            raise AdapterRejectedError(
-                f"starting the adapter: init_lora_weights={twice.kind!r} with r={rank} > {min(weight_OI.shape)}, the most that "
-                f"a weight of shape {tuple(weight_OI.shape)} has, at {name}. Lower r.",
-                module=name,
-            )
+        _check_rank(f"starting the adapter: init_lora_weights={twice.kind!r}", rank, weight_OI, name)
         more = {"init_lora_weights": peft_config.init_lora_weights, **(toy_config or {}).get(name, {})}
         a_RI, b_OR = _of_one(weight_OI, rank, scale, more)
         twice.add(layer.lora_A[adapter], layer.lora_B[adapter], a_RI, b_OR)
@@ -197,6 +206,15 @@ def _linears(model: Any) -> Iterator[tuple[str, Any, float]]:
                 module=name,
             )
         yield name, layer, float(layer.scaling[adapter])
+
+
+def _check_rank(doing: str, rank: int, weight_OI: torch.Tensor, name: str) -> None:
+    """A weight has as many directions as the start takes of it."""
+    if rank > (most := min(weight_OI.shape)):
+        raise AdapterRejectedError(
+            f"{doing} with r={rank} > {most}, the most that a weight of shape {tuple(weight_OI.shape)} has, at {name}. Lower r.",
+            module=name,
+        )
 
 
 def _of_one(weight_OI: torch.Tensor, rank: int, scale: float, fields: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -254,8 +272,18 @@ def _start_corda(model: Any, peft_config: Any, batches: list[Mapping[str, torch.
 def _start_eva(model: Any, peft_config: Any, batches: list[Mapping[str, torch.Tensor]]) -> Any:
     """PEFT's own: A holds the main directions of each layer's inputs, B is zero; the base is not touched."""
     from peft import initialize_lora_eva_weights
+    from peft.tuners.lora.eva import prepare_model_inputs_fn_language_modeling as rows_of
 
     adapted = get_peft_model(model, peft_config)
+    # PEFT leaves out batches that have fewer tokens than the directions it looks for, and goes through them for ever where none has enough.
+    ranks = [len(layer.lora_A[active_adapter(adapted)].weight) for _, layer, _ in _linears(adapted)]
+    wanted = round(max(ranks) * peft_config.eva_config.rho)
+    most = max(len(rows_of(dict(each), peft_config)) for each in batches)
+    if most < wanted:
+        raise AdapterRejectedError(
+            f"starting the adapter: init_lora_weights='eva' looks for {wanted} directions (r x rho), and the largest of the batches has {most} "
+            "tokens. Put more rows into a batch, or lower r or rho (eva_config=EvaConfig(rho=1.0))."
+        )
     was_training = adapted.training
     device = adapted.get_base_model().device
     moved = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
@@ -280,6 +308,7 @@ def _fit_residual(model: Any, original: Path, doing: str) -> Any:
                 module=name,
             )
         rank = len(layer.lora_A[adapter].weight)
+        _check_rank(doing, rank, weight_OI, name)
         u, s, vh = torch.linalg.svd(stored[key].to(weight_OI) - weight_OI, full_matrices=False)
         root = s[:rank].sqrt()
         layer.lora_A[adapter].weight.copy_(root[:, None] * vh[:rank])
@@ -292,8 +321,10 @@ def copy_adapter(model: Any, name: str, copy: str = REFERENCE) -> None:
     """Give a PeftModel a frozen copy of its adapter `name`; which one is active does not change."""
     model.add_adapter(copy, model.peft_config[name])
     own = dict(model.named_parameters())
-    for at, parameter in own.items():
-        if f".{name}." in at or at.endswith(f".{name}"):
-            twin = own[at.replace(f".{name}", f".{copy}")]
-            twin.copy_(parameter)
+    for at, twin in own.items():
+        # The last part of that name is the adapter's: modules of the base may bear it too.
+        before, _, after = f"{at}.".rpartition(f".{copy}.")
+        of = f"{before}.{name}.{after}".removesuffix(".")
+        if before and of in own:
+            twin.copy_(own[of])
             twin.requires_grad_(False)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from kinds import lora
 from peft import LoftQConfig, get_peft_model
-from starts import IDS, TWICE, started, steps
+from peft.tuners.lora.config import CordaConfig, EvaConfig
+from starts import BATCHES, IDS, TWICE, started, steps
 from transformers import AutoModelForCausalLM
 
 from qlora_rl import AdapterRejectedError, judge_adapter, load_base, start_adapter
-from qlora_rl.adapter.start import settle_start
+from qlora_rl.adapter.start import copy_adapter, settle_start
 from qlora_rl.adapter.subject import Subject
 from qlora_rl.base.quant import dequantised_weight
 
@@ -133,10 +134,52 @@ def test_a_start_that_lacks_something_is_refused_with_the_reason(loaded, fields,
         start_adapter(loaded, config)
 
 
-def test_a_rank_above_what_the_weight_has_is_refused(loaded):
+def test_a_rank_above_what_the_weight_has_is_refused(loaded, model_dir):
     with pytest.raises(AdapterRejectedError, match="Lower r"):
         start_adapter(copy.deepcopy(loaded), lora(r=200, init_lora_weights="pissa"))
     with pytest.raises(AdapterRejectedError, match="holds no"):
         start_adapter(
             copy.deepcopy(loaded), lora(init_lora_weights="loftq", loftq_config=LoftQConfig()), original="/nonexistent"
         )
+    with pytest.raises(AdapterRejectedError, match=r"r=200 > 128.*Lower r"):
+        start_adapter(
+            copy.deepcopy(loaded),
+            lora(r=200, init_lora_weights="loftq", loftq_config=LoftQConfig()),
+            original=model_dir,
+        )
+
+
+@pytest.mark.parametrize(
+    ("batches", "rho", "said"),
+    [(BATCHES, 17.0, "64 tokens"), ([{**BATCHES[0], "labels": IDS.where(IDS > 50, -100)}], 16.0, "rho"), ([], 1.0, "empty")],
+    ids=["too many directions", "few labels", "no batches"],
+)  # fmt: skip
+def test_eva_of_fewer_tokens_than_directions_is_refused_and_does_not_run_for_ever(loaded, batches, rho, said):
+    config = lora(init_lora_weights="eva", eva_config=EvaConfig(rho=rho))
+    with pytest.raises(AdapterRejectedError, match=said):
+        start_adapter(copy.deepcopy(loaded), config, batches=batches)
+
+
+@pytest.mark.parametrize("start", ["corda", "loftq"])
+def test_dora_beside_a_start_that_it_does_not_know_is_refused(loaded, model_dir, start):
+    more = {"corda": {"corda_config": CordaConfig()}, "loftq": {"loftq_config": LoftQConfig()}}[start]
+    config = lora(init_lora_weights=start, use_dora=True, **more)
+    with pytest.raises(AdapterRejectedError, match="use_dora"):
+        start_adapter(copy.deepcopy(loaded), config, batches=BATCHES, original=model_dir)
+
+
+def test_a_deep_copy_of_a_started_model_trains_as_the_model_does(loaded):
+    model = start_adapter(copy.deepcopy(loaded), lora(init_lora_weights="olora"))
+    twin = copy.deepcopy(model)
+    assert steps(twin, 3) == steps(model, 3)
+    assert torch.equal(logits(twin), logits(model))
+
+
+@pytest.mark.parametrize("name", ["lora", "model", "self_attn", "default"])
+def test_an_adapter_is_copied_whatever_its_name(loaded, name):
+    model = get_peft_model(copy.deepcopy(loaded), lora(init_lora_weights=False), adapter_name=name)
+    copy_adapter(model, name)
+    for layer in Subject(model, name).layers.values():
+        for matrices in (layer.lora_A, layer.lora_B):
+            assert torch.equal(matrices["ref"].weight, matrices[name].weight)
+            assert (matrices["ref"].weight.requires_grad, matrices[name].weight.requires_grad) == (False, True)
