@@ -125,6 +125,18 @@ def _gemma3():
     return hf.Gemma3ForConditionalGeneration, config, processor
 
 
+def make_vision_config(architecture: str, *, depth: int, width: int):
+    """A config whose tower has that many layers of that width."""
+    config = globals()[f"_{architecture}"]()[1]
+    seen = config.vision_config
+    seen.depth, seen.num_heads = depth, 4
+    if architecture == "qwen2_vl":
+        seen.embed_dim = width
+    else:
+        seen.hidden_size, seen.intermediate_size = width, 2 * width
+    return config
+
+
 def make_vision_model(directory: Path, architecture: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
     """A random two-layer vision-language model with its processor."""
     import torch

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from qlora_rl.base.experts import ATTENTION, is_mixture
 from qlora_rl.base.hub import is_local
 from qlora_rl.errors import MissingDependencyError, NotYetSupportedError
 
 # Whose names and values in vLLM were compared with transformers'.
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# Their linears that an adapter may be on, as PEFT's `target_modules`.
+LANGUAGE_LINEARS = r"model\.language_model\..*_proj"
 
 
 def takes_images(config: Any) -> bool:
@@ -51,6 +55,30 @@ def auto_class(config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+
+
+def load_processor(directory: str | os.PathLike[str], **options: Any) -> Any:
+    """The tokenizer of a checkpoint; of a vision-language model the processor, which has one.
+
+    Args:
+        directory: of the checkpoint.
+        options: of transformers' `from_pretrained`.
+    """
+    from transformers import AutoProcessor, AutoTokenizer
+
+    return (AutoProcessor if directory_takes_images(directory) else AutoTokenizer).from_pretrained(directory, **options)
+
+
+def adaptable(config: Any, target_modules: str | Sequence[str]) -> str | Sequence[str]:
+    """What of `target_modules` an adapter on a model of this config may be on.
+
+    "all-linear" is the attention alone in a mixture of experts, and the language model alone in a vision-language model.
+    """
+    if target_modules != "all-linear":
+        return target_modules
+    if takes_images(config):
+        return LANGUAGE_LINEARS
+    return list(ATTENTION) if is_mixture(config) else target_modules
 
 
 def check_vision_type(config: Any) -> None:

@@ -11,11 +11,12 @@ from trl import GRPOConfig, GRPOTrainer
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.train.one_pass import OnePass
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
+from qlora_rl.train.rollouts.image_rows import ImageRows
 from qlora_rl.train.setup import settings
 from qlora_rl.train.watch.measure import MeasuredSteps
 
 
-class QLoRAGRPOTrainer(OnlineTrainer, OnePass, MeasuredSteps, GRPOTrainer):
+class QLoRAGRPOTrainer(OnlineTrainer, OnePass, MeasuredSteps, ImageRows, GRPOTrainer):
     """GRPO on a 4-bit base. TRL's arguments and config, unchanged, and these:
 
     ::

@@ -14,6 +14,7 @@ from trl import RLOOConfig, RLOOTrainer
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.bridge import EngineBridge
+from qlora_rl.train.rollouts.image_rows import ImageRows
 from qlora_rl.train.watch.measure import MeasuredSteps
 
 
@@ -54,7 +55,7 @@ class SampledLogprobs:
         return found
 
 
-class QLoRARLOOTrainer(OnlineTrainer, MeasuredSteps, SampledLogprobs, RLOOTrainer):
+class QLoRARLOOTrainer(OnlineTrainer, MeasuredSteps, SampledLogprobs, ImageRows, RLOOTrainer):
     """RLOO on a 4-bit base: TRL's RLOOTrainer as `QLoRAGRPOTrainer` is TRL's GRPOTrainer, with the same further arguments.
 
     ::

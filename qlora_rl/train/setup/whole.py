@@ -7,7 +7,7 @@ from typing import Any
 from qlora_rl.adapter.subject import is_bare
 from qlora_rl.adapter.verdict import Verdict, judge_adapter
 from qlora_rl.base.checkpoint import PreparedBase
-from qlora_rl.base.kinds import directory_takes_images
+from qlora_rl.base.kinds import LANGUAGE_LINEARS, directory_takes_images
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 
 _REASON = "The model carries no adapter: its own weights are trained."
@@ -28,7 +28,7 @@ def check_whole(base: PreparedBase, share_base: bool | str) -> None:
     if directory_takes_images(base.path):
         raise NotYetSupportedError(
             f"reading the model: peft_config=None, and vLLM cannot be given the weights of {base}, a vision-language model. Leave sync out and "
-            "pass peft_config=LoraConfig(r=16, target_modules=r'model\\.language_model\\..*_proj')."
+            f"pass peft_config=LoraConfig(r=16, target_modules=r'{LANGUAGE_LINEARS}')."
         )
     if base.spec.is_4bit:
         raise ConfigConflictError(
