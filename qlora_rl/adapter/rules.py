@@ -13,7 +13,7 @@ import torch
 from qlora_rl.adapter import methods
 from qlora_rl.adapter.subject import Subject, is_lora_layer, method_of, not_finite, ranks_of
 from qlora_rl.base.experts import ATTENTION, mixtures_in
-from qlora_rl.base.kinds import vision_parts
+from qlora_rl.base.kinds import LANGUAGE_LINEARS, vision_parts
 from qlora_rl.contracts import LORA_RANK_CLASSES
 from qlora_rl.distributed import shape_of
 
@@ -160,7 +160,7 @@ def _is_on_the_language_model(subject: Subject) -> Iterator[Finding]:
         yield (
             "refuse",
             f"{there[0]}{more} belong to the vision tower, on which the engine would leave the adapter out without an error. Adapt the language "
-            "model alone: target_modules=r'model\\.language_model\\..*_proj'.",
+            f"model alone: target_modules=r'{LANGUAGE_LINEARS}'.",
         )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qlora_rl.base.experts import adaptable
+from qlora_rl.base.kinds import adaptable
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import LEARNING_RATES
 from qlora_rl.errors import ConfigConflictError
@@ -122,7 +122,7 @@ def recommend(
 
     Raises:
         ConfigConflictError: an unknown task, a size that is none, or nothing that transformers can read.
-        NotYetSupportedError: a mixture of experts of an unsupported type, or a model for images.
+        NotYetSupportedError: a mixture of experts, or a model for images, of an unsupported type.
     """
     if task not in TASKS:
         raise ConfigConflictError(f"recommending settings: task={task!r} is not one of {TASKS}.")
@@ -227,6 +227,8 @@ def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int) -> dict[
         "lora_dropout": "LWR; in GRPO it would be a distance to the engine",
         "target_modules": "attention: an engine applies no adapter to experts (docs/mixtures.md)"
         if ledger.shape.experts
+        else "every linear of the language model: an engine applies no adapter to a vision tower (docs/images.md)"
+        if ledger.shape.tower is not None
         else "every linear: needed to match full fine-tuning (QLoRA, figure 2; LWR)",
         "learning_rate": "ten times TRL's default for full fine-tuning (LWR); half of it from 30 B on in SFT (QLoRA)",
         "lr_scheduler_type": "constant (QLoRA, LWR), after a short warm-up",

@@ -13,7 +13,7 @@ import contextlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,6 @@ def is_mixture(config: Any) -> bool:
     """A transformers config is that of a mixture of experts."""
     text = config.get_text_config()
     return any((getattr(text, name, None) or 0) > 1 for name in _COUNTS)
-
-
-def adaptable(config: Any, target_modules: str | Sequence[str]) -> str | Sequence[str]:
-    """What of `target_modules` an adapter on a model of this config may be on: "all-linear" is the attention alone in a mixture of experts."""
-    return list(ATTENTION) if target_modules == "all-linear" and is_mixture(config) else target_modules
 
 
 def directory_is_mixture(directory: str | os.PathLike[str]) -> bool:

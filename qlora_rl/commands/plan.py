@@ -28,6 +28,12 @@ def add(commands: Any) -> None:
         metavar="N",
         help="prompt plus completion, in tokens (default: %(default)s)",
     )
+    plan.add_argument(
+        "--image-tokens",
+        type=COUNT,
+        metavar="N",
+        help="of --max-length, tokens that stand for images, in a model that takes them (default: 1024, an image of about 900 x 900 pixels)",
+    )
     plan.add_argument("--quant", choices=QUANT_TYPES, help="(default: as the base is stored, otherwise nf4)")
     plan.add_argument(
         "--double-quant",
@@ -110,6 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         target_modules=targets[0] if targets == ["all-linear"] else targets,
         spec=spec,
         max_length=arguments.max_length,
+        image_tokens=arguments.image_tokens,
         batch_size=arguments.batch_size,
         sequences=max(arguments.batch_size, arguments.num_generations),
         optimizer=arguments.optim,

@@ -19,7 +19,7 @@ import torch
 from qlora_rl.adapter.shape import adapted_inputs
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import rank_class
-from qlora_rl.ledger.shape import ModelShape
+from qlora_rl.ledger.shape import ModelShape, Tower
 
 # CUDA context (0.5 GiB), cuBLAS and attention workspaces, vLLM's CUDA graphs. An assumption, not a measurement.
 OVERHEAD_GIB = 1.5
@@ -75,7 +75,9 @@ OF_THE_ENGINE = (
     "rollout",
     "CUDA and vLLM",
 )
-WHEN = ("always", "step", "layer", "head", "rollout")
+WHEN = ("always", "tower", "step", "layer", "head", "rollout")
+# Image tokens of a sequence where nothing says how many: an image of about 900 x 900 pixels.
+ASSUMED_IMAGE_TOKENS = 1024
 
 
 def counted(parameters: float) -> str:
@@ -93,8 +95,8 @@ class Line:
         name: what it is.
         nbytes: how much, in bytes.
         why: the formula in words, with its numbers.
-        when: "always"; "step" (from forward to optimizer step); "layer" or "head" (one after the other within a step, so
-            that only the larger counts); "rollout" (while completions are sampled).
+        when: "always"; "tower" (before the layers of a step); "step" (from forward to optimizer step); "layer" or "head" (one after the other
+            within a step, so that only the larger counts); "rollout" (while completions are sampled).
         is_exact: counted from shapes; otherwise an estimate.
     """
 
@@ -131,11 +133,16 @@ def weight_bytes(shape: tuple[int, ...], spec: QuantSpec, *, nested: bool) -> in
 def trainer_base(shape: ModelShape, spec: QuantSpec) -> int:
     """Bytes of all tensors of a base as `load_base` holds it."""
     wide = width(spec)
-    total = (shape.plain + shape.scales) * wide + shape.buffers
+    total = (shape.plain + shape.scales) * wide + shape.buffers + tower_bytes(shape, spec)
     for name, weight in shape.linears.items():
         packed = is_quantised(name, spec)
         total += weight_bytes(weight, spec, nested=spec.double_quant) if packed else prod(weight) * wide
     return total + expert_bytes(shape, spec, nested=spec.double_quant)
+
+
+def tower_bytes(shape: ModelShape, spec: QuantSpec) -> int:
+    """The vision tower and projector, on one side; 0 for a text model."""
+    return 0 if shape.tower is None else width(spec) * shape.tower.parameters
 
 
 def expert_bytes(shape: ModelShape, spec: QuantSpec, *, nested: bool) -> int:
@@ -156,10 +163,12 @@ def engine_base(shape: ModelShape, spec: QuantSpec) -> int:
     total = (shape.plain + padding) * wide + shape.positions * shape.rotary * wide + 16 * len(shape.caches)
     for name, weight in shape.linears.items():
         total += weight_bytes(weight, spec, nested=False) if is_quantised(name, spec) else prod(weight) * wide
-    return total + expert_bytes(shape, spec, nested=False)
+    return total + expert_bytes(shape, spec, nested=False) + tower_bytes(shape, spec)
 
 
-def base_lines(shape: ModelShape, spec: QuantSpec, shared: bool, baked: bool = False) -> list[Line]:
+def base_lines(
+    shape: ModelShape, spec: QuantSpec, shared: bool, baked: bool = False, device: str = "cuda"
+) -> list[Line]:
     """The base: one for trainer and engine together, or one each; the engine's may be the baked one."""
     engine = engine_base(shape, spec)
     packed = sum(prod(s) for n, s in shape.linears.items() if is_quantised(n, spec))
@@ -169,6 +178,9 @@ def base_lines(shape: ModelShape, spec: QuantSpec, shared: bool, baked: bool = F
         held = f"{counted(shape.parameters)} parameters in {spec.compute_dtype}"
     if shared:
         once = Line("base, shared", engine + shape.buffers, f"once, the engine's: {held}; scales in float32")
+        if shape.tower is not None and device == "cpu":
+            why = f"{counted(shape.tower.linears)} parameters in {spec.compute_dtype}: vLLM packs its own on the CPU"
+            return [once, Line("base, trainer's vision tower", width(spec) * shape.tower.linears, why)]
         if not shape.experts:
             return [once]
         if spec.quantize_experts:
@@ -427,7 +439,32 @@ def head_line(shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, ch
     return Line("logits", states + tile, f"{why}; {tokens} hidden states", "head", False)
 
 
-def rollout_line(shape: ModelShape, spec: QuantSpec, *, sequences: int, length: int) -> Line:
+def tower_activations(tower: Tower, spec: QuantSpec) -> int:
+    """Bytes per patch that a pass without gradients holds at its peak, which is where q and k are rotated.
+
+    q, k and v, the residual and its norm in the compute dtype; q and k in float32 three times each; sines and cosines.
+    """
+    wide = width(spec)
+    residual = (4 + 2 * wide if tower.is_float else 2 * wide) * tower.hidden
+    return (3 * wide + 24) * tower.hidden + residual + 8 * tower.head
+
+
+def tower_lines(shape: ModelShape, spec: QuantSpec, *, batch: int, sequences: int, image_tokens: int) -> list[Line]:
+    """Pixels of a rollout, which TRL keeps as float32 for each completion, and the pass of a micro-batch through the vision tower."""
+    tower = shape.tower
+    if tower is None:
+        return []
+    each = image_tokens * tower.patches
+    size = f"{image_tokens} image tokens x {tower.patches} patches"
+    why = f"{sequences} completions x {size} x {tower.patch} numbers x 4 bytes"
+    work = tower_activations(tower, spec)
+    return [
+        Line("pixels", sequences * each * tower.patch * 4, why, "always", False),
+        Line("vision tower, one pass", batch * each * work, f"{batch} x {size} x {work:,} bytes", "tower", False),
+    ]
+
+
+def rollout_line(shape: ModelShape, spec: QuantSpec, *, sequences: int, length: int, image_tokens: int = 0) -> Line:
     """What vLLM's own forward pass and sampler need."""
     wide = width(spec)
     tokens = min(BATCHED_TOKENS, max(length, sequences * length))
@@ -435,7 +472,12 @@ def rollout_line(shape: ModelShape, spec: QuantSpec, *, sequences: int, length: 
     logits = sequences * shape.vocabulary * 4 * 3
     weight = shape.largest_linear(spec.quantize_experts) * wide if spec.is_4bit else 0
     why = f"{tokens} tokens in one engine step, logits of {sequences} sequences"
-    return Line("rollout", forward + logits + weight, why, "rollout", False)
+    seen = 0
+    if shape.tower is not None:
+        encoded = min(sequences * image_tokens, max(BATCHED_TOKENS, image_tokens))
+        seen = encoded * (shape.tower.patches * tower_activations(shape.tower, spec) + wide * shape.hidden)
+        why += f", {encoded} image tokens in its vision tower"
+    return Line("rollout", forward + logits + weight + seen, why, "rollout", False)
 
 
 def cache_bytes(shape: ModelShape, *, length: int, sequences: int, element: int, block: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.shape import adapter_shapes
-from qlora_rl.base.experts import adaptable
+from qlora_rl.base.kinds import adaptable
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import rank_class
 from qlora_rl.errors import MemoryBudgetError
@@ -68,7 +68,7 @@ class MemoryLedger:
     @property
     def step_bytes(self) -> int:
         """The peak of forward, backward and optimizer step, on top of what is held."""
-        return self._sum("step") + max(self._sum("layer"), self._sum("head"))
+        return max(self._sum("tower"), self._sum("step") + max(self._sum("layer"), self._sum("head")))
 
     @property
     def rollout_bytes(self) -> int:
@@ -234,7 +234,8 @@ class MemoryLedger:
         return "\n".join(text)
 
     def _peak_words(self) -> str:
-        return "always + the larger of (step + the larger of layer and head) and rollout"
+        tower = "tower, " if self.shape.tower is not None else ""
+        return f"always + the larger of {tower}(step + the larger of layer and head) and rollout"
 
     def __str__(self) -> str:
         verdict = "" if self.budget_bytes is None else "fits: " if self.fits else "does not fit: "
@@ -358,7 +359,8 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
     batch, length = request.batch_size, request.max_length
     tiled = request.gradient_checkpointing and request.tiles and count.has_tiles(shape)
     tiled = tiled and batch * length > count.MLP_TILE[device]
-    base = count.base_lines(shape, spec, request.shared and request.has_engine, request.baked)
+    base = count.base_lines(shape, spec, request.shared and request.has_engine, request.baked, device)
+    seen = min(request.image_tokens or count.ASSUMED_IMAGE_TOKENS, length)
     lines = [
         *count.parted_base(base, shape, request.trainer_parts, request.engine_parts),
         *count.adapter_lines(shape, spec, adapter, trained, device, tiled=tiled),
@@ -376,7 +378,8 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
             tiles=request.tiles,
         ),
         count.head_line(shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device),
-        count.rollout_line(shape, spec, sequences=request.sequences, length=length),
+        *count.tower_lines(shape, spec, batch=batch, sequences=request.sequences, image_tokens=seen),
+        count.rollout_line(shape, spec, sequences=request.sequences, length=length, image_tokens=seen),
     ]
     if request.copies_dtype and spec.is_4bit:
         lines.insert(0, count.copies_line(shape, spec, request.copies_dtype))

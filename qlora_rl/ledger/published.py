@@ -15,8 +15,8 @@ FILE = "models.toml"
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
         "experts": "is a mixture of experts of a type that is not supported. Use Qwen3-MoE, Mixtral or OLMoE (docs/mixtures.md), or a dense model",
-        "images": "reads images or sound, which run files and the memory estimate do not know. Use a model for text alone, or for Qwen2-VL, Qwen2.5-VL and Qwen3-VL the "
-        "trainer in Python (docs/images.md)",
+        "images": "reads images or sound, and is of a type that is not supported. Use Qwen2-VL, Qwen2.5-VL or Qwen3-VL (docs/images.md), or a model for "
+        "text alone",
     }
 )
 

@@ -20,6 +20,7 @@ class MemoryRequest:
         spec: how the base is held.
         max_length: prompt plus completion, in tokens.
         engine_length: the longest sequence that the engine admits, where that is more: its KV cache must hold one.
+        image_tokens: of a sequence, those that stand for images, where the model takes them; `None` for an image of about 900 x 900 pixels.
         batch_size: sequences of one forward and backward pass (`per_device_train_batch_size`).
         sequences: completions that are sampled at once.
         optimizer: transformers' name of it (`GRPOConfig.optim`).
@@ -48,6 +49,7 @@ class MemoryRequest:
     spec: QuantSpec = field(default_factory=QuantSpec)
     max_length: int = 2048
     engine_length: int | None = None
+    image_tokens: int | None = None
     batch_size: int = 8
     sequences: int = 8
     optimizer: str = "adamw_torch_fused"

@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from qlora_rl.base.checkpoint import MANIFEST, models_are_whole, open_base
 from qlora_rl.base.experts import NAMINGS, is_mixture
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
-from qlora_rl.base.kinds import takes_images
+from qlora_rl.base.kinds import VISION_TYPES, auto_class, takes_images, vision_parts
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.ledger.published import UNSUPPORTED, Published, published, why_unsupported
@@ -37,6 +37,29 @@ class Cache:
 
     elements: int
     window: int | None = None
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Vision tower and projector of a model that takes images.
+
+    Attributes:
+        parameters: all of them.
+        linears: those of its linears without their biases.
+        hidden: width of its layers.
+        head: size of an attention head.
+        patch: numbers of one patch of pixels.
+        patches: that become one token.
+        is_float: its layers carry float32 numbers on, made of positions that are interpolated.
+    """
+
+    parameters: int
+    linears: int
+    hidden: int
+    head: int
+    patch: int
+    patches: int
+    is_float: bool
 
 
 @dataclass(frozen=True)
@@ -62,6 +85,7 @@ class ModelShape:
         positions: the longest sequence that the model was made for.
         rotary: head size that is rotated.
         kv_heads: of keys and values.
+        tower: of a model that takes images; it is in none of the above.
     """
 
     name: str
@@ -82,12 +106,14 @@ class ModelShape:
     positions: int
     rotary: int
     kv_heads: int
+    tower: Tower | None = None
 
     @property
     def parameters(self) -> int:
         """Number of parameters; tied ones once."""
         matrices = [*self.linears.values(), *self.experts.values()]
-        return self.plain + sum(prod(shape) for shape in matrices)
+        seen = self.tower.parameters if self.tower is not None else 0
+        return self.plain + seen + sum(prod(shape) for shape in matrices)
 
     @property
     def pool(self) -> int:
@@ -114,8 +140,12 @@ class ModelShape:
             yield from [(rows // parts, columns)] * (count * parts)
 
     def needs_masks(self, length: int) -> bool:
-        """Sequences of `length` tokens keep their padding: a layer is no attention, or attends to a window that is shorter."""
-        return len(self.caches) < self.layers or any(c.window is not None and c.window < length for c in self.caches)
+        """Sequences of `length` tokens keep their padding: they hold images, or a layer is no attention, or attends to a window that is shorter."""
+        return (
+            self.tower is not None
+            or len(self.caches) < self.layers
+            or any(c.window is not None and c.window < length for c in self.caches)
+        )
 
     def cache_elements(self, length: int) -> int:
         """Numbers in the KV cache of one sequence of `length` tokens."""
@@ -179,11 +209,12 @@ def check_supported(config: Any) -> None:
     """Raise where a base of such a model cannot be prepared, or not be sampled from.
 
     Raises:
-        NotYetSupportedError: a mixture of experts of an unsupported type, or a model for more than text.
+        NotYetSupportedError: a mixture of experts, or a model for more than text, of an unsupported type.
     """
+    reads_more = any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
     has = {
         "experts": is_mixture(config) and config.model_type not in NAMINGS,
-        "images": any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config")),
+        "images": reads_more and config.model_type not in VISION_TYPES,
     }
     for part, is_there in has.items():
         if is_there:
@@ -208,26 +239,20 @@ def skeleton(config: Any) -> torch.nn.Module:
     """The model of a config on torch's meta device: shapes, no memory.
 
     Raises:
-        ConfigConflictError: transformers makes no causal language model of it.
-        NotYetSupportedError: it takes images.
+        ConfigConflictError: transformers makes no language model of it.
+        NotYetSupportedError: it takes images, and is of an unsupported type.
     """
-    from transformers import AutoModelForCausalLM
-
     if takes_images(config):
-        raise NotYetSupportedError(
-            f"planning memory: {config.name_or_path or type(config).__name__} {UNSUPPORTED['images']}."
-        )
+        check_supported(config)
     try:
         with models_are_whole(), torch.device("meta"):
             # A copy: transformers writes into the config that it is given.
-            return AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=torch.bfloat16, trust_remote_code=False
-            )
+            return auto_class(config).from_config(copy.deepcopy(config), dtype=torch.bfloat16, trust_remote_code=False)
     except Exception as error:
         lines = str(error).strip().splitlines()
         raise ConfigConflictError(
-            f"reading the config: transformers makes no causal language model of {type(config).__name__} "
-            f"({type(error).__name__}: {lines[0][:200] if lines else ''}). Pass the config of a text model."
+            f"reading the config: transformers makes no language model of {type(config).__name__} "
+            f"({type(error).__name__}: {lines[0][:200] if lines else ''}). Pass the config of a model that writes text."
         ) from error
 
 
@@ -241,12 +266,14 @@ def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
     model = skeleton(config) if model is None else model
     text = config.get_text_config()
     head = model.get_output_embeddings()
-    linears = {
+    seen = tuple(f"{part}." for part in vision_parts(model))
+    all_linears = {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     }
-    parameters = dict(model.named_parameters())
+    linears = {name: size for name, size in all_linears.items() if not (seen and name.startswith(seen))}
+    parameters = {name: p for name, p in model.named_parameters() if not (seen and name.startswith(seen))}
     experts = {name: tuple(p.shape) for name, p in parameters.items() if p.ndim == 3}
     taken = {f"{name}.weight" for name in linears} | set(experts)
     first = next((n.split(".layers.")[0] for n in parameters if ".layers." in n), "")
@@ -277,6 +304,21 @@ def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
         positions=int(getattr(text, "max_position_embeddings", 0) or 0),
         rotary=head_size,
         kv_heads=_kv_heads(text),
+        tower=_tower(config, model, all_linears.keys() - linears.keys()) if seen else None,
+    )
+
+
+def _tower(config: Any, model: torch.nn.Module, linears: Collection[str]) -> Tower:
+    held, parts = config.vision_config, [model.get_submodule(name) for name in vision_parts(model)]
+    hidden = int(getattr(held, "embed_dim", None) or held.hidden_size)
+    return Tower(
+        parameters=sum(p.numel() for part in parts for p in part.parameters()),
+        linears=sum(model.get_parameter(f"{name}.weight").numel() for name in linears),
+        hidden=hidden,
+        head=hidden // int(held.num_heads),
+        patch=int(held.in_channels) * int(held.temporal_patch_size) * int(held.patch_size) ** 2,
+        patches=int(held.spatial_merge_size) ** 2,
+        is_float=getattr(held, "num_position_embeddings", None) is not None,
     )
 
 

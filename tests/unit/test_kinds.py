@@ -198,11 +198,9 @@ def test_gemma_3_is_rejected_as_long_as_its_reason_holds(tmp_path):
     assert not backend.supports_mm_prefix()
 
 
-def test_memory_is_not_planned_for_what_the_estimate_does_not_know(source):
-    with pytest.raises(
-        NotYetSupportedError, match="reads images or sound, which run files and the memory estimate do not know"
-    ):
-        skeleton(read_config(source))
+def test_memory_is_not_planned_for_a_type_that_is_not_supported(tmp_path):
+    with pytest.raises(NotYetSupportedError, match="reads images or sound, and is of a type that is not supported"):
+        skeleton(read_config(make_vision_model(tmp_path / "gemma", "gemma3")))
 
 
 def test_a_prompt_keeps_its_images_when_its_completion_is_appended():

@@ -10,9 +10,11 @@ from peft import LoraConfig, get_peft_model
 from support import ARCHITECTURES, MIXTURES, make_model
 from transformers import AutoConfig
 from trl.trainer.utils import add_fused_lm_head
+from vision import SERVED, make_vision_config, make_vision_model
 
 from qlora_rl import ConfigConflictError, MemoryBudgetError, QuantSpec, load_base, plan_memory, prepare_base
 from qlora_rl.base.experts import ATTENTION
+from qlora_rl.bench.live import Live
 from qlora_rl.cli import main
 from qlora_rl.ledger import lines as count
 from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, card_size, usable_gib
@@ -20,7 +22,7 @@ from qlora_rl.ledger.choice import WAYS
 from qlora_rl.ledger.plan import largest_length
 from qlora_rl.ledger.published import models, published
 from qlora_rl.ledger.request import MemoryRequest
-from qlora_rl.ledger.shape import Cache, read_config, read_shape
+from qlora_rl.ledger.shape import Cache, read_config, read_shape, skeleton
 from qlora_rl.train.scoring.attention import without_masks
 from qlora_rl.train.scoring.padding import remove_padding, row_inputs
 
@@ -95,7 +97,7 @@ def known(name):
 def test_a_shipped_shape_has_as_many_parameters_as_the_hub_counts(row):
     shape = read_shape(AutoConfig.for_model(**row.config))
     assert shape.parameters == row.parameters
-    assert len(shape.caches) == shape.layers == row.config["num_hidden_layers"]
+    assert len(shape.caches) == shape.layers == row.config.get("text_config", row.config)["num_hidden_layers"]
 
 
 def test_a_shipped_shape_is_what_the_models_own_config_says():
@@ -148,6 +150,56 @@ def test_the_base_takes_exactly_what_the_ledger_says(tmp_path, architecture, spe
 def test_a_base_of_every_architecture_is_counted_exactly(tmp_path, architecture):
     base = prepare_base(make_model(tmp_path / "model", architecture=architecture), out=tmp_path / "base")
     assert count.trainer_base(read_shape(read_config(base.path)), base.spec) == storages(load_base(base))
+
+
+@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_base_with_a_vision_tower_is_counted_exactly(tmp_path, architecture, spec):
+    pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
+    base = prepare_base(make_vision_model(tmp_path / "model", architecture), out=tmp_path / "base", **SPECS[spec])
+    shape = read_shape(read_config(base.path))
+    model = load_base(base)
+    assert count.trainer_base(shape, base.spec) == storages(model)
+    assert shape.tower.parameters == sum(p.numel() for p in model.model.visual.parameters())
+    assert {name.split(".")[1] for name in shape.linears} == {"language_model"}
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 256), (4, 64)])
+@pytest.mark.parametrize("architecture", SERVED)
+def test_a_pass_through_the_vision_tower_is_within_5_percent_of_the_estimate(architecture, batch, tokens):
+    config = make_vision_config(architecture, depth=3, width=256)
+    shape, side = read_shape(config), 2 * int(tokens**0.5)
+    model = skeleton(config).model.visual.to_empty(device="cpu")
+    for parameter in (*model.parameters(), *model.buffers()):
+        torch.nn.init.ones_(parameter.data)
+    pixels = torch.zeros(batch * tokens * shape.tower.patches, shape.tower.patch)
+    grid = torch.tensor([[1, side, side]] * batch)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Live() as live:
+        model(pixels, grid_thw=grid)
+    lines = {
+        line.name: line.nbytes
+        for line in count.tower_lines(shape, QuantSpec(), batch=batch, sequences=batch, image_tokens=tokens)
+    }
+    assert lines["pixels"] == pixels.nbytes
+    assert lines["vision tower, one pass"] == pytest.approx(live.peak, rel=0.05)
+
+
+def test_the_estimate_of_a_model_for_images_has_its_tower_pixels_and_masks():
+    config = AutoConfig.for_model(**published("Qwen/Qwen2.5-VL-7B-Instruct").config)
+    memory = plan_memory(config, image_tokens=512)
+    lines = {line.name: line for line in memory.lines}
+    assert lines["pixels"].nbytes == 8 * 512 * 4 * 1176 * 4
+    assert lines["base, shared"].nbytes > 2 * read_shape(config).tower.parameters
+    assert "attention masks" in lines
+    assert "image tokens in its vision tower" in lines["rollout"].why
+    assert all(".language_model." in name for name in memory.adapter)
+    wider = plan_memory(config, image_tokens=1024)
+    assert wider.peak_bytes > memory.peak_bytes
+    assert plan_memory(config).peak_bytes == wider.peak_bytes  # what is assumed
+    on_cpu = {line.name for line in plan_memory(config, device="cpu").lines}
+    assert "base, trainer's vision tower" in on_cpu
+    text = {line.name for line in plan_memory(known("Qwen3-8B")[0]).lines}
+    assert not text & {"pixels", "vision tower, one pass"}
 
 
 @pytest.mark.parametrize("architecture", sorted(set(MIXTURES) - {"qwen3_moe-dense"}))

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.experts import directory_is_mixture
-from qlora_rl.base.kinds import directory_takes_images
+from qlora_rl.base.kinds import LANGUAGE_LINEARS, directory_takes_images
 from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
 from qlora_rl.errors import NotYetSupportedError, collected
 from qlora_rl.products import Float32Products
@@ -197,7 +197,7 @@ def why_dense(plan: SyncPlan, base: PreparedBase) -> str:
     if directory_takes_images(base.path):
         raise collected(
             "planning the sync: this policy can be synced as full weights only, and vLLM cannot be given those of a vision-language model. Use "
-            "sync='auto' and plain LoRA on the language model, LoraConfig(target_modules=r'model\\.language_model\\..*_proj')",
+            f"sync='auto' and plain LoRA on the language model, LoraConfig(target_modules=r'{LANGUAGE_LINEARS}')",
             plan.reasons[:-1],
             NotYetSupportedError,
         )

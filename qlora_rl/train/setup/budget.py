@@ -235,6 +235,7 @@ def _plan(
         spec=_spec(model, args, quantization_config) if is_path else spec_of(bare),
         max_length=min(length, admitted) if admitted else length,
         engine_length=admitted or None,
+        image_tokens=max(1, min(length, admitted or length) - args.max_completion_length),
         batch_size=args.per_device_train_batch_size,
         sequences=options["max_num_seqs"],
         optimizer=_optimizer_name(args, optimizer),
