@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qlora_rl.advice.chat import Chat
-from qlora_rl.config.data import check_files, known_dataset, load_data
+from qlora_rl.config.data import IMAGES, check_files, known_dataset, read_rows
 from qlora_rl.config.paths import is_file
-from qlora_rl.config.schema import METHODS, Data
+from qlora_rl.config.schema import METHODS, SEEING, Data
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.rewards.numbers import final_number
 
@@ -47,6 +47,7 @@ def tables_for(
     subset: str | None = None,
     split: str | None = None,
     reward: str = "",
+    takes_images: bool = False,
 ) -> Tables:
     """[data] and [[rewards]] for a dataset and a method.
 
@@ -57,10 +58,11 @@ def tables_for(
         subset: configuration of a hub dataset; by default the first of a known one.
         split: of a hub dataset.
         reward: one of ours, or `path.py:function`, in place of the one that would be chosen.
+        takes_images: the model takes images.
 
     Raises:
-        ConfigConflictError: it cannot be loaded, or has no columns for the method; names those that it has.
-        NotYetSupportedError: it holds images.
+        ConfigConflictError: it cannot be loaded, has no columns for the method (names those that it has), or has images and the model takes none.
+        NotYetSupportedError: it has images, and the method takes none.
     """
     chat = chat or Chat()
     given: dict[str, Any] = {key: value for key, value in (("subset", subset), ("split", split)) if value is not None}
@@ -71,7 +73,7 @@ def tables_for(
         told = _told(name, known, task)
         is_talk, is_whole = "prompt_template" not in told.get("data", {}), False
     else:
-        told, is_talk, is_whole = _seen(name, task, given, wants_reward=scores and not reward)
+        told, is_talk, is_whole = _seen(name, task, given, wants_reward=scores and not reward, takes_images=takes_images)
         length = told.get("length")
     if is_talk and not chat.is_there:
         raise ConfigConflictError(
@@ -102,17 +104,20 @@ def _told(name: str, known: Mapping[str, Any], task: str) -> Mapping[str, Any]:
     return told
 
 
-def _seen(name: str, task: str, given: Mapping[str, Any], *, wants_reward: bool) -> tuple[dict[str, Any], bool, bool]:
+def _seen(
+    name: str, task: str, given: Mapping[str, Any], *, wants_reward: bool, takes_images: bool
+) -> tuple[dict[str, Any], bool, bool]:
     """What its first rows tell; whether they hold messages; whether they hold whole texts."""
     if is_file(name) and (wrong := check_files([name])):
         raise collected("choosing the data", wrong, ConfigConflictError)
-    dataset, _ = load_data(Data(train=name, **given))
+    dataset = read_rows(Data(train=name, **given))
+    images = next((each for each in ("image", IMAGES) if each in dataset.column_names), None)
+    dataset = dataset if images is None else dataset.remove_columns(images)
     columns, rows = dataset.column_names, dataset[:_SEEN]
-    if pictures := [each for each in columns if each in ("image", "images")]:
-        raise NotYetSupportedError(
-            f"choosing the data: {name} holds images ({pictures[0]}), which a run's file cannot describe. Use text."
-        )
     data: dict[str, Any] = {}
+    if images is not None:
+        _check_images(name, images, task, takes_images)
+        data["images"] = images
     told: dict[str, Any] = {"data": data, "comments": {}}
     is_whole = task == "sft" and "messages" not in columns and bool({"text", "input_ids"} & set(columns))
     is_ready = task == "sft" and any(set(way) <= set(columns) for way in METHODS["sft"].columns)
@@ -134,6 +139,19 @@ def _seen(name: str, task: str, given: Mapping[str, Any], *, wants_reward: bool)
         told["rewards"] = _rewards(name, left, rows, columns, told)
     talks = [each for each in ("prompt", "messages", "chosen") if each in columns]
     return told, any(isinstance(rows[each][0], list) for each in talks), is_whole
+
+
+def _check_images(name: str, column: str, task: str, takes_images: bool) -> None:
+    if task not in SEEING:
+        raise NotYetSupportedError(
+            f"choosing the data: {name} holds images ({column}), which {task} does not take. Use --task {' or '.join(SEEING)}, or data without "
+            "that column."
+        )
+    if not takes_images:
+        raise ConfigConflictError(
+            f"choosing the data: {name} holds images ({column}), and the model takes none. Use a vision-language model (docs/images.md), or "
+            "data without that column."
+        )
 
 
 def _rewards(

@@ -9,7 +9,7 @@ from typing import Any
 
 from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE, UsageError
 
-_HELP = "/new starts over, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
+_HELP = "/new starts over, /image FILE shows an image, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
 
 def add(commands: Any) -> None:
@@ -28,6 +28,14 @@ def add(commands: Any) -> None:
     )
     chat.add_argument("--top-p", type=SHARE, default=1.0, metavar="P", help="(default: %(default)s)")
     chat.add_argument("--seed", type=int, metavar="N", help="sampling seed (default: random)")
+    chat.add_argument(
+        "--image",
+        type=_image,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="show an image with the first message, or from a pipe with each line; may be repeated",
+    )
     chat.add_argument(
         "--raw",
         action="store_true",
@@ -72,13 +80,14 @@ def run(arguments: argparse.Namespace) -> int:
         for line in sys.stdin:
             talk.forget()
             text = line.rstrip("\n")
-            said = "".join(talk.answer(text))
+            said = "".join(talk.answer(text, arguments.image))
             print(
                 json.dumps({"prompt": text, "answer": said}, ensure_ascii=False) if arguments.json else said, flush=True
             )
         return 0
     import readline  # noqa: F401  (input() gets a history)
 
+    images = list(arguments.image)
     who = "base" if arguments.base_only else trained.name
     print(f"{who} on {trained.base.path.name}; {_HELP}")
     while True:
@@ -93,10 +102,23 @@ def run(arguments: argparse.Namespace) -> int:
             talk.forget()
             continue
         try:
-            for piece in talk.answer(text):
+            if text.startswith("/image "):
+                images.append(_image(text.removeprefix("/image ").strip()))
+                continue
+            for piece in talk.answer(text, images):
                 print(piece, end="", flush=True)
+            images = []
         except KeyboardInterrupt:
             pass
-        except ConfigConflictError as error:
+        except (ConfigConflictError, argparse.ArgumentTypeError) as error:
             print(error, end="")
         print()
+
+
+def _image(path: str) -> Any:
+    from qlora_rl.pictures import read_image
+
+    try:
+        return read_image(path)
+    except (ValueError, OSError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from error

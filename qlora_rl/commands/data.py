@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qlora_rl.commands.codes import ranged
+from qlora_rl.config.data import IMAGES
 from qlora_rl.errors import ConfigConflictError
 
 _SHOWN = 300  # characters of another column
+_LOOKED_AT = 1000  # rows with images
 
 
 def add(commands: Any) -> None:
@@ -103,13 +106,16 @@ def _joined(prompt: Any, answer: Any) -> Any:
     return prompt + answer
 
 
-def _ids(tokenizer: Any, name: str, value: Any, given: Mapping[str, Any]) -> list[int]:
-    from qlora_rl.policy.prompts import encode
+def _ids(
+    tokenizer: Any, name: str, value: Any, given: Mapping[str, Any], images: Sequence[Any] | None = None
+) -> list[int]:
+    from qlora_rl.engine.images import token_ids
+    from qlora_rl.policy.prompts import encode, with_images
 
     if name == "input_ids":
         return list(value)
     if name == "prompt" or isinstance(value, str):
-        return encode(tokenizer, value, **given)
+        return token_ids(encode(tokenizer, with_images(value, images) if images else value, **given))
     made = tokenizer.apply_chat_template(list(value), tokenize=True, return_dict=True, **given)
     return list(made["input_ids"])
 
@@ -117,13 +123,24 @@ def _ids(tokenizer: Any, name: str, value: Any, given: Mapping[str, Any]) -> lis
 def _shown(tokenizer: Any, row: Mapping[str, Any], given: Mapping[str, Any], draws: bool) -> Iterator[str]:
     sequences = _sequences(row, draws)
     for name, value in sequences.items():
-        ids = _ids(tokenizer, name, value, given)
+        ids = _ids(tokenizer, name, value, given, row.get(IMAGES))
         yield f"  {name}, {len(ids)} tokens:"
-        yield from (f"    {line}" for line in tokenizer.decode(ids).splitlines())
+        yield from (f"    {line}" for line in _text(tokenizer, ids).splitlines())
+    for number, image in enumerate(row.get(IMAGES) or []):
+        yield f"  image {number}: {image.width} x {image.height} pixels"
     for name, value in row.items():
-        if name not in sequences and name != "prompt":
+        if name not in sequences and name not in ("prompt", IMAGES):
             text = str(value)
             yield f"  {name}: {text[:_SHOWN]}{' ...' if len(text) > _SHOWN else ''}"
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    """The tokens of an image as one, and how many they are."""
+    image = getattr(tokenizer, "image_token", None)
+    text = str(tokenizer.decode(ids))
+    if not isinstance(image, str):
+        return text
+    return re.sub(f"(?:{re.escape(image)})+", lambda found: f"{image} x {len(found[0]) // len(image)}", text)
 
 
 def _limit(args: Any) -> tuple[int, str] | None:
@@ -146,11 +163,18 @@ def _lengths(
     draws: bool,
     limit: tuple[int, str] | None,
 ) -> str:
+    whole, has_images = len(dataset), IMAGES in dataset.column_names
+    if has_images:  # each of which is decoded
+        dataset = dataset.select(range(min(_LOOKED_AT, whole)))
     counts = sorted(
-        max(len(_ids(tokenizer, name, value, given(row))) for name, value in _sequences(row, draws).items())
+        max(
+            len(_ids(tokenizer, name, value, given(row), row.get(IMAGES)))
+            for name, value in _sequences(row, draws).items()
+        )
         for row in dataset
     )
     said = f"tokens of a row: {counts[0]} to {counts[-1]}, median {statistics.median(counts):.0f}"
+    said += f" (of the first {len(counts)})" if len(counts) < whole else ""
     if limit is None:
         return said
     most, why = limit

@@ -65,10 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     with loading("qlora_rl.adapter.start"):
         from qlora_rl.policy.evaluation import evaluate, read_rows, save
+        from qlora_rl.policy.rows import open_images
         from qlora_rl.policy.trained import open_trained
 
     rows = read_rows(arguments.data, arguments.limit)
     trained = open_trained(arguments.trained, base=arguments.base)
+    rows = open_images(rows, trained.data, arguments.data.parent)
     if not rewards:
         rewards = {each.use: load_reward(each.use, each.arguments) for each in trained.rewards}
     if not rewards:

@@ -56,13 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
     import json
 
     from qlora_rl.advice import chat_of, recommend, run_file, tables_for
+    from qlora_rl.base.kinds import takes_images
+    from qlora_rl.ledger.shape import read_config
 
     _check_usage(arguments)
     trusts, length, tables = arguments.trust_remote_code, arguments.max_length, None
     if arguments.toml:
         chat = chat_of(arguments.model, trust_remote_code=trusts)
         chosen = {"subset": arguments.subset, "split": arguments.split, "reward": arguments.reward}
-        tables = tables_for(arguments.data, arguments.task, chat, **chosen)
+        sees = takes_images(read_config(arguments.model, trust_remote_code=trusts))
+        tables = tables_for(arguments.data, arguments.task, chat, takes_images=sees, **chosen)
         length = tables.length if length is None else length
     advice = recommend(
         arguments.model,

@@ -249,6 +249,23 @@ def _chat(said: _Said) -> Iterator[Finding]:
                 yield Finding(f"[data] {name}", "without a chat template. Set [data] format = 'chat', or leave it out")
 
 
+def _images(said: _Said) -> Iterator[Finding]:
+    name = said.get("data", "images")
+    if not isinstance(name, str):
+        return
+    if said.get("data", "format") != "chat":
+        yield Finding("[data] images", "needs messages, in which the images stand. Set [data] format = 'chat'")
+    names = said.get("data", "columns")
+    if isinstance(names, Mapping) and name in names.values():
+        yield Finding(
+            "[data] columns", f"{show(name)} is [data] images, which becomes the column images. Leave it out here"
+        )
+    for place in ("train", "eval"):
+        there = columns_after(said.get("data", place), {})
+        if there is not None and name not in there:
+            yield Finding("[data] images", f"{place} has no column {show(name)}, but {', '.join(there)}")
+
+
 def _tools(said: _Said) -> Iterator[Finding]:
     for table in ("tools", "environment"):
         if said.get(table, "use") is not None and said.get("data", "format") != "chat":
@@ -279,6 +296,7 @@ _RULES: tuple[Callable[[_Said], Iterator[Finding]], ...] = (
     _hub_only,
     _columns,
     _chat,
+    _images,
     _tools,
     _is_free,
 )

@@ -17,12 +17,15 @@ from qlora_rl.base.hub import hub_reachable, why_missing
 from qlora_rl.config.paths import DATA_FILES, is_file
 from qlora_rl.config.schema import Data
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.pictures import read_image
 
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Columns whose text one side of a conversation says.
 _SAID_BY = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
 # TRL reads the template's arguments of a row there, where its config has no field for them.
 TEMPLATE_COLUMN = "chat_template_kwargs"
+# Where TRL looks for the images of a row.
+IMAGES = "images"
 # How datasets says which configurations there are.
 _SUBSETS = re.compile(r"available configs: \[(.+)\]")
 
@@ -97,10 +100,19 @@ def load_data(data: Data, *, has_template_field: bool = False) -> tuple[Any, Any
     Raises:
         ConfigConflictError: a dataset cannot be read; names it.
     """
-    train = _shaped(_load(data.train, data, data.split, "train"), data, has_template_field)
+    train = _shaped(read_rows(data), data, has_template_field, data.train)
     if data.eval is None:
         return train, None
-    return train, _shaped(_load(data.eval, data, data.eval_split, "eval"), data, has_template_field)
+    return train, _shaped(_load(data.eval, data, data.eval_split, "eval"), data, has_template_field, data.eval)
+
+
+def read_rows(data: Data) -> Any:
+    """The dataset to train on as it is stored: columns, names and rows.
+
+    Raises:
+        ConfigConflictError: it cannot be read; names it.
+    """
+    return _load(data.train, data, data.split, "train")
 
 
 def check_subset(name: str, subset: str | None) -> str:
@@ -163,9 +175,25 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
         ) from error
 
 
-def _shaped(dataset: Any, data: Data, has_template_field: bool) -> Any:
+def _shaped(dataset: Any, data: Data, has_template_field: bool, files: str | list[str]) -> Any:
     if data.limit is not None:
         dataset = dataset.select(range(min(data.limit, len(dataset))))
+    images = _images_of(dataset, data, files)
+    if images is not None:
+        dataset = dataset.remove_columns(images.column_names)
+    dataset = _with_columns(dataset, data, has_template_field)
+    if images is None:
+        return dataset
+    if IMAGES in dataset.column_names:
+        raise ConfigConflictError(
+            f"loading the data: [data] images: {data.images} becomes the column {IMAGES}, and there is one. Rename that: columns = {{ more = '{IMAGES}' }}"
+        )
+    from datasets import concatenate_datasets
+
+    return concatenate_datasets([dataset, images.rename_columns({images.column_names[0]: IMAGES})], axis=1)
+
+
+def _with_columns(dataset: Any, data: Data, has_template_field: bool) -> Any:
     missing = [old for old in data.columns.values() if old not in dataset.column_names]
     wanted = placeholders(data.prompt_template) if data.prompt_template is not None else []
     missing += [name for name in wanted if name not in dataset.column_names]
@@ -189,6 +217,70 @@ def _shaped(dataset: Any, data: Data, has_template_field: bool) -> Any:
     for name, pattern in data.extract.items():
         dataset = _extracted(dataset, name, re.compile(pattern))
     return _as_chat(dataset, data, has_template_field) if data.format == "chat" else dataset
+
+
+def _images_of(dataset: Any, data: Data, files: str | list[str]) -> Any:
+    """A dataset of one column, with a list of images for each row, each of which was decoded once; `None` where no images are asked for."""
+    from datasets import Features, Image, List, Value
+
+    name = data.images
+    if name is None:
+        texts = [
+            each for each in ("image", IMAGES) if dataset.features.get(each) in (Value("string"), List(Value("string")))
+        ]
+        if texts:
+            raise ConfigConflictError(
+                f"loading the data: the column {texts[0]} holds text, and TRL takes it for images. Set [data] images = '{texts[0]}', or rename it: "
+                f"[data] columns = {{ {texts[0]}_text = '{texts[0]}' }}"
+            )
+        return None
+    if name not in dataset.column_names:
+        raise ConfigConflictError(
+            f"loading the data: [data] images: it has no column {name}, but {', '.join(dataset.column_names)}."
+        )
+    held = dataset.select_columns([name])
+    kind = held.features[name]
+    if isinstance(kind, Image):
+        held = held.cast_column(name, Image(decode=False))
+    elif isinstance(getattr(kind, "feature", None), Image):
+        held = held.cast_column(name, List(Image(decode=False)))
+    first = files if isinstance(files, str) else files[0]
+    root = Path(first).resolve().parent if is_file(first) else None
+    return held.map(
+        lambda row, number: {name: _checked_images(row[name], root, number)},
+        with_indices=True,
+        features=Features({name: List(Image())}),
+    )
+
+
+def _checked_images(value: Any, root: Path | None, number: int) -> list[dict[str, Any]]:
+    """Of one row, as datasets stores them."""
+    found: list[dict[str, Any]] = []
+    for each in [] if value is None else value if isinstance(value, list) else [value]:
+        try:
+            stored = _stored(each, root)
+            read_image(stored["path"] if stored["bytes"] is None else stored["bytes"])
+        except (ValueError, OSError) as error:
+            where = each if isinstance(each, str) else each.get("path") if isinstance(each, dict) else None
+            raise ConfigConflictError(
+                f"loading the data: [data] images: row {number}, image {len(found)}{f' ({where})' if where else ''}: {error}. Fix the row, or remove it."
+            ) from error
+        found.append(stored)
+    return found
+
+
+def _stored(each: Any, root: Path | None) -> dict[str, Any]:
+    """A path, the content of a file, or both as datasets has it, as the latter; a path becomes absolute."""
+    path, content = (each, None) if isinstance(each, str) else (None, each)
+    if isinstance(each, Mapping):
+        path, content = each.get("path"), each.get("bytes")
+    if isinstance(content, bytes):
+        return {"path": None, "bytes": content}
+    if not isinstance(path, str):
+        raise ValueError("it is neither a path nor the content of a file")
+    if root is None and not os.path.isabs(path):
+        raise ValueError("a dataset of the hub must hold its images")
+    return {"path": str((root or Path()) / path), "bytes": None}
 
 
 def _extracted(dataset: Any, name: str, pattern: re.Pattern[str]) -> Any:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import qlora_rl
-from qlora_rl.base.experts import ATTENTION, adaptable
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
-from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
+from qlora_rl.base.kinds import adaptable, takes_images
+from qlora_rl.config.data import IMAGES, TEMPLATE_COLUMN, load_data
 from qlora_rl.config.paths import all_uses, is_file, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward
 from qlora_rl.config.schema import METHODS, PLANNED, SCORED, Adapter, Rollout, RunConfig, default
 from qlora_rl.config.trl_fields import make_args
+from qlora_rl.config.write import value
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
 
@@ -49,6 +49,8 @@ def launch(config: RunConfig) -> Path:
     tools = load_tools(config.tools.use or [], config.environment.use)
     args = trl_config(config)
     train, held_out = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
+    if config.data.images is not None:
+        check_image_counts(config, train, held_out)
     if config.data.format == "chat":
         load_tokenizer(config)  # before the base is made: is there a template, and does it know tools?
     for rows in (train, held_out):
@@ -96,9 +98,9 @@ def check_model(config: RunConfig) -> str:
         Why it could not be looked at; empty where it was.
 
     Raises:
-        ConfigConflictError: there is no such model, or it cannot be read.
-        NotYetSupportedError: a mixture of experts of an unsupported type, an adapter on experts that an engine would have to serve, or a
-            model for images.
+        ConfigConflictError: there is no such model, it cannot be read, or it takes no images and [data] has some.
+        NotYetSupportedError: a mixture of experts or a model for images of an unsupported type, or an adapter on experts or a vision tower that
+            an engine would have to serve.
     """
     from qlora_rl.ledger.shape import check_supported, read_config
 
@@ -110,18 +112,42 @@ def check_model(config: RunConfig) -> str:
             raise
         return f"{held.model}, which is not cached and cannot be fetched"
     check_supported(found)
+    if config.data.images is not None and not takes_images(found):
+        raise ConfigConflictError(
+            f"reading the config: [data] images = {config.data.images!r}, and {held.model} takes none. Leave it out, or use a vision-language model."
+        )
     targets = config.adapter.target_modules
     if (
         METHODS[config.method].draws
         and config.adapter.start_from is None
         and config.adapter.kind == "lora"
-        and adaptable(found, targets) != targets
+        and (better := adaptable(found, targets)) != targets
     ):
+        is_text = isinstance(better, list)
         raise NotYetSupportedError(
-            f"reading the config: {held.model} is a mixture of experts, and target_modules = {targets!r} also adapts experts and routers, whose adapters "
-            f"the engine does not apply. Adapt the attention alone: target_modules = {json.dumps(ATTENTION)}"
+            f"reading the config: {held.model} is a {'mixture of experts' if is_text else 'vision-language model'}, and target_modules = {targets!r} also "
+            f"adapts {'experts and routers' if is_text else 'the vision tower'}, whose adapters the engine does not apply. Adapt the "
+            f"{'attention' if is_text else 'language model'} alone: target_modules = {value(better)}"
         )
     return ""
+
+
+def check_image_counts(config: RunConfig, *datasets: Any) -> None:
+    """Reject rows with more images than the engine takes.
+
+    Raises:
+        ConfigConflictError: names the first.
+    """
+    from qlora_rl.engine.options import MOST_IMAGES
+
+    most = (config.rollout.vllm.get("limit_mm_per_prompt") or {}).get("image", MOST_IMAGES)
+    for rows in filter(None, datasets):
+        for number, images in enumerate(rows.with_format("arrow")[IMAGES]):
+            if len(images) > most:
+                raise ConfigConflictError(
+                    f"loading the data: [data] images: row {number} has {len(images)} images, and the engine takes {most} a prompt. Remove the row, or set "
+                    f"[rollout] vllm = {{ limit_mm_per_prompt = {{ image = {len(images)}, video = 0 }} }}"
+                )
 
 
 def unchecked(config: RunConfig) -> list[str]:
@@ -172,20 +198,19 @@ def trl_config(config: RunConfig) -> Any:
 
 
 def load_tokenizer(config: RunConfig) -> Any:
-    """The model's tokenizer.
+    """The model's tokenizer; its processor where the data has images.
 
     Raises:
         ConfigConflictError: the data is for a chat template, and it has none, or tools are for one that has no place for them.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer
 
     held = config.base
+    kind = AutoTokenizer if config.data.images is None else AutoProcessor
     try:
         if not is_local(held.model):
             hub_reachable()
-        tokenizer = AutoTokenizer.from_pretrained(
-            held.model, revision=held.revision, trust_remote_code=held.trust_remote_code
-        )
+        tokenizer = kind.from_pretrained(held.model, revision=held.revision, trust_remote_code=held.trust_remote_code)
     except Exception as error:
         why = (
             f"{why_missing(held.model)} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'})"

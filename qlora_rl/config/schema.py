@@ -59,6 +59,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 )
 DRAWING = tuple(name for name, method in METHODS.items() if method.draws)
 CALLING = ("grpo", "async_grpo")  # TRL's trainers of these take tools and environments
+SEEING = ("sft", "grpo", "rloo")  # take images
 PLANNED = ("grpo", "rloo", "async_grpo")  # their memory is planned
 SCORED = tuple(name for name in METHODS if name != "online_dpo")  # by TRL's fused head
 
@@ -209,6 +210,12 @@ class Data:
         {},
         methods=("sft", "dpo", "grpo", "rloo", "async_grpo"),
         example={"enable_thinking": False},
+    )
+    images: str | None = option(
+        "column with the images of a row: one or a list, as paths from the directory of the first file, or as a dataset holds them (chat)",
+        None,
+        methods=SEEING,
+        example="image",
     )
     limit: int | None = option("the first rows only", None, at_least=1, example=1000)
 

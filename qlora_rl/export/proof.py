@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from qlora_rl.config.schema import Data
+from qlora_rl.engine.images import token_ids
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.pictures import without_images
 from qlora_rl.policy.draw import draw, precision
 from qlora_rl.policy.evaluation import read_rows
 from qlora_rl.policy.prompts import encode
@@ -153,7 +155,7 @@ def choose_prompts(
         where = "rollouts of the run"
     if found:
         step = max(1, len(found) // count)
-        ids = [encode(tokenizer, prompt, **template_kwargs)[-longest:] for prompt in found[::step][:count]]
+        ids = [token_ids(encode(tokenizer, prompt, **template_kwargs))[-longest:] for prompt in found[::step][:count]]
         ids = [each for each in ids if each]
         if not ids:
             raise ConfigConflictError(f"choosing prompts: those of {where} are all empty. Pass others: --data F.jsonl.")
@@ -163,7 +165,9 @@ def choose_prompts(
 
 
 def _prompts_of(rows: Any) -> list[Any]:
-    return [row["prompt"] for row in rows if isinstance(row, dict) and isinstance(row.get("prompt"), str | list)]
+    """Without the images, of which a run keeps small copies: what is compared is the language model."""
+    found = (row["prompt"] for row in rows if isinstance(row, dict) and isinstance(row.get("prompt"), str | list))
+    return [without_images(prompt) for prompt in found]
 
 
 @torch.no_grad()

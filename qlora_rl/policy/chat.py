@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
+from qlora_rl.base.kinds import load_processor
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.policy.draw import check_sampling, draw
-from qlora_rl.policy.prompts import encode
+from qlora_rl.policy.prompts import model_inputs, with_images
 from qlora_rl.policy.rows import turn
 from qlora_rl.policy.trained import TrainedRun
 
@@ -45,10 +47,8 @@ class Conversation:
         seed: int | None = None,
         uses_template: bool | None = None,
     ):
-        from transformers import AutoTokenizer
-
         check_sampling("chatting", max_tokens, temperature, top_p)
-        self.tokenizer = AutoTokenizer.from_pretrained(trained.base.path)
+        self.tokenizer = load_processor(trained.base.path)
         self._model = trained.load_base_alone() if is_base_only else trained.load()
         self._data = None if uses_template is False else trained.data
         if uses_template is None:
@@ -69,27 +69,37 @@ class Conversation:
 
     def forget(self) -> None:
         """Start a new conversation."""
-        self._said: list[dict[str, str]] = list(self._system)
+        self._said: list[dict[str, Any]] = list(self._system)
 
-    def answer(self, text: str) -> Iterator[str]:
+    def answer(self, text: str, images: Sequence[Any] = ()) -> Iterator[str]:
         """The answer to a text, piece by piece; it is part of the talk when the last piece was taken.
 
+        Args:
+            text: what is said.
+            images: PIL images that go before it; they stay part of the talk.
+
         Raises:
-            ConfigConflictError: the model has no position left, or there is nothing to go on from.
+            ConfigConflictError: the model has no position left, takes no images or no messages, or there is nothing to go on from.
         """
         text = turn(text, self._data)
-        prompt = [*self._said, {"role": "user", "content": text}] if self.uses_template else text
+        prompt: Any = text
+        if self.uses_template:
+            prompt = [*self._said, *with_images([{"role": "user", "content": text}], images)]
+        elif images:
+            raise ConfigConflictError(
+                "answering: images are parts of messages, and a text is continued as it is. Leave them out."
+            )
         pieces = []
-        for piece in self._stream(encode(self.tokenizer, prompt, **self._template_kwargs)):
+        for piece in self._stream(model_inputs(self.tokenizer, prompt, **self._template_kwargs)):
             pieces.append(piece)
             yield piece
         if self.uses_template:
             self._said = [*prompt, {"role": "assistant", "content": "".join(pieces)}]
 
-    def _stream(self, ids: list[int]) -> Iterator[str]:
+    def _stream(self, inputs: dict[str, Any]) -> Iterator[str]:
         """Text of the sampled tokens; a character of several tokens comes when it is complete."""
         drawn, shown = [], ""
-        for token in self._draw(ids):
+        for token in self._draw(inputs):
             drawn.append(token)
             text = self.tokenizer.decode(drawn, skip_special_tokens=True)
             if not text.endswith("\ufffd") and len(text) > len(shown):
@@ -99,7 +109,8 @@ class Conversation:
         if rest:
             yield rest
 
-    def _draw(self, ids: list[int]) -> Iterator[int]:
+    def _draw(self, inputs: dict[str, Any]) -> Iterator[int]:
+        ids = inputs.pop("input_ids")[0].tolist()
         max_tokens, temperature, top_p = self._sampling
         positions = self._model.config.get_text_config().max_position_embeddings
         if not 0 < len(ids) < positions:
@@ -115,4 +126,5 @@ class Conversation:
             temperature=temperature,
             top_p=top_p,
             autocast=self._autocast,
+            inputs=inputs,
         )

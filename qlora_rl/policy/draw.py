@@ -6,7 +6,7 @@ Shape letter: V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ def draw(
     temperature: float = 1.0,
     top_p: float = 1.0,
     autocast: str | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Iterator[int]:
     """What the model says after a prompt; the token that ends it is the last one.
 
@@ -34,16 +35,18 @@ def draw(
         temperature: 0 is greedy.
         top_p: see `choose`.
         autocast: see `precision`.
+        inputs: what the model is given with the prompt besides its ids: images, as its processor makes them.
     """
     device = next(model.parameters()).device
     ends = model.generation_config.eos_token_id
     ends = set(ends) if isinstance(ends, list) else {ends}
     room = model.config.get_text_config().max_position_embeddings - len(prompt)
     cache, new = None, list(prompt)
+    given = {name: value.to(device) for name, value in (inputs or {}).items()}
     for _ in range(min(tokens, room)):
         with torch.no_grad(), precision(model, autocast):
-            said = model(input_ids=torch.tensor([new], device=device), past_key_values=cache, use_cache=True)
-        cache = said.past_key_values
+            said = model(input_ids=torch.tensor([new], device=device), past_key_values=cache, use_cache=True, **given)
+        cache, given = said.past_key_values, {}
         token = choose(said.logits[0, -1].float().cpu(), temperature, top_p, generator)
         yield token
         if token in ends:

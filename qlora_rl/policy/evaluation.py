@@ -18,10 +18,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, cast
 
+from qlora_rl.base.kinds import load_processor
 from qlora_rl.contracts import SamplingSpec
+from qlora_rl.engine.images import Prompt, token_ids
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.held import replace_file
+from qlora_rl.pictures import as_thumbnails
 from qlora_rl.policy.draw import check_sampling
+from qlora_rl.policy.prompts import with_images
 from qlora_rl.policy.rows import as_trained
 from qlora_rl.policy.trained import TrainedRun
 
@@ -109,8 +113,8 @@ def evaluate(
 
     Args:
         trained: the run.
-        rows: of a dataset: "prompt" (text or messages), and the columns that the rewards read; or columns out of which [data] of the
-            run's file makes these (`as_trained`).
+        rows: of a dataset: "prompt" (text or messages), "image" or "images" (PIL images, of a vision-language model), and the columns that the rewards
+            read; or columns out of which [data] of the run's file makes these (`as_trained`).
         rewards: reward functions with TRL's signature.
         samples: G.
         sampling: greedy, at most 256 tokens, by default.
@@ -234,9 +238,9 @@ def read_rows(file: str | os.PathLike[str], limit: int | None = None) -> list[di
 @contextmanager
 def both_sides(
     trained: TrainedRun, rows: Sequence[Mapping[str, Any]], sampling: SamplingSpec, options: Mapping[str, Any]
-) -> Iterator[tuple[Any, list[list[int]], list[Callable[[], Any]]]]:
+) -> Iterator[tuple[Any, list[Prompt], list[Callable[[], Any]]]]:
     """One engine for base and policy: its tokenizer, the prompts as ids, and what makes it serve the one, then the other."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     from qlora_rl.adapter.delta import iter_weights
     from qlora_rl.adapter.export import read_adapter
@@ -248,10 +252,10 @@ def both_sides(
 
     base = trained.base
     verdict = judge_adapter(trained.adapter, base=base) if trained.adapter is not None else None
-    tokenizer = AutoTokenizer.from_pretrained(base.path)
-    ids = [encode(tokenizer, row["prompt"], **trained.template_kwargs) for row in rows]
+    tokenizer = load_processor(base.path)
+    ids = [encode(tokenizer, _with_images(row), **trained.template_kwargs) for row in rows]
     limit = AutoConfig.from_pretrained(base.path).get_text_config().max_position_embeddings
-    length = min(max(map(len, ids)) + sampling.max_tokens, limit)
+    length = min(max(len(token_ids(each)) for each in ids) + sampling.max_tokens, limit)
     bundle = read_adapter(trained.adapter, base) if verdict else None
     held = base if bundle is not None or not base.spec.is_4bit else bake_base(base)
     start = {"max_model_length": length, "max_lora_rank": bundle.rank if bundle else 0, "use_tqdm_on_load": False}
@@ -269,6 +273,13 @@ def both_sides(
             return engine
 
         yield tokenizer, ids, [lambda: engine, policy]
+
+
+def _with_images(row: Mapping[str, Any]) -> Any:
+    """The prompt of a row, with its images in the messages."""
+    images = row.get("images") or [row.get("image")]
+    seen = [each for each in images if hasattr(each, "convert")]  # other rows may have texts there
+    return with_images(row["prompt"], seen) if seen and not isinstance(row["prompt"], str) else row["prompt"]
 
 
 def _score(
@@ -318,5 +329,5 @@ def _kept(
             "before_rewards": rewards[0],
             "after_rewards": rewards[1],
         }
-        kept.append({"prompt": rows[i]["prompt"], **answer, **sides})
+        kept.append({"prompt": as_thumbnails(_with_images(rows[i])), **answer, **sides})
     return kept

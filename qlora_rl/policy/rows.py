@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from qlora_rl.config.data import as_conversation, extracted, placeholders
+from qlora_rl.config.data import IMAGES, as_conversation, extracted, placeholders
 from qlora_rl.config.schema import Data
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.pictures import read_image
 
 
 def as_trained(rows: Sequence[Mapping[str, Any]], data: Data | None) -> list[dict[str, Any]]:
@@ -38,6 +41,32 @@ def as_trained(rows: Sequence[Mapping[str, Any]], data: Data | None) -> list[dic
         if any(value is not None and re.search(pattern, str(value)) for value in values):
             for row, value in zip(found, extracted(values, name, re.compile(pattern)), strict=True):
                 row[name] = value
+    return found
+
+
+def open_images(rows: Sequence[Mapping[str, Any]], data: Data | None, root: Path) -> list[dict[str, Any]]:
+    """Rows of a file with the images that [data] images of the run names, as PIL images in the column `images`.
+
+    Args:
+        rows: as they were read: a path, or a list of paths.
+        data: of the run; `None`, or one without images, changes nothing.
+        root: directory that paths count from.
+
+    Raises:
+        ConfigConflictError: an image cannot be read; names the row.
+    """
+    found = [dict(row) for row in rows]
+    if data is None or data.images is None:
+        return found
+    for number, row in enumerate(found):
+        held = row.pop(data.images, None)
+        paths = [] if held is None else held if isinstance(held, list) else [held]
+        try:
+            row[IMAGES] = [read_image(root / each) for each in paths]
+        except (ValueError, OSError, TypeError) as error:
+            raise ConfigConflictError(
+                f"reading the rows: row {number}: {data.images} = {held!r}: {error}. Fix the row, or remove it."
+            ) from error
     return found
 
 

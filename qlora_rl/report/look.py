@@ -84,6 +84,7 @@ thead th { color: var(--soft); font-size: .82rem; vertical-align: bottom; } tbod
 .num { text-align: right; white-space: nowrap; } td.main { font-weight: 620; } thead .num { white-space: normal; }
 .sample { border: 1px solid var(--line); border-radius: .6rem; background: var(--card); margin-top: .9rem;
   padding: 1rem 1.15rem; } .sample > p { margin: 0; max-width: none; white-space: pre-wrap; }
+.sample img { display: block; max-width: 10rem; max-height: 10rem; border-radius: .3rem; margin-top: .5rem; }
 .sample .answer { font-size: .88rem; color: var(--soft); margin-top: .25rem; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1.2rem; margin-top: .8rem; } .pair > div { min-width: 0; }
 .pair h4 { margin: 0 0 .25rem; font-size: .82rem; font-weight: 400; color: var(--soft); }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-_VOID = frozenset({"meta", "link", "br"})
+_VOID = frozenset({"meta", "link", "br", "img"})
 
 
 class Markup(str):

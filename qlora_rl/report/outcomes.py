@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from .markup import Markup, tag
-from .parts import download, mark, object_in, section, table, text_of
+from .parts import download, images_of, mark, object_in, section, table, text_of
 from .quantities import ABSENT, finite, plain
 from .run import Run
 from .samples import judge_sample
@@ -91,7 +91,7 @@ def draw_rollouts(run: Run) -> Markup | None:
             tag("div", tag("h4", _worth(each.get("rewards")), class_="alone"), _shown(each.get("completion")))
             for each in answers
         ]
-        prompt = tag("p", _cut(group.get("prompt", ABSENT)))
+        prompt = tag("p", _cut(group.get("prompt", ABSENT)), *images_of(group.get("prompt")))
         name = f"{title} ({plain(group.get('step'))})"
         said = "" if (mean := _mean_reward(answers)) is None else f": mean reward {plain(mean)}"
         article = tag("article", prompt, tag("div", *written, class_="pair"), class_="sample")
@@ -129,7 +129,7 @@ def _rows_of(groups: Sequence[tuple[str, dict[str, Any], list[dict[str, Any]]]])
 def _card(row: dict[str, Any], sides: Sequence[Markup]) -> Markup:
     answer = row.get("answer")
     return tag(
-        "article", tag("p", _cut(row.get("prompt", ABSENT))),
+        "article", tag("p", _cut(row.get("prompt", ABSENT)), *images_of(row.get("prompt"))),
         tag("p", f"Correct answer: {_cut(answer)}", class_="answer") if answer is not None else None,
         tag("div", *sides, class_="pair"), class_="sample",
     )  # fmt: skip

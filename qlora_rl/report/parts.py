@@ -6,10 +6,13 @@ import base64
 import csv
 import io
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from .markup import Markup, tag
+
+_THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,65536}={0,2}")
 
 
 def section(title: str, caption: str | None, *content: object) -> Markup:
@@ -23,9 +26,31 @@ def section(title: str, caption: str | None, *content: object) -> Markup:
 
 def text_of(value: Any) -> str:
     """A prompt or an answer as text; a chat is the contents of its messages."""
-    if isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
-        return "\n\n".join(str(message["content"]) for message in value)
+    if _is_chat(value):
+        return "\n\n".join(_content(message["content"]) for message in value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def images_of(value: Any) -> list[Markup]:
+    """The thumbnails in the messages of a chat; nothing else is shown as an image."""
+    parts = [p for m in value for p in m["content"] if isinstance(m["content"], list)] if _is_chat(value) else []
+    held = [part.get("image") for part in parts if isinstance(part, dict) and part.get("type") == "image"]
+    return [
+        tag("img", src=each, alt=f"image {number} of the prompt")
+        for number, each in enumerate(held, 1)
+        if isinstance(each, str) and _THUMBNAIL.fullmatch(each)
+    ]
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "content" in m for m in value)
+
+
+def _content(content: Any) -> str:
+    """Text of a message; of one that has parts, their texts."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return str(content)
+    return "".join("[image] " if part.get("type") == "image" else str(part.get("text", part)) for part in content)
 
 
 def mark(is_right: bool | None) -> Markup | None:

@@ -13,6 +13,7 @@ from qlora_rl.adapter.subject import bare_model
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_fingerprint
+from qlora_rl.base.kinds import directory_takes_images, may_take_images
 from qlora_rl.distributed import join
 from qlora_rl.errors import BaseMismatchError
 from qlora_rl.train.run import CONFIG, StepRecord
@@ -34,6 +35,7 @@ from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.mlp_tiles import tile_mlps
 from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
 from qlora_rl.train.setup.start import keep_start, settle
+from qlora_rl.train.setup.tower import settle_tower
 
 
 class OfflineTrainer(TrainedRun):
@@ -41,6 +43,8 @@ class OfflineTrainer(TrainedRun):
 
     # TRL makes a frozen copy of a PeftModel's adapter, to refer to.
     _refers = False
+    # Why its rows hold no images; empty where they may.
+    _why_no_images = "this trainer takes text only"
 
     def set_up(
         self,
@@ -69,7 +73,9 @@ class OfflineTrainer(TrainedRun):
         args = settings.own_copy(args)
         check_processes(args, "starting the training")
         peft_config, start = settle(model, peft_config)
-        settings.check_datasets(train_dataset, eval_dataset)
+        images = settings.check_datasets(train_dataset, eval_dataset, why=self._why_no_images)
+        if images and not may_take_images(model):
+            settings.reject_images(images, f"{model} takes none")
         with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
             self.run = open_run(args.output_dir, existing_run)
             source = self._resolve(
@@ -80,11 +86,14 @@ class OfflineTrainer(TrainedRun):
                 processing_class=processing_class,
                 takes_sync=False,
             )
+            if images and not directory_takes_images(self.base.path):
+                settings.reject_images(images, f"{self.base} takes none")
             loaded = source.load()
             check_base(loaded, self.base.path)
             check_common_base(self.base.identity)
             if processing_class is None:
                 processing_class = load_tokenizer(self.base, args)
+            settings.check_processor(processing_class, self.base.path)
             before = trained_values(loaded)
             init, args.model_init_kwargs = args.model_init_kwargs, None  # the model is loaded already
             super().__init__(
@@ -103,6 +112,7 @@ class OfflineTrainer(TrainedRun):
                 tile_mlps(bare_model(self.model))
             set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
             keep_start(self, start)
+            settle_tower(bare_model(self.model))
             begin_alike(self.model)
             bare = bare_model(self.model)
             use_small_tiles(bare, 1.0, self._outputs())
@@ -200,6 +210,7 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
     _tag_names = ["trl", "sft", "qlora-rl"]
     _name = "SFT"
     _config_name = "sft"
+    _why_no_images = ""
 
     def __init__(
         self,

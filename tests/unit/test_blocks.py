@@ -107,7 +107,7 @@ def test_every_run_file_passes_the_check(text, tmp_path):
     (tmp_path / "run.toml").write_text(text)
     (tmp_path / "key").write_text("k" * 32)
     for name in ("sums.jsonl", "products.jsonl"):
-        (tmp_path / name).write_text(json.dumps({"prompt": "2+2=", "answer": "4"}) + "\n")
+        (tmp_path / name).write_text(json.dumps({"prompt": "2+2=", "answer": "4", "image": "a.png"}) + "\n")
     (tmp_path / "tools.py").write_text(next(p.values[0] for p in PYTHON if "def multiply(" in p.values[0]))
     read_config(tmp_path / "run.toml")
 

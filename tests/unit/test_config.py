@@ -78,6 +78,7 @@ WRONG = {
         "format": [("chatml", "none of 'plain', 'chat'")],
         "system_prompt": [(1, TEXT), ("Think.", "Set [data] format = 'chat'")],
         "chat_template_kwargs": [("x", "a table of values"), ({"enable_thinking": False}, "Set [data] format = 'chat'")],
+        "images": [(1, TEXT), ("image", "Set [data] format = 'chat'"), ("image", "train has no column 'image', but prompt, answer, careless")],
         "limit": [(0, "at least 1"), ("all", WHOLE)],
     },
     "rewards": {

@@ -91,7 +91,7 @@ def test_a_model_that_cannot_be_trained_is_said_before_anything_is_loaded(comman
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["Qwen2MoeConfig", "GptOssConfig", "Gemma3Config", "Qwen2_5_VLConfig"])
+@pytest.mark.parametrize("name", ["Qwen2MoeConfig", "GptOssConfig", "Gemma3Config", "LlavaConfig"])
 def test_it_is_known_by_its_config_too(name, tmp_path, capsys):
     import transformers
 
@@ -127,6 +127,26 @@ def test_a_mixture_is_planned_with_adapters_on_attention(name, tmp_path, capsys)
     assert main(["train", str(written(tmp_path, document)), "--check"]) == 1
     assert 'target_modules = ["k_proj", "o_proj", "q_proj", "v_proj"]' in capsys.readouterr().err
     document["adapter"] = {"target_modules": ["k_proj", "o_proj", "q_proj", "v_proj"]}
+    assert main(["train", str(written(tmp_path, document)), "--check"]) == 0
+
+
+def test_a_model_for_images_is_planned_with_adapters_on_its_language_model(tmp_path, capsys):
+    from runfile import GOOD, written
+
+    from qlora_rl.cli import main
+
+    name = "Qwen/Qwen2.5-VL-3B-Instruct"
+    assert main(["plan", name, "--gpu-memory", "24"]) == 0
+    assert "vision tower, one pass" in capsys.readouterr().out
+    assert main(["recommend", name, "--gpu-memory", "24"]) == 0
+    said = capsys.readouterr().out
+    assert r"model\\.language_model\\..*_proj" in said
+    assert "every linear of the language model: an engine applies no adapter to a vision tower" in said
+    document = {**GOOD, "base": {"model": name}}
+    assert main(["train", str(written(tmp_path, document)), "--check"]) == 1
+    told = r"target_modules = 'model\.language_model\..*_proj'"
+    assert told in capsys.readouterr().err
+    document["adapter"] = {"target_modules": r"model\.language_model\..*_proj"}
     assert main(["train", str(written(tmp_path, document)), "--check"]) == 0
 
 

@@ -59,7 +59,8 @@ def test_a_talk_remembers_what_was_said_and_forgets_it(run, monkeypatch):
     assert talk.uses_template
     seen = []
     monkeypatch.setattr(
-        "qlora_rl.policy.chat.encode", lambda tokenizer, prompt: seen.append(prompt) or tokenizer("1").input_ids
+        "qlora_rl.policy.chat.model_inputs",
+        lambda tokenizer, prompt: seen.append(prompt) or {"input_ids": tokenizer("1", return_tensors="pt").input_ids},
     )
     first = "".join(talk.answer("one"))
     list(talk.answer("two"))
@@ -111,8 +112,9 @@ def told(run, tmp_path):
 def asked(monkeypatch, talk, text):
     seen = []
     monkeypatch.setattr(
-        "qlora_rl.policy.chat.encode",
-        lambda tokenizer, prompt, **given: seen.append((prompt, given)) or tokenizer("1").input_ids,
+        "qlora_rl.policy.chat.model_inputs",
+        lambda tokenizer, prompt, **given: seen.append((prompt, given))
+        or {"input_ids": tokenizer("1", return_tensors="pt").input_ids},
     )
     list(talk.answer(text))
     return seen[0]

@@ -410,6 +410,42 @@ def test_rollouts_are_shown_with_their_rewards(tmp_path):
     assert rows[0] == {"step": "1", "prompt": "2+2?", "completion": "4", "right": "1.0", "short": "0.5"}
 
 
+def test_images_of_a_prompt_are_shown_small_and_nothing_else_is_shown_as_an_image(tmp_path):
+    from PIL import Image
+
+    from qlora_rl.pictures import as_thumbnails
+
+    def prompt(*images):
+        return [
+            {
+                "role": "user",
+                "content": [*({"type": "image", "image": each} for each in images), {"type": "text", "text": "What?"}],
+            }
+        ]
+
+    good = as_thumbnails(prompt(Image.new("RGB", (640, 320), "red")))
+    source = good[0]["content"][0]["image"]
+    assert Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))).size == (160, 80)
+    bad = prompt(
+        "https://host/a.png",
+        "data:image/svg+xml;base64,AAAA",
+        'data:image/jpeg;base64,AA" onerror="alert(1)',
+        "data:image/jpeg;base64," + "A" * 70_000,
+        None,
+        7,
+    )
+    answers = [{"completion": "red", "rewards": {"right": 1.0}}]
+    groups = {
+        "first": {"step": 1, "prompt": good, "rollouts": answers},
+        "last": {"step": 40, "prompt": bad, "rollouts": answers},
+    }
+    page = read_page(make_run(tmp_path / "a", rollouts=groups))
+    assert page.count("<img") == 1
+    assert f'<img src="{source}" alt="image 1 of the prompt">' in page
+    assert "[image] What?" in page
+    assert "onerror" not in page
+
+
 def test_memory_and_proof_of_the_base_are_in_the_details(tmp_path):
     memory = {
         "lines": [

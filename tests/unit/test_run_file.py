@@ -3,12 +3,13 @@
 import json
 
 import pytest
+from PIL import Image
 from runfile import ROOT
 from transformers import AutoTokenizer
 
 from qlora_rl.advice import Chat, chat_of, tables_for
 from qlora_rl.cli import main
-from qlora_rl.config.data import _known_datasets
+from qlora_rl.config.data import _known_datasets, load_data
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import METHODS
 from qlora_rl.contracts import LEARNING_RATES
@@ -54,6 +55,19 @@ def test_dpo_makes_one_of_pairs(capsys, tmp_path):
     assert (config.method, config.data.prompt_template, config.data.format) == ("dpo", "{question}", "chat")
     with pytest.raises(ConfigConflictError, match="is for --task sft or grpo; it has no columns that dpo learns from"):
         tables_for("openai/gsm8k", "dpo")
+
+
+@pytest.mark.parametrize("task", ["grpo", "sft"])
+def test_a_dataset_with_images_for_a_model_that_takes_them(task, capsys, tmp_path):
+    data = rows(tmp_path, {"question": "sum?", "image": "a.png", "answer": "12"})
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    wanted = ("Qwen/Qwen2.5-VL-7B-Instruct", "--gpu-memory", "80", "--task", task, "--data", data)
+    config = read_config(made(capsys, tmp_path, *wanted))
+    assert (config.data.images, config.data.format, config.data.prompt_template) == ("image", "chat", "{question}")
+    dataset, _ = load_data(config.data)
+    assert [image.size for image in dataset[0]["images"]] == [(32, 32)]
+    assert main(["recommend", *MODEL, "--task", task, "--data", data, "--toml"]) == 2
+    assert "Use a vision-language model (docs/images.md)" in capsys.readouterr().err
 
 
 def test_a_model_without_a_template_gets_plain_text_with_the_same_instruction(capsys, tmp_path):
@@ -114,7 +128,8 @@ def test_whole_texts_have_no_template(tmp_path):
         ("grpo", {"prompt": "a", "answer": "b" * 50}, ConfigConflictError, "answers of up to 50 characters"),
         ("sft", {"question": "a"}, ConfigConflictError, "no column with an answer"),
         ("dpo", {"prompt": "a", "chosen": "b"}, ConfigConflictError, "no column with chosen and rejected"),
-        ("grpo", {"prompt": "a", "image": "b"}, NotYetSupportedError, "holds images"),
+        ("grpo", {"prompt": "a", "image": "b"}, ConfigConflictError, r"images \(image\), and the model takes none"),
+        ("dpo", {"images": ["b"], "chosen": "a"}, NotYetSupportedError, r"images \(images\).* --task sft or grpo or rloo"),
     ],
 )
 def test_what_is_missing_is_said_with_the_columns_that_are_there(task, row, error, said, tmp_path):

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import AutoProcessor, AutoTokenizer
 
 from qlora_rl.adapter.subject import active_adapter, bare_model, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
-from qlora_rl.base.kinds import directory_takes_images
+from qlora_rl.base.kinds import load_processor
 from qlora_rl.distributed import is_sharded, ranks
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.processor import processor
@@ -185,8 +184,7 @@ def check_adapter_dtype(adapter_dtype: str) -> None:
 
 def load_tokenizer(base: PreparedBase, args: Any) -> Any:
     """The tokenizer that is stored with the base, or of a vision-language model the processor, set up as TRL's online trainers want it."""
-    kind = AutoProcessor if directory_takes_images(base.path) else AutoTokenizer
-    return kind.from_pretrained(
+    return load_processor(
         base.path, padding_side="left", truncation_side="left", trust_remote_code=args.trust_remote_code
     )
 

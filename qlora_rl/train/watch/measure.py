@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import RunDirectoryError
 from qlora_rl.fidelity import Fidelity, FidelityMonitor
+from qlora_rl.pictures import as_thumbnails
 from qlora_rl.train.run import ROLLOUTS, RunDirectory, StepRecord
 from qlora_rl.train.watch.alarm import MismatchAlarm, drawn_from, filters_of
 
@@ -133,7 +134,7 @@ class MeasuredSteps:
             {"completion": completions[i], "rewards": {name: values[i] for name, values in rewards.items()}}
             for i in range(start, start + min(size, _KEPT))
         ]
-        last = {"step": self.state.global_step + 1, "prompt": prompts[start], "rollouts": rollouts}
+        last = {"step": self.state.global_step + 1, "prompt": as_thumbnails(prompts[start]), "rollouts": rollouts}
         held = run.path / ROLLOUTS  # of a run that goes on
         if not self._kept_rollouts and held.exists():
             told = json.loads(held.read_text())
