@@ -9,11 +9,15 @@ Private names of vLLM's, as in `compat`; nothing here runs at import.
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qlora_rl.errors import EngineUnsupportedError
+from qlora_rl.engine.sampling import as_ids
+from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError
+from qlora_rl.pictures import read_image
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,78 @@ def followed_by(prompt: Prompt, completion: Sequence[int]) -> Prompt:
     return replace(prompt, ids=ids) if isinstance(prompt, ImagePrompt) else ids
 
 
-def engine_inputs(llm: Any, prompts: Sequence[Prompt], salt: str) -> list[dict[str, Any]]:
-    """What `LLMEngine.add_request` is given for B prompts; the same images are processed once.
+def as_prompts(rows: Sequence[Prompt]) -> list[Prompt]:
+    """Prompts with plain integers as ids.
+
+    Raises:
+        ConfigConflictError: a prompt is text.
+    """
+    plain = as_ids([row.ids if isinstance(row, ImagePrompt) else row for row in rows])
+    return [
+        replace(row, ids=ids) if isinstance(row, ImagePrompt) else ids for row, ids in zip(rows, plain, strict=True)
+    ]
+
+
+def pack(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Prompts for JSON: `rows`, each ids or `{"ids", "images"}` with places in `images`, where each image stands once, as PNG in base64."""
+    known: dict[int, int] = {}
+    images: list[str] = []
+    rows: list[Any] = []
+    for prompt in prompts:
+        if not isinstance(prompt, ImagePrompt):
+            rows.append(prompt)
+            continue
+        for image in prompt.images:
+            if id(image) not in known:  # of a group of completions all have the same
+                known[id(image)] = len(images)
+                images.append(base64.b64encode(_as_png(image)).decode())
+        rows.append({"ids": list(prompt.ids), "images": [known[id(image)] for image in prompt.images]})
+    return {"rows": rows, "images": images}
+
+
+def unpack(rows: Sequence[Any], images: Any, most: int) -> list[Prompt]:
+    """The prompts in what `pack` has made, from somebody who is not trusted; each image is decoded once, within `ImageLimits`.
 
     Args:
-        llm: a `vllm.LLM`.
+        rows: as above.
+        images: as above; `None` for none.
+        most: images of one prompt.
+
+    Raises:
+        ConfigConflictError: it is something else; says which prompt or image.
+    """
+    texts = images if isinstance(images, list) else []
+    decoded: dict[int, Any] = {}
+
+    def read(number: Any) -> Any:
+        if type(number) is not int or not 0 <= number < len(texts):
+            raise ConfigConflictError(f"asking the server: image {str(number)[:20]} of {len(texts)} is asked for.")
+        if number not in decoded:
+            try:
+                decoded[number] = read_image(base64.b64decode(texts[number], validate=True))
+            except (ValueError, TypeError) as error:
+                raise ConfigConflictError(f"asking the server: image {number}: {error}.") from error
+        return decoded[number]
+
+    found: list[Prompt] = []
+    for number, row in enumerate(rows):
+        held = row.get("images") if isinstance(row, dict) else []
+        ids = row.get("ids") if isinstance(row, dict) else row
+        if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+            raise ConfigConflictError("asking the server: a prompt is no list of token ids.")
+        if not isinstance(held, list) or len(held) > most:
+            raise ConfigConflictError(
+                f"asking the server: prompt {number} has {len(held) if isinstance(held, list) else 'no list of'} images; the server takes {most} a prompt."
+            )
+        found.append(ImagePrompt(ids, tuple(map(read, held))) if held else ids)
+    return found
+
+
+def engine_inputs(renderer: Any, prompts: Sequence[Prompt], salt: str) -> list[dict[str, Any]]:
+    """What vLLM's engines are given for B prompts; the same images are processed once.
+
+    Args:
+        renderer: of a vLLM engine.
         prompts: as above.
         salt: of vLLM's prefix cache.
 
@@ -62,15 +133,14 @@ def engine_inputs(llm: Any, prompts: Sequence[Prompt], salt: str) -> list[dict[s
             continue
         key = tuple(map(id, prompt.images))
         if key not in rendered:
-            rendered[key] = _rendered(llm, prompt.images)
+            rendered[key] = _rendered(renderer, prompt.images)
         placed = _placed(rendered[key], list(prompt.ids), f"prompt {number}")
         found.append(placed | {"cache_salt": salt})
     return found
 
 
-def _rendered(llm: Any, images: Sequence[Any]) -> Any:
+def _rendered(renderer: Any, images: Sequence[Any]) -> Any:
     """vLLM's input for a text of nothing but these images."""
-    renderer = llm.llm_engine.renderer
     text = renderer.get_mm_processor().dummy_inputs.get_dummy_text({"image": len(images)})
     prompt = {"prompt": text, "multi_modal_data": {"image": [_as_trainer(image) for image in images]}}
     try:
@@ -87,6 +157,15 @@ def _as_trainer(image: Any) -> Any:
 
     plain = image.convert("RGB")
     return Image.frombytes("RGB", plain.size, plain.tobytes())  # without what it knew besides
+
+
+def _as_png(image: Any) -> bytes:
+    """Its pixels as the trainer's processor takes them, unchanged."""
+    if not hasattr(image, "convert"):
+        raise ConfigConflictError(f"generating: an image is {type(image).__name__}, and a server takes PIL images.")
+    out = io.BytesIO()
+    _as_trainer(image).save(out, "PNG", compress_level=1)
+    return out.getvalue()
 
 
 def _placed(rendered: Any, ids: list[int], which: str) -> dict[str, Any]:

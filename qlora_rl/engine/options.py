@@ -70,6 +70,12 @@ class StartOptions:
     image_tokens: tuple[int, ...] = ()
 
     @property
+    def most_images(self) -> int:
+        """Images of one prompt; 0 for a text model."""
+        limits = self.arguments.get("limit_mm_per_prompt") or {}
+        return int(limits.get("image", 0)) if self.image_tokens else 0
+
+    @property
     def takes_dense(self) -> bool:
         """It can be given full weights, as far as the base decides."""
         return not self.is_4bit and self.ranks == 1 and not self.is_mixture and not self.image_tokens
@@ -219,7 +225,12 @@ def start_options(
                 "told here, and so not verified. Use tensor_parallel_size=1."
             )
         # Without its cache of processed images: one that is rejected half-way would be missing from the other half of it. `images` processes each once.
-        arguments |= {"limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0}, "mm_processor_cache_gb": 0}
+        # A server fetches nothing: no URL is of a domain that cannot exist.
+        arguments |= {
+            "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
+            "mm_processor_cache_gb": 0,
+            "allowed_media_domains": ["nowhere.invalid"],
+        }
     return StartOptions(
         arguments | vllm_options, base, ranks, version, is_4bit, is_cpu, rank, length, mixture, tuple(images)
     )

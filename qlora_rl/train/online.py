@@ -43,6 +43,7 @@ from qlora_rl.train.setup.mlp_tiles import tile_mlps
 from qlora_rl.train.setup.pairing import SHARE, Pair, expects_one_copy, make_pair
 from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, shards_base
 from qlora_rl.train.setup.start import keep_start, settle
+from qlora_rl.train.setup.tower import settle_tower
 from qlora_rl.train.setup.whole import check_whole, trains_whole, unfreeze
 from qlora_rl.train.watch.alarm import alarm_for, check_word
 from qlora_rl.train.watch.rewards import as_list, guard
@@ -145,14 +146,10 @@ class OnlineTrainer(TrainedRun):
                     "reading the config: cast_lm_head_to_fp32=True lifts the output head of the trainer's base to float32, and the engine "
                     "multiplies with the original. Leave it out, or pass allow_base_mismatch=True to train on two different bases."
                 )
-            samples_images = self._takes_images and (rollout == "colocate" or not isinstance(rollout, str))
-            images = settings.check_datasets(
-                train_dataset,
-                eval_dataset,
-                why=""
-                if samples_images
-                else f"{type(self).__name__} with rollout={rollout!r} samples from text prompts only",
-            )
+            why = "" if self._takes_images else f"{type(self).__name__} samples from text prompts only"
+            if ranks().size > 1:
+                why = "in several processes it is sampled from text prompts only"
+            images = settings.check_datasets(train_dataset, eval_dataset, why=why)
             if images and not may_take_images(model):
                 settings.reject_images(images, f"{model} takes none")
             if rollout in settings.STARTED:
@@ -237,6 +234,7 @@ class OnlineTrainer(TrainedRun):
                 keep_on_host(bare_model(self.model))
                 if not shards_base(args):
                     tile_mlps(bare_model(self.model))
+                settle_tower(bare_model(self.model))
                 begin_alike(self.model)
                 self._after_trl(args)
                 padding = settle_padding(bare_model(self.model), self._why_padded(options))

@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
@@ -21,8 +22,15 @@ from qlora_rl import (
     QLoRARLOOTrainer,
     prepare_base,
 )
+from qlora_rl.cli import main
+from qlora_rl.config.launch import launch
+from qlora_rl.config.read import read_config
+from qlora_rl.config.write import to_toml
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.export.job import LIMIT, export_run
+from qlora_rl.policy.chat import Conversation
+from qlora_rl.policy.prompts import model_inputs, with_images
+from qlora_rl.policy.trained import open_trained
 
 pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
 LANGUAGE = r"model\.language_model\..*_proj"
@@ -100,21 +108,30 @@ def test_a_policy_learns_what_only_the_picture_shows(base, tmp_path):
         assert export_run(tmp_path, kind, out=tmp_path / f"as-{kind}", prompts=2).distance.kl_mean < LIMIT
     about = json.loads((tmp_path / "config.json").read_text())
     assert about["base_held"]["copies"] == 1
-    assert "reads images" in about["memory"]["reason"]
+    assert {"pixels", "vision tower, one pass"} <= {line["name"] for line in about["memory"]["lines"]}
+    assert about["memory"]["request"]["image_tokens"] == 95  # vllm_max_model_length less the completion
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "config_class"), [(QLoRAGRPOTrainer, GRPOConfig), (QLoRARLOOTrainer, RLOOConfig)]
-)
-def test_prompts_with_one_image_and_with_several_share_a_batch(base, tmp_path, trainer_class, config_class):
-    # None without: TRL 1.16 hands the processor None for such a row, and fails.
-    images = [[picture(1)], [picture(2), picture(3, 84)], [picture(5, 84, 112)], [picture(4)]]
-    rows = Dataset.from_list([{"prompt": QUESTION, "images": each} for each in images * 4])
+    ("trainer_class", "config_class", "column"),
+    [(QLoRAGRPOTrainer, GRPOConfig, "images"), (QLoRARLOOTrainer, RLOOConfig, "images"), (QLoRAGRPOTrainer, GRPOConfig, "image")],
+)  # fmt: skip
+def test_prompts_with_several_images_one_and_none_share_a_batch(base, tmp_path, trainer_class, config_class, column):
+    images = [[picture(1)], [picture(2), picture(3, 84)], [picture(5, 84, 112)], None, [], [], [picture(4)], []]
+    if column == "image":
+        images = [each[0] if each else None for each in images]
+    rows = Dataset.from_list([{"prompt": QUESTION, column: each} for each in images * 2])
+    seen = []
 
-    def reward(completions, **_):
+    def reward(completions, **columns):
+        seen.extend(columns[column])
         return [random.Random(str(each)).random() for each in completions]
 
-    args = config(config_class, tmp_path, num_generations=2, gradient_accumulation_steps=2)
+    # Two prompts a rollout and one a micro-batch: some of either are without an image.
+    args = config(
+        config_class, tmp_path, per_device_train_batch_size=2, num_generations=2, gradient_accumulation_steps=2,
+        max_steps=8, learning_rate=1e-4,
+    )  # fmt: skip
     with trainer_class(
         model=base,
         reward_funcs=reward,
@@ -124,9 +141,59 @@ def test_prompts_with_one_image_and_with_several_share_a_batch(base, tmp_path, t
     ) as trainer:
         trainer.train()
     found = lines(tmp_path)
-    assert len(found) == 2
+    assert len(found) == 8
+    # One epoch, in which each row stands twice, and two completions of each.
+    assert sum(not each for each in seen) == sum(not each for each in images) * 4
     assert max(line["mismatch_kl"] for line in found) < 1e-3
     assert all(line["grad_norm"] > 0 for line in found if "grad_norm" in line)
+
+
+def test_a_run_from_a_file_is_evaluated_and_talked_to_with_images(base, tmp_path, capfd):
+    (tmp_path / "seen").mkdir()
+    rows = []
+    for number in range(8):
+        shade(number % 2 == 0, number).save(tmp_path / "seen" / f"{number}.png")
+        rows.append({"question": "bright?", "photo": f"seen/{number}.png", "answer": "1"})
+    rows[3]["photo"] = None
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document = {
+        "method": "grpo", "base": {"model": str(base.path)}, "adapter": {"r": 4, "target_modules": LANGUAGE},
+        "data": {"train": "rows.jsonl", "images": "photo", "format": "chat", "columns": {"prompt": "question"}},
+        "rewards": [{"use": "length_match", "arguments": {"at_most": 4}}], "run": {"dir": str(tmp_path / "run")},
+        "train": {"max_steps": 1, "per_device_train_batch_size": 8, "num_generations": 2, "max_completion_length": 4, "vllm_max_model_length": 64},
+    }  # fmt: skip
+    (tmp_path / "run.toml").write_text(to_toml(document))
+    run = launch(read_config(tmp_path / "run.toml"))
+    kept = json.loads((run / "rollouts.json").read_text())["first"]["prompt"]
+    assert kept[0]["content"][0]["image"].startswith("data:image/jpeg;base64,")
+    assert main(["eval", str(run), "--data", str(tmp_path / "rows.jsonl"), "--limit", "4", "--max-tokens", "3"]) == 0
+    shown = [row["prompt"][0]["content"] for row in json.loads((run / "eval.json").read_text())["rows"]]
+    assert [isinstance(content, str) for content in shown] == [False, False, False, True]
+    assert "4 prompts" in capfd.readouterr().out
+
+    talk = Conversation(open_trained(run), temperature=0.0, max_tokens=4)
+    answers = []
+    for image in (shade(True, 0), shade(False, 1)):
+        talk.forget()
+        prompt = with_images([{"role": "user", "content": "bright?"}], [image])
+        given = model_inputs(talk.tokenizer, prompt)
+        sampled = list(talk._draw(dict(given)))
+        # Without a cache: all of it again for each token, the image's positions included.
+        ids, types = given["input_ids"], given["mm_token_type_ids"]
+        for token in sampled:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                logits = talk._model(**given | {"input_ids": ids, "mm_token_type_ids": types}).logits[0, -1].float()
+            assert logits.max() - logits[token] < 0.1  # of bf16; another position or image is further off
+            ids, types = (
+                torch.cat([ids, torch.tensor([[token]])], 1),
+                torch.cat([types, torch.zeros(1, 1, dtype=types.dtype)], 1),
+            )
+        answers.append("".join(talk.answer("bright?", [image])))
+        assert answers[-1] == talk.tokenizer.decode(sampled, skip_special_tokens=True)
+    assert answers[0] != answers[1]
+    assert len(talk._said) == 2
+    with pytest.raises(ConfigConflictError, match="images are parts of messages"):
+        next(Conversation(open_trained(run), uses_template=False).answer("bright?", [image]))
 
 
 def test_what_cannot_be_sampled_with_images_is_rejected_before_anything_is_loaded(base, tmp_path):
@@ -134,10 +201,6 @@ def test_what_cannot_be_sampled_with_images_is_rejected_before_anything_is_loade
     common = {"model": base, "reward_funcs": sees, "train_dataset": rows}
     lora = LoraConfig(r=8, target_modules=LANGUAGE)
     args = config(GRPOConfig, tmp_path)
-    with pytest.raises(
-        NotYetSupportedError, match="its column image holds images, and QLoRAGRPOTrainer with rollout='server'"
-    ):
-        QLoRAGRPOTrainer(**common, args=args, peft_config=lora, rollout="server")
     with pytest.raises(NotYetSupportedError, match="its column image holds images, and QLoRAAsyncGRPOTrainer"):
         QLoRAAsyncGRPOTrainer(**common, args=args, peft_config=lora)
     dora = LoraConfig(r=8, target_modules=LANGUAGE, use_dora=True)

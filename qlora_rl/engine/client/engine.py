@@ -42,9 +42,11 @@ from qlora_rl.engine.client.asking import (
 from qlora_rl.engine.client.connections import Lines
 from qlora_rl.engine.client.state import Phase, ServerState
 from qlora_rl.engine.client.upload import upload
-from qlora_rl.engine.sampling import as_ids, check_lengths
+from qlora_rl.engine.images import Prompt, as_prompts, pack, token_ids
+from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.errors import (
     EngineBrokenError,
+    EngineUnsupportedError,
     QloraRLError,
     RolloutCancelledError,
     SyncError,
@@ -182,6 +184,7 @@ class ServerEngine:
             takes_bytes=self.shared_dir is None,
             dense_way="directory" if self.shared_dir or self._near else "http",
             holds_two=self._about.get("holds_two", False),
+            takes_images=self._about.get("most_images", 0) > 0,
         )
 
     def describe_base(self) -> BaseFingerprint:
@@ -194,7 +197,7 @@ class ServerEngine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingSpec | None = None,
         *,
         places: Sequence[int] | None = None,
@@ -204,7 +207,7 @@ class ServerEngine:
         """One completion for each of B prompts (token ids), all by one version; from any thread.
 
         Args:
-            prompts: token ids.
+            prompts: token ids, or `ImagePrompt`s, whose images are sent as PNG.
             sampling: how to sample.
             places: number of each prompt in the whole of which these are a part; decides its seed. By default 0 to B - 1.
             version: that was pushed last, or the one before it.
@@ -212,6 +215,7 @@ class ServerEngine:
 
         Raises:
             PromptTooLongError: names every prompt that leaves no room for a completion; nothing was generated.
+            EngineUnsupportedError: images, and the server takes none, or not so many in one request.
             VersionGoneError: neither. RolloutCancelledError: another thread has called `cancel`.
             ServerTakenError: somebody else has pushed another adapter.
             EngineBrokenError: the server stayed away longer than `wait_s`.
@@ -219,23 +223,20 @@ class ServerEngine:
         if sampling is not None and fields:
             raise TypeError("generate: give either sampling= or its fields by name, not both.")
         self._state.refuse_withdrawn()
-        ids = as_ids(prompts)
-        check_lengths(ids, self._about["max_model_length"])
+        asked = self._packed("prompts", prompts)
         started = time.perf_counter()
-        asked: dict[str, Any] = {"prompts": ids, "sampling": dataclasses.asdict(sampling or SamplingSpec(**fields))}
+        asked["sampling"] = dataclasses.asdict(sampling or SamplingSpec(**fields))
         if places is not None:
             asked["places"] = list(places)
         found = self._ask("POST", "/generate", lambda: asked | self._expected(version))
         seconds = time.perf_counter() - started
         return Rollout(found["completion_ids"], found["logprobs"], found["version"], seconds)
 
-    def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
+    def score(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[float]]:
         """Natural logs of the probabilities of every token but the first; with `bare` under the base alone."""
         if not bare:
             self._state.refuse_withdrawn()
-        ids = as_ids(sequences)
-        check_lengths(ids, self._about["max_model_length"])
-        body = {"sequences": ids, "bare": bare}
+        body = self._packed("sequences", sequences) | {"bare": bare}
         return self._ask("POST", "/score", lambda: body if bare else body | self._expected())["logprobs"]
 
     def held_adapter(self, rank: int) -> Mapping[str, str]:
@@ -366,6 +367,23 @@ class ServerEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _packed(self, name: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Prompts for a body, which are checked before anything is sent."""
+        asked, limit = as_prompts(prompts), self._about["max_body_bytes"]
+        check_lengths([token_ids(each) for each in asked], self._about["max_model_length"])
+        packed = pack(asked)
+        if packed["images"] and not self._about.get("most_images"):
+            raise EngineUnsupportedError(
+                "generating: the prompts hold images, and the server's model takes none. Leave them out."
+            )
+        size = sum(map(len, packed["images"]))
+        if size > 0.9 * limit:
+            raise EngineUnsupportedError(
+                f"generating: {len(packed['images'])} images have {size} bytes, more than the server's max_body_bytes={limit} leaves room for. Start it with "
+                "a larger --max-body-mib, or use smaller images."
+            )
+        return {name: packed["rows"], **({"images": packed["images"]} if packed["images"] else {})}
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from qlora_rl.adapter.store import unpack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.engine.fleet.replicas import Replica, Replicas
 from qlora_rl.engine.fleet.shares import Shares
-from qlora_rl.engine.sampling import as_ids, check_lengths
+from qlora_rl.engine.images import Prompt, as_prompts, token_ids
+from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.errors import (
     BaseMismatchError,
     CanaryError,
@@ -110,6 +111,7 @@ class Fleet:
             max_model_length=min(each.max_model_length for each in found),
             takes_bytes=any(each.takes_bytes for each in found),
             holds_two=all(each.holds_two for each in found),
+            takes_images=all(each.takes_images for each in found),
         )
 
     def describe_base(self) -> BaseFingerprint:
@@ -137,7 +139,7 @@ class Fleet:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingSpec | None = None,
         *,
         version: int | None = None,
@@ -160,10 +162,12 @@ class Fleet:
         if sampling is not None and fields:
             raise TypeError("generate: give either sampling= or its fields by name, not both.")
         self._refuse_withdrawn()
-        ids, spec = as_ids(prompts), sampling or SamplingSpec(**fields)
+        ids, spec = as_prompts(prompts), sampling or SamplingSpec(**fields)
         if spec.seed is None:  # without one, replicas may sample the same
             spec = replace(spec, seed=secrets.randbits(62))
-        check_lengths(ids, min(each.capabilities().max_model_length for each in self.replicas))
+        check_lengths(
+            [token_ids(each) for each in ids], min(each.capabilities().max_model_length for each in self.replicas)
+        )
         if version is None and self.capabilities().holds_two:
             # What has begun with a version ends with it, also when a push goes through meanwhile.
             version = self._version
@@ -215,11 +219,11 @@ class Fleet:
         for each in self.live:
             each.cancel()
 
-    def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
+    def score(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[float]]:
         """Natural logs of the probabilities of every token but the first, by the first replica; with `bare` under the base alone."""
         return self.score_each(sequences, bare=bare)[0]
 
-    def score_each(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[list[float]]]:
+    def score_each(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[list[float]]]:
         """`score` of every replica that takes part."""
         if not bare:
             self._refuse_withdrawn()

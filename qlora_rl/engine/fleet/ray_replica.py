@@ -14,7 +14,7 @@ from typing import Any
 from qlora_rl.adapter.store import pack_adapter, read_directory
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.engine.fleet.hosted import Answer, State
-from qlora_rl.engine.sampling import as_ids
+from qlora_rl.engine.images import Prompt, as_prompts
 from qlora_rl.errors import EngineBrokenError, EngineClosedError, MissingDependencyError
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class RayReplica:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingSpec | None = None,
         *,
         places: Sequence[int] | None = None,
@@ -236,11 +236,11 @@ class RayReplica:
     ) -> Rollout:
         """One completion for each of B prompts (token ids), all by one version; see `LocalEngine.generate`."""
         named = {} if version is None else {"version": version}
-        return self._ask("generate", as_ids(prompts), sampling or SamplingSpec(**fields), places=places, **named)
+        return self._ask("generate", as_prompts(prompts), sampling or SamplingSpec(**fields), places=places, **named)
 
-    def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
+    def score(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[float]]:
         """Natural logs of the probabilities of every token but the first."""
-        return self._ask("score", as_ids(sequences), bare=bare)
+        return self._ask("score", as_prompts(sequences), bare=bare)
 
     def held_adapter(self, rank: int) -> Mapping[str, str]:
         """Digests of what it multiplies with."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.engine.images import Prompt
 from qlora_rl.errors import (
     AccessDeniedError,
     BaseMismatchError,
@@ -100,7 +101,7 @@ class Replica(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingSpec,
         *,
         places: Sequence[int] | None = None,
@@ -109,7 +110,7 @@ class Replica(Protocol):
         """`places`: number of each prompt in the whole; decides its seed."""
         ...
 
-    def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
+    def score(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[float]]:
         """Logprobs of every token but the first."""
         ...
 

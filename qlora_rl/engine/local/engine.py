@@ -463,7 +463,7 @@ class LocalEngine:
                 version = self.version if version is None else version
                 lora, salt = self._policy(version, bare=bare)
                 engine = self._llm.llm_engine
-                call = self._driver.begin(engine, engine_inputs(self._llm, asked, salt), params, lora)
+                call = self._driver.begin(engine, engine_inputs(engine.renderer, asked, salt), params, lora)
             # From here on a push may take place between two steps: these requests go on with what they began with.
             finished = self._driver.finish(engine, call, raise_if_interrupted)
         if holds_nan(finished):

@@ -23,6 +23,7 @@ import torch
 from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, unpack_adapter
 from qlora_rl.contracts import IS_PROBE, AdapterBundle, SamplingSpec
 from qlora_rl.engine import compat
+from qlora_rl.engine.images import Prompt, engine_inputs, token_ids
 from qlora_rl.engine.sampling import (
     SCORING,
     are_cut_off,
@@ -93,6 +94,7 @@ class ServedPolicy:
         visits: which requests are inside.
         weights: that are in the engine.
         base: directory that the engine has loaded.
+        image_tokens: that are never sampled.
     """
 
     def __init__(
@@ -106,8 +108,9 @@ class ServedPolicy:
         visits: Visits,
         weights: ServedWeights | None = None,
         base: Path | None = None,
+        image_tokens: Sequence[int] = (),
     ):
-        self.base = base
+        self.base, self.image_tokens = base, image_tokens
         self.weights = weights or ServedWeights(engine, store.root.parent, {})
         self.engine, self.names, self.store, self.visits = engine, names, store, visits
         self.sizes, self.max_rank, self.max_length = sizes, max_rank, max_length
@@ -118,6 +121,7 @@ class ServedPolicy:
         self._kept: list[Held] = []
         self._is_stained = False  # there may be NaN in the KV cache
         self._lock = asyncio.Lock()
+        self._rendering = asyncio.Lock()
         self.order = asyncio.Lock()  # a change that was given up must not overtake the one that repeals it
 
     @property
@@ -235,7 +239,7 @@ class ServedPolicy:
 
     async def generate(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[Prompt],
         sampling: Mapping[str, Any],
         places: list[int] | None = None,
         wanted: Wanted = (None, None, False),
@@ -260,30 +264,31 @@ class ServedPolicy:
         }
 
     async def score(
-        self, sequences: list[list[int]], bare: bool, wanted: Wanted = (None, None, False)
+        self, sequences: Sequence[Prompt], bare: bool, wanted: Wanted = (None, None, False)
     ) -> dict[str, Any]:
         """Logprobs of every token but the first; `wanted` as in `generate`."""
         version, outputs = await self._run(sequences, SCORING, bare=bare, wanted=wanted)
-        scored = [scored_logprobs(ids, o.prompt_logprobs) for ids, o in zip(sequences, outputs, strict=True)]
+        ids = map(token_ids, sequences)
+        scored = [scored_logprobs(each, o.prompt_logprobs) for each, o in zip(ids, outputs, strict=True)]
         return {"logprobs": scored, "version": version}
 
     async def _run(
         self,
-        ids: list[list[int]],
+        asked: Sequence[Prompt],
         spec: SamplingSpec,
         places: list[int] | None = None,
         *,
         bare: bool = False,
         wanted: Wanted = (None, None, False),
     ) -> tuple[int, list[Any]]:
-        check_lengths(ids, self.max_length)
+        check_lengths([token_ids(each) for each in asked], self.max_length)
         await self._clear_stains()  # whoever had sampled NaN may have gone before it was cleared away
         async with self.weights.reading(bare=bare):
             # Not before: it may have waited for a push. Nothing is awaited until `held` is read.
             held = self._find(*wanted)
             # It may be one from before this request came: its directory stays until vLLM needs it no more.
             with contextlib.nullcontext() if held is None else self.visits.visit(held.number):
-                version, outputs = await self._draw(ids, spec, None if bare else held, places)
+                version, outputs = await self._draw(asked, spec, None if bare else held, places)
             if await asyncio.to_thread(holds_nan, outputs):  # no `|=`: it would forget what others find meanwhile
                 self._is_stained = True
         await self._clear_stains()
@@ -316,20 +321,26 @@ class ServedPolicy:
         )
 
     async def _draw(
-        self, ids: list[list[int]], spec: SamplingSpec, held: Held | None, places: list[int] | None
+        self, asked: Sequence[Prompt], spec: SamplingSpec, held: Held | None, places: list[int] | None
     ) -> tuple[int, list[Any]]:
-        params = sampling_params(spec, range(len(ids)) if places is None else places)
+        params = sampling_params(spec, range(len(asked)) if places is None else places, never=self.image_tokens)
         lora, salt = (None, self.weights.salt) if held is None else (held.request, held.salt)
         call = uuid.uuid4().hex
+        if self.image_tokens:
+            async with self._rendering:  # images are processed aside, while others sample
+                inputs = await asyncio.to_thread(engine_inputs, self.engine.renderer, asked, salt)
+        else:
+            inputs = engine_inputs(None, asked, salt)
 
         async def one(index: int) -> Any:
-            prompt = {"prompt_token_ids": ids[index], "cache_salt": salt}
             last = None
-            async for output in self.engine.generate(prompt, params[index], f"{call}-{index}", lora_request=lora):
+            async for output in self.engine.generate(
+                inputs[index], params[index], f"{call}-{index}", lora_request=lora
+            ):
                 last = output
             return last
 
-        tasks = [asyncio.ensure_future(one(i)) for i in range(len(ids))]
+        tasks = [asyncio.ensure_future(one(i)) for i in range(len(asked))]
         try:
             outputs = await asyncio.gather(*tasks)
         except compat.refusals() as error:  # before it ran

@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from qlora_rl.engine import compat
+from qlora_rl.engine.images import Prompt, token_ids, unpack
 from qlora_rl.engine.server.gate import TooLargeError
 from qlora_rl.engine.server.lease import Lease
 from qlora_rl.engine.server.policy import ServedPolicy, Wanted, read_probe
@@ -123,8 +124,8 @@ class Api:
     async def generate(self, request: Request) -> dict[str, Any] | None:
         """One completion for each prompt, all by one version."""
         asked = await _json(request, prompts=list, sampling=dict)
-        prompts, places = _ids(asked["prompts"]), asked.get("places")
-        if places is not None and len(_ids([places])[0]) != len(prompts):
+        prompts, places = await self._prompts(asked, "prompts"), asked.get("places")
+        if places is not None and len(token_ids(unpack([places], None, 0)[0])) != len(prompts):
             raise ConfigConflictError(
                 f"generating: {len(places)} places for {len(prompts)} prompts. Send one for each."
             )
@@ -134,7 +135,8 @@ class Api:
         """Logprobs of every token but the first."""
         asked = await _json(request, sequences=list, bare=bool)
         wanted = (None, None, False) if asked["bare"] else _wanted(asked)
-        return await _unless_gone(request, self.policy.score(_ids(asked["sequences"]), asked["bare"], wanted))
+        sequences = await self._prompts(asked, "sequences")
+        return await _unless_gone(request, self.policy.score(sequences, asked["bare"], wanted))
 
     async def probe(self, request: Request) -> dict[str, Any]:
         """Digest of a small file in the adapter directory: does the client see the same one?"""
@@ -157,6 +159,13 @@ class Api:
         self.lease.release(_session(request))
         await self.policy.weights.leave(_session(request))
         return {}
+
+    async def _prompts(self, asked: dict[str, Any], name: str) -> list[Prompt]:
+        """Of a body; images are decoded aside, while others are answered."""
+        most = self.about.get("most_images", 0)
+        if not asked.get("images"):
+            return unpack(asked[name], None, most)
+        return await asyncio.to_thread(unpack, asked[name], asked["images"], most)
 
     def _answering(self, handler: Callable[[Request], Awaitable[dict[str, Any] | None]]) -> Callable[..., Any]:
         async def answer(request: Request) -> Response:
@@ -247,10 +256,3 @@ async def _json(request: Request, **fields: type) -> dict[str, Any]:
     if wrong:
         raise ConfigConflictError(f"asking the server: {', '.join(wrong)} missing in the body, or of another type.")
     return asked
-
-
-def _ids(rows: list[Any]) -> list[list[int]]:
-    for row in rows:
-        if not isinstance(row, list) or not all(type(token) is int and token >= 0 for token in row):
-            raise ConfigConflictError("asking the server: a prompt is no list of token ids.")
-    return rows

@@ -38,6 +38,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LEASE_S = 600.0
 _WITH_PARENT = "QLORA_RL_END_WITH_PARENT"
 _MIB = 2**20
+# Of one request with images: a rollout of a hundred photographs.
+_IMAGES_MIB = 512.0
 
 
 def serve(
@@ -169,17 +171,21 @@ class _Server:
         limit = self.max_body_mib
         if limit is None:
             limit = max(16.0, 1.1 * 4 * rank * sum(i + o for i, o in sizes.values()) / _MIB + 1)
+            limit = max(limit, _IMAGES_MIB if self.start.most_images else 0)
         max_body = int(limit * _MIB)
         visits, models = Visits(), app.state.openai_serving_models
         models.lora_requests = names = compat.PolicyNames(models.lora_requests)
         length = self.start.max_model_length
-        policy = ServedPolicy(engine, names, self.store, sizes, rank, length, visits, weights, self.start.base)
+        policy = ServedPolicy(
+            engine, names, self.store, sizes, rank, length, visits, weights, self.start.base, self.start.image_tokens
+        )
         about = {
             "name": f"vllm {self.start.vllm_version} ({'cpu' if self.start.is_cpu else 'gpu'}) at {self.url}",
             "base": found.digest,
             "repaired": len(repaired),
             "max_lora_rank": rank,
             "takes_dense": weights.takes_any,
+            "most_images": self.start.most_images,
             "holds_two": bool(rank),
             "max_model_length": length,
             "max_body_bytes": max_body,

@@ -21,6 +21,7 @@ from qlora_rl.contracts import (
     Transport,
 )
 from qlora_rl.distributed import Ranks
+from qlora_rl.engine.images import Prompt, as_prompts
 from qlora_rl.sync.dense import DenseStream
 
 logger = logging.getLogger(__name__)
@@ -98,9 +99,9 @@ class EngineForAll:
         """Exact scales are written."""
         return self._ask(lambda engine: engine.repair_base(), "repairing the engine's base")
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec) -> Rollout:
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> Rollout:
         """One completion for each prompt of this rank; request i of the whole is seeded as in one process."""
-        parts = self._ranks.gather(([list(p) for p in prompts], sampling), "gathering the prompts")
+        parts = self._ranks.gather((as_prompts(prompts), sampling), "gathering the prompts")
         parts = parts[self._first : self._first + self._group]
         together = [prompt for part, _ in parts for prompt in part]
         rollout = self._ask(lambda engine: engine.generate(together, parts[0][1]), "generating")

@@ -184,8 +184,8 @@ class EngineBridge:
         if images is not None and any(images):
             if not self.engine.capabilities().takes_images:
                 raise NotYetSupportedError(
-                    f"generating: the prompts hold images, which {self.engine.capabilities().name} does not take. Use rollout='colocate' and a base "
-                    "made of a vision-language model, or use text prompts."
+                    f"generating: the prompts hold images, which {self.engine.capabilities().name} does not take. Use a base made of a "
+                    "vision-language model, or text prompts."
                 )
             asked = [ImagePrompt(ids, tuple(held)) if held else ids for ids, held in zip(prompts, images, strict=True)]
         self._width = self._width or len(prompts)
