@@ -73,7 +73,9 @@ def tables_for(
         told = _told(name, known, task)
         is_talk, is_whole = "prompt_template" not in told.get("data", {}), False
     else:
-        told, is_talk, is_whole = _seen(name, task, given, wants_reward=scores and not reward, takes_images=takes_images)
+        told, is_talk, is_whole = _seen(
+            name, task, given, wants_reward=scores and not reward, takes_images=takes_images
+        )
         length = told.get("length")
     if is_talk and not chat.is_there:
         raise ConfigConflictError(

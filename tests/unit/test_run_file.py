@@ -66,7 +66,7 @@ def test_a_dataset_with_images_for_a_model_that_takes_them(task, capsys, tmp_pat
     assert (config.data.images, config.data.format, config.data.prompt_template) == ("image", "chat", "{question}")
     dataset, _ = load_data(config.data)
     assert [image.size for image in dataset[0]["images"]] == [(32, 32)]
-    assert main(["recommend", *MODEL, "--task", task, "--data", data, "--toml"]) == 2
+    assert main(["recommend", *MODEL, "--task", task, "--data", data, "--toml"]) == 1
     assert "Use a vision-language model (docs/images.md)" in capsys.readouterr().err
 
 
@@ -129,7 +129,12 @@ def test_whole_texts_have_no_template(tmp_path):
         ("sft", {"question": "a"}, ConfigConflictError, "no column with an answer"),
         ("dpo", {"prompt": "a", "chosen": "b"}, ConfigConflictError, "no column with chosen and rejected"),
         ("grpo", {"prompt": "a", "image": "b"}, ConfigConflictError, r"images \(image\), and the model takes none"),
-        ("dpo", {"images": ["b"], "chosen": "a"}, NotYetSupportedError, r"images \(images\).* --task sft or grpo or rloo"),
+        (
+            "dpo",
+            {"images": ["b"], "chosen": "a"},
+            NotYetSupportedError,
+            r"images \(images\).* --task sft or grpo or rloo",
+        ),
     ],
 )
 def test_what_is_missing_is_said_with_the_columns_that_are_there(task, row, error, said, tmp_path):
