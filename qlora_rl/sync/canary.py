@@ -5,6 +5,7 @@
 2. *Does the engine apply it?* Fixed token sequences are scored by both sides. Their logprobs must agree as well as those of
    the bare base did when the run began (times a factor), and never worse than an upper bound. Where they do not, sequences that
    the policy itself samples now are scored as well, and decide: 16-bit rounding is large at tokens that a policy never writes.
+   Of a vision-language model one of the sequences follows an image.
 
 A policy that changes less than the threshold would pass also where it is not applied at all: then a `Probe` is pushed before it.
 """
@@ -16,12 +17,14 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.base.fingerprint import digest_bytes
+from qlora_rl.base.kinds import image_tokens_of
 from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngine, RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import CanaryError, ConfigConflictError
@@ -47,6 +50,32 @@ FIRST_SIZE, LARGEST_SIZE = 2.0**-6, 8.0
 PROBE_EVERY = 2
 
 
+@dataclass(frozen=True)
+class SeenPrompt:
+    """A prompt with an image, as each side takes it.
+
+    Attributes:
+        prompt: of the engine (`ImagePrompt`: `ids` with the image's tokens, T of them).
+        inputs: of the trainer's forward pass besides the ids: pixels and their shape; what is [1, T] is one value for each token.
+    """
+
+    prompt: Any
+    inputs: Mapping[str, torch.Tensor]
+
+    def begins(self, ids: Sequence[int]) -> bool:
+        """The sequence follows this prompt."""
+        return list(ids[: len(self.prompt.ids)]) == list(self.prompt.ids)
+
+    def inputs_for(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
+        """`inputs` of this prompt and text behind it."""
+        known = (1, len(self.prompt.ids))
+        rest = len(ids) - known[1]
+        return {
+            name: torch.nn.functional.pad(value, (0, rest)) if tuple(value.shape) == known else value
+            for name, value in self.inputs.items()
+        }
+
+
 class Canary:
     """Compares trainer and engine on fixed sequences.
 
@@ -54,7 +83,8 @@ class Canary:
         model: the trainer's PeftModel; only read.
         engine: the other side.
         sequences: token ids that both score; by default two of up to 8 tokens, sampled from the bare base at calibration (a
-            forward of so few is all overhead: more would cost little, but a small model's step is short).
+            forward of so few is all overhead: more would cost little, but a small model's step is short), and one after `image`.
+        image: prompt of a vision-language model.
         every: score at each n-th push; the digest is compared at every push.
         autocast: dtype in which the trainer's forward runs while training (`None`: as the weights are).
     """
@@ -65,6 +95,7 @@ class Canary:
         engine: RolloutEngine,
         sequences: Sequence[Sequence[int]] | None = None,
         *,
+        image: SeenPrompt | None = None,
         every: int = 1,
         autocast: torch.dtype | None = None,
     ):
@@ -72,6 +103,7 @@ class Canary:
             raise ConfigConflictError(f"making a canary: every={every} < 1. Score at each n-th push, n at least 1.")
         self.model = model
         self.engine = engine
+        self.image = image
         self.every = every
         self.autocast = autocast
         self.sequences = None if sequences is None else [list(s) for s in sequences]
@@ -307,6 +339,13 @@ class Canary:
             )
             self._must_score = False
             return own
+        texts = [ids for ids in self.sequences or () if not self._is_seen(ids)]
+        if len(texts) < len(self.sequences or ()) and self._difference(texts) <= self.threshold:
+            raise CanaryError(
+                f"checking the push: after an image the engine's logprobs differ from the trainer's by {difference:.3g} (scaled) on average > "
+                f"threshold={self.threshold:.3g}, and in plain text they agree. Its vision tower computes something else, or it has kept what the "
+                "tower made of the image before (its encoder cache): start a new engine; `qlora-rl verify BASE --local` compares the tower."
+            )
         raise CanaryError(
             f"checking the push: the engine holds what was pushed, but its logprobs differ from the trainer's by "
             f"{difference:.3g} (scaled) on average > threshold={self.threshold:.3g}, and by {own:.3g} on what the policy writes now. It "
@@ -333,37 +372,61 @@ class Canary:
         bare: bool = False,
         ours: Sequence[Sequence[float]] | None = None,
     ) -> float:
-        """Mean over tokens of |ours - theirs| / max(1, |ours|); of several replicas the worst.
+        """Mean over tokens of |ours - theirs| / max(1, |ours|); of several replicas, and of text and image, the worst.
 
         A policy that has learned gives some tokens of the fixed sequences very small probabilities, and 16-bit logits are
         rounded in proportion to their size: without the scale, honest runs would raise alarms.
         """
         ours = self._score(sequences) if ours is None else ours
+        asked: Sequence[Any] = [
+            replace(self.image.prompt, ids=list(ids)) if self.image is not None and self._is_seen(ids) else ids
+            for ids in sequences
+        ]
         if isinstance(self.engine, ReplicatedEngine):
-            each = self.engine.score_each(sequences, bare=bare)
+            each = self.engine.score_each(asked, bare=bare)
         else:
-            each = [self.engine.score(sequences, bare=bare)]
+            each = [self.engine.score(asked, bare=bare)]
+        each = [self._counted(theirs, sequences) for theirs in each]
+        kinds = [[i for i, ids in enumerate(sequences) if self._is_seen(ids) is seen] for seen in (False, True)]
         # Of all ranks: they decide alike whether to ask further.
-        parts = ranks().gather([_distance(ours, theirs) for theirs in each], "comparing logprobs")
+        parts = ranks().gather(
+            [
+                _distance([ours[i] for i in rows], [theirs[i] for i in rows])
+                for theirs in each
+                for rows in kinds
+                if rows
+            ],
+            "comparing logprobs",
+        )
         found = [difference for part in parts for difference in part]
         return math.nan if any(map(math.isnan, found)) else max(found)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The trainer's logprobs of every token but the first, without dropout."""
+        """The trainer's logprobs of every token that counts, without dropout."""
         logits = self._logits(sequences)
-        return [
+        found = [
             rows_TV.log_softmax(-1)
             .gather(1, torch.tensor(list(ids)[1:], device=rows_TV.device)[:, None])[:, 0]
             .tolist()
             for rows_TV, ids in zip(logits, sequences, strict=True)
         ]
+        return self._counted(found, sequences)
+
+    def _counted(self, scores: Sequence[Sequence[float]], sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of logprobs of every token but the first, those of tokens that were sampled: behind an image the prompt's are left out."""
+        skipped = len(self.image.prompt.ids) - 1 if self.image is not None else 0
+        return [
+            list(row)[skipped:] if self._is_seen(ids) else list(row) for row, ids in zip(scores, sequences, strict=True)
+        ]
+
+    def _is_seen(self, ids: Sequence[int]) -> bool:
+        return self.image is not None and self.image.begins(ids)
 
     def _logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """The trainer's logits [T - 1, V] at every token but the last of each sequence, float32."""
         base = self._bare
         device = next(base.parameters()).device
         context = torch.autocast(device.type, self.autocast) if self.autocast is not None else nullcontext()
-        same_length = len({len(s) for s in sequences}) == 1
         # Walking the modules takes a tenth of a small model's forward: only where the mode matters.
         must_switch = self.model.training and self._has_dropout
         if must_switch:
@@ -371,14 +434,27 @@ class Canary:
         try:
             with context:
                 found: list[torch.Tensor] = []
-                for rows in [sequences] if same_length else [[s] for s in sequences]:
+                for rows in self._batches(sequences):
                     ids_BT = torch.tensor([list(row) for row in rows], device=device)
+                    seen = self.image.inputs_for(rows[0]) if self.image is not None and self._is_seen(rows[0]) else {}
+                    more = {name: value.to(device) for name, value in seen.items()}
                     # TRL puts a forward of its own on the model, which returns no logits.
-                    logits_BTV = plain_forward(self.model, input_ids=ids_BT, use_cache=False).logits
+                    logits_BTV = plain_forward(self.model, input_ids=ids_BT, use_cache=False, **more).logits
                     found += list(logits_BTV[:, :-1].float())
         finally:
             if must_switch:
                 self.model.train()
+        return found
+
+    def _batches(self, sequences: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+        """Neighbours of one length together; each that follows an image alone."""
+        found: list[list[Sequence[int]]] = []
+        for ids in sequences:
+            neighbour = found[-1][-1] if found and not self._is_seen(ids) else None
+            if neighbour is not None and len(neighbour) == len(ids) and not self._is_seen(neighbour):
+                found[-1].append(ids)
+            else:
+                found.append([ids])
         return found
 
     @property
@@ -387,7 +463,7 @@ class Canary:
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def _drawn_sequences(self) -> list[list[int]]:
-        """Two sequences sampled from the model as it is; calibrating switches the adapter off.
+        """Two sequences, and one after the image, sampled from the model as it is; calibrating switches the adapter off.
 
         Rollouts consist of what a model may write; at tokens that it would never write, 16-bit logits differ widely without
         harm.
@@ -396,11 +472,23 @@ class Canary:
         length = max(2, min(8, self.engine.capabilities().max_model_length - 1))
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(vocabulary, (2, 1), generator=generator).tolist()
+        never = image_tokens_of(self._bare.config)
         while len(drawn[0]) < length:
-            # One more token is appended only to be cut off again: logits come for all but the last.
-            for row, rows_TV in zip(drawn, self._logits([[*row, 0] for row in drawn]), strict=True):
-                row.append(int(torch.multinomial(rows_TV[-1].softmax(-1).cpu(), 1, generator=generator)))
+            self._sample_next(drawn, generator, never)
+        seen = list(self.image.prompt.ids) if self.image is not None else []
+        room = min(8, self.engine.capabilities().max_model_length - 1 - len(seen))
+        if seen and room > 0:
+            for _ in range(room):
+                self._sample_next([seen], generator, never)
+            drawn.append(seen)
         return drawn
+
+    def _sample_next(self, rows: Sequence[list[int]], generator: torch.Generator, never: Sequence[int]) -> None:
+        # One more token is appended only to be cut off again: logits come for all but the last.
+        for row, rows_TV in zip(rows, self._logits([[*row, 0] for row in rows]), strict=True):
+            last_V = rows_TV[-1].detach().clone()
+            last_V[list(never)] = -math.inf
+            row.append(int(torch.multinomial(last_V.softmax(-1).cpu(), 1, generator=generator)))
 
 
 def _distance(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:

@@ -10,12 +10,13 @@ from typing import Any, cast
 
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.experts import directory_is_mixture
-from qlora_rl.base.kinds import LANGUAGE_LINEARS, directory_takes_images
+from qlora_rl.base.kinds import LANGUAGE_LINEARS, directory_takes_images, load_processor
 from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
+from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.errors import NotYetSupportedError, collected
 from qlora_rl.products import Float32Products
 from qlora_rl.sync.admission import Admission, verify_base
-from qlora_rl.sync.canary import Canary
+from qlora_rl.sync.canary import Canary, SeenPrompt
 from qlora_rl.sync.dense import DenseSync
 from qlora_rl.sync.plan import SyncPlan, plan_sync
 from qlora_rl.sync.strategies import AdapterSync
@@ -150,7 +151,8 @@ def link_policy(
         plan = plan_sync(verdict, engine.capabilities(), admission.diff, sync, allow_base_mismatch=allow_base_mismatch)
         canary = None
         if canary_every and admission.is_verified:
-            canary = Canary(model, engine, every=canary_every, autocast=autocast_dtype(args))
+            image = canary_image(base) if engine.capabilities().takes_images else None
+            canary = Canary(model, engine, image=image, every=canary_every, autocast=autocast_dtype(args))
             canary.calibrate()
         strategy = (
             DenseSync(model, cast(DenseEngine, engine), canary)
@@ -212,3 +214,28 @@ def release(strategy: Any, close_engine: Callable[[], None] | None) -> None:
     finally:
         if close_engine is not None:
             close_engine()
+
+
+def canary_image(base: PreparedBase) -> SeenPrompt | None:
+    """A question about a fixed picture, for the canary; `None` where the base takes no images, or no chat template says how one is written."""
+    if not directory_takes_images(base.path):
+        return None
+    processor = load_processor(base.path)
+    if not processor.chat_template:
+        return None
+    from PIL import Image
+
+    # Colours that change from pixel to pixel: one of an even colour would look alike to many towers.
+    side = range(64)
+    picture = Image.new("RGB", (64, 64))
+    picture.putdata([(4 * x, 4 * y, 16 * ((x ^ y) % 16)) for y in side for x in side])
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "?"}]
+    made = processor.apply_chat_template(
+        [[{"role": "user", "content": content}]],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    inputs = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
+    return SeenPrompt(ImagePrompt(made["input_ids"][0].tolist(), (picture,)), inputs)
