@@ -9,7 +9,7 @@ TEMPLATE = (
 )
 QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GEMMA = ("<start_of_image>", "<end_of_image>", "<image_soft_token>", "\n", "\n\n", "\n\n\n", "\n\n\n\n")
-SERVED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+SERVED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
 
 
 def _tokenizer(tokens):
@@ -129,6 +129,14 @@ def make_vision_config(architecture: str, *, depth: int, width: int):
     """A config whose tower has that many layers of that width."""
     config = globals()[f"_{architecture}"]()[1]
     seen = config.vision_config
+    if architecture == "gemma3":
+        seen.num_hidden_layers, seen.num_attention_heads, seen.hidden_size, seen.intermediate_size = (
+            depth,
+            4,
+            width,
+            4 * width,
+        )
+        return config
     seen.depth, seen.num_heads = depth, 4
     if architecture == "qwen2_vl":
         seen.embed_dim = width
@@ -146,7 +154,11 @@ def make_vision_model(directory: Path, architecture: str = "qwen2_5_vl", *, seed
     model = kind(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim >= 2:  # far enough from uniform that a wrong weight shows
+            if (
+                not parameter.any() and parameter.ndim >= 2
+            ):  # Gemma's projector begins with zeros: no image would matter
+                parameter.normal_(std=0.3)
+            elif parameter.ndim >= 2:  # far enough from uniform that a wrong weight shows
                 parameter.mul_(3.0)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -19,7 +19,7 @@ import torch
 
 from qlora_rl.adapter.subject import bare_model, is_lora_layer, own_name
 from qlora_rl.adapter.verdict import judge_adapter
-from qlora_rl.base.experts import naming_of, stored_parts
+from qlora_rl.base.names import Names
 from qlora_rl.base.quant import dequantised_rows, dequantised_weight
 from qlora_rl.distributed import gathered, is_sharded, ranks
 from qlora_rl.errors import AdapterRejectedError, collected
@@ -48,12 +48,12 @@ def iter_weights(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tu
         AdapterRejectedError: no weights give this function; names every reason, or the layer.
     """
     dtype = dtype or torch.float32
-    naming = naming_of(bare_model(model))
+    names = Names(bare_model(model))
     for name, weight, parts in _walk(model):
         # Not a decorator around the generator: torch's would hold each weight while the next one is made.
         with torch.no_grad(), gathered(parts, f"gathering {name}"):
             made = weight(dtype).to(dtype)
-        yield from stored_parts(naming, name, made)
+        yield from names.parts(name, made)
         del made
 
 

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import torch
 
-from qlora_rl.base.experts import naming_of, stored_name, stored_parts
 from qlora_rl.base.kinds import directory_takes_images
+from qlora_rl.base.names import Names
 from qlora_rl.base.quant import dequantize_exactly, exact_absmax, plain_name
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
@@ -276,11 +276,11 @@ def digest_bytes(tensor: torch.Tensor, *, zeros_alike: bool = False) -> str:
 
 
 def _leaves(base: torch.nn.Module, baked: torch.dtype | None) -> Iterator[tuple[str, Leaf]]:
-    naming = naming_of(base)
+    names = Names(base)
     for name, parameter in base_parameters(base):
         state = getattr(parameter, "quant_state", None)
         if state is None:
-            for stored, part in stored_parts(naming, plain_name(name), parameter.data):
+            for stored, part in names.parts(plain_name(name), parameter.data):
                 yield stored, digest_plain(part if baked is None else part.to(baked))
             continue
         if baked is None:
@@ -288,7 +288,7 @@ def _leaves(base: torch.nn.Module, baked: torch.dtype | None) -> Iterator[tuple[
         else:
             weight = dequantize_exactly(parameter.data, exact_absmax(state), state.code, state.blocksize, state.shape)
             leaf = digest_plain(weight.to(baked))
-        yield stored_name(naming, plain_name(name)), leaf
+        yield names.stored(plain_name(name)), leaf
 
 
 def base_parameters(base: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,7 +15,9 @@ from qlora_rl.base.hub import is_local
 from qlora_rl.errors import MissingDependencyError, NotYetSupportedError
 
 # Whose names and values in vLLM were compared with transformers'.
-VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VISION_TYPES = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# Of these, those in which the tokens of an image attend to each other in both directions.
+_BOTH_WAYS = ("gemma3",)
 # Their linears that an adapter may be on, as PEFT's `target_modules`.
 LANGUAGE_LINEARS = r"model\.language_model\..*_proj"
 
@@ -36,10 +38,24 @@ def directory_takes_images(directory: str | os.PathLike[str]) -> bool:
 
 
 def image_tokens(directory: str | os.PathLike[str]) -> list[int]:
-    """Token ids that stand for images and videos: a completion that holds one could not be scored. Empty for a text model."""
-    config = json.loads((Path(directory) / "config.json").read_text())
+    """`image_tokens_of` a checkpoint in a directory."""
+    return image_tokens_of(json.loads((Path(directory) / "config.json").read_text()))
+
+
+def image_tokens_of(config: Any) -> list[int]:
+    """Token ids that stand for images and videos: a completion that holds one could not be scored. Empty for a text model.
+
+    Args:
+        config: transformers' config, or the content of a config.json.
+    """
+    held = config if isinstance(config, dict) else config.to_dict()
     names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
-    return sorted({int(config[name]) for name in names if config.get(name) is not None}) if takes_images(config) else []
+    return sorted({int(held[name]) for name in names if held.get(name) is not None}) if takes_images(held) else []
+
+
+def attends_both_ways(directory: str | os.PathLike[str]) -> bool:
+    """In the checkpoint in a directory the tokens of an image attend to each other in both directions."""
+    return json.loads((Path(directory) / "config.json").read_text()).get("model_type") in _BOTH_WAYS
 
 
 def may_take_images(model: Any) -> bool:
@@ -90,12 +106,6 @@ def check_vision_type(config: Any) -> None:
     """
     if not takes_images(config):
         return
-    if config.model_type == "gemma3":
-        # Of vLLM's backends only some can do it; tests/unit/test_kinds.py says when the CPU's can.
-        raise NotYetSupportedError(
-            "preparing a base: the tokens of an image attend to each other in both directions in gemma3, which vLLM's CPU backend leaves out "
-            f"without an error: it would sample from another policy than is trained. Use one of {', '.join(VISION_TYPES)}, or a text model."
-        )
     if config.model_type not in VISION_TYPES:
         raise NotYetSupportedError(
             f"preparing a base: {config.model_type} takes images, and what vLLM makes of it has not been compared with transformers. Use one of "

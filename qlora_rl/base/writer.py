@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.base.experts import is_expert_matrix, naming_of, routers_of, stored_parts
+from qlora_rl.base.experts import is_expert_matrix, naming_of, routers_of
 from qlora_rl.base.kinds import directory_takes_images, vision_parts
+from qlora_rl.base.names import Names
 from qlora_rl.base.quant import QuantSpec, plain_name, quantize_linear
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
 
@@ -143,7 +144,7 @@ def write_weights(
 
 def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Names in checkpoints and CPU tensors of the bare base; adapters left out, tied tensors once, float storage of codes undone."""
-    naming = naming_of(model)
+    names = Names(model)
     seen: set[tuple[int, tuple[int, ...]]] = set()
     state = model.state_dict()
     wrappers = [name for name, module in model.named_modules() if hasattr(module, "adapter_layer_names")]
@@ -158,7 +159,7 @@ def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         seen.add(place)
         if f"{name}.absmax" in state:  # codes; FSDP-QLoRA keeps them in a float dtype: the same bits
             tensor = tensor.contiguous().view(torch.uint8).reshape(-1, 1)
-        for stored, part in stored_parts(naming, plain_name(name), tensor.detach()):
+        for stored, part in names.parts(plain_name(name), tensor.detach()):
             yield stored, part.cpu().contiguous()
 
 

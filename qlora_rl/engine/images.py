@@ -174,17 +174,20 @@ def _placed(rendered: Any, ids: list[int], which: str) -> dict[str, Any]:
     embedded: list[int] = []
     places: list[Any] = []
     for place in rendered["mm_placeholders"]["image"]:
-        wanted = own[place.offset : place.offset + place.length]
+        # Without what vLLM puts around an image: Gemma's line breaks are one token with those of the text before them.
+        is_embedded = [True] * place.length if place.is_embed is None else place.is_embed.tolist()
+        first, last = is_embedded.index(True), place.length - is_embedded[::-1].index(True)
+        wanted, is_embedded = own[place.offset + first : place.offset + last], is_embedded[first:last]
         start = _find(wanted, ids, start)
         if start < 0:
             raise EngineUnsupportedError(
-                f"generating: {which}: vLLM makes {place.length} tokens of image {len(places)}, and they are not in the prompt. The prompt's ids must "
+                f"generating: {which}: vLLM makes {len(wanted)} tokens of image {len(places)}, and they are not in the prompt. The prompt's ids must "
                 "come from the processor that is stored with the base (min_pixels, max_pixels and the like decide how many they are)."
             )
-        is_embedded = [True] * len(wanted) if place.is_embed is None else place.is_embed.tolist()
         embedded += [token for token, held in zip(wanted, is_embedded, strict=True) if held]
-        places.append(replace(place, offset=start))
-        start += place.length
+        mask = None if place.is_embed is None else place.is_embed[first:last]
+        places.append(replace(place, offset=start, length=len(wanted), is_embed=mask))
+        start += len(wanted)
     tokens = set(embedded)
     if sum(token in tokens for token in ids) != len(embedded):
         raise EngineUnsupportedError(

@@ -16,7 +16,7 @@ from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase, open_base
 from qlora_rl.base.experts import check_mixture_type, is_mixture
 from qlora_rl.base.fingerprint import linear_names
-from qlora_rl.base.kinds import image_tokens
+from qlora_rl.base.kinds import attends_both_ways, image_tokens
 from qlora_rl.contracts import rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.cache import kv_cache_needed
@@ -210,6 +210,8 @@ def start_options(
         arguments["worker_cls"] = "qlora_rl.engine.worker.mixtures.Worker"
         if not is_cpu:
             arguments["moe_backend"] = "triton"  # which leaves the experts in the order in which they are compared
+    elif is_cpu and attends_both_ways(base):
+        arguments |= {"worker_cls": "qlora_rl.engine.worker.both_ways.Worker", "disable_chunked_mm_input": True}
     elif base_compute == "auto" and is_4bit and not is_cpu:
         arguments["worker_cls"] = "qlora_rl.engine.worker.gpu.Worker"
         # Part of the key of vLLM's cache of compiled code: a graph with other linears must not be taken from there.

@@ -440,13 +440,16 @@ def head_line(shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, ch
 
 
 def tower_activations(tower: Tower, spec: QuantSpec) -> int:
-    """Bytes per patch that a pass without gradients holds at its peak, which is where q and k are rotated.
+    """Bytes per patch that a pass without gradients holds at its peak.
 
-    q, k and v, the residual and its norm in the compute dtype; q and k in float32 three times each; sines and cosines.
+    That is where q and k are rotated: q, k and v, the residual and its norm in the compute dtype, to which the pixels were cast; q and k in
+    float32 three times each; sines and cosines. Where nothing is rotated it is in the MLP: its inner width twice.
     """
     wide = width(spec)
+    if not tower.head:
+        return wide * (4 * tower.hidden + 2 * tower.inner)
     residual = (4 + 2 * wide if tower.is_float else 2 * wide) * tower.hidden
-    return (3 * wide + 24) * tower.hidden + residual + 8 * tower.head
+    return (3 * wide + 24) * tower.hidden + residual + 8 * tower.head + (wide * tower.patch if wide < 4 else 0)
 
 
 def tower_lines(shape: ModelShape, spec: QuantSpec, *, batch: int, sequences: int, image_tokens: int) -> list[Line]:

@@ -15,7 +15,7 @@ FILE = "models.toml"
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
         "experts": "is a mixture of experts of a type that is not supported. Use Qwen3-MoE, Mixtral or OLMoE (docs/mixtures.md), or a dense model",
-        "images": "reads images or sound, and is of a type that is not supported. Use Qwen2-VL, Qwen2.5-VL or Qwen3-VL (docs/images.md), or a model for "
+        "images": "reads images or sound, and is of a type that is not supported. Use Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Gemma 3 (docs/images.md), or a model for "
         "text alone",
     }
 )

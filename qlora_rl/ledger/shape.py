@@ -47,7 +47,8 @@ class Tower:
         parameters: all of them.
         linears: those of its linears without their biases.
         hidden: width of its layers.
-        head: size of an attention head.
+        inner: width of their MLPs.
+        head: size of an attention head; 0 where no positions are rotated.
         patch: numbers of one patch of pixels.
         patches: that become one token.
         is_float: its layers carry float32 numbers on, made of positions that are interpolated.
@@ -56,6 +57,7 @@ class Tower:
     parameters: int
     linears: int
     hidden: int
+    inner: int
     head: int
     patch: int
     patches: int
@@ -311,13 +313,21 @@ def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
 def _tower(config: Any, model: torch.nn.Module, linears: Collection[str]) -> Tower:
     held, parts = config.vision_config, [model.get_submodule(name) for name in vision_parts(model)]
     hidden = int(getattr(held, "embed_dim", None) or held.hidden_size)
+    inner = int(getattr(held, "intermediate_size", None) or held.mlp_ratio * hidden)
+    if config.model_type == "gemma3":  # SigLIP: pixels of fixed size, positions in a table
+        head, merged = 0, (held.image_size // held.patch_size) ** 2 // config.mm_tokens_per_image
+        patch = held.num_channels * held.patch_size**2
+    else:
+        head, merged = hidden // held.num_heads, held.spatial_merge_size**2
+        patch = held.in_channels * held.temporal_patch_size * held.patch_size**2
     return Tower(
         parameters=sum(p.numel() for part in parts for p in part.parameters()),
         linears=sum(model.get_parameter(f"{name}.weight").numel() for name in linears),
         hidden=hidden,
-        head=hidden // int(held.num_heads),
-        patch=int(held.in_channels) * int(held.temporal_patch_size) * int(held.patch_size) ** 2,
-        patches=int(held.spatial_merge_size) ** 2,
+        inner=inner,
+        head=int(head),
+        patch=int(patch),
+        patches=int(merged),
         is_float=getattr(held, "num_position_embeddings", None) is not None,
     )
 

@@ -10,6 +10,9 @@ from transformers import AutoProcessor
 from vision import SERVED, make_vision_model, picture
 
 from qlora_rl import (
+    AdapterSync,
+    Canary,
+    CanaryError,
     EngineUnsupportedError,
     LocalEngine,
     SyncError,
@@ -18,10 +21,15 @@ from qlora_rl import (
     fingerprint_base,
     load_base,
     prepare_base,
+    verify_base,
 )
+from qlora_rl.base.kinds import image_tokens_of
 from qlora_rl.engine.images import ImagePrompt
+from qlora_rl.sync.in_place import InPlaceTransport
+from qlora_rl.train.rollouts.link import canary_image
 
 pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
+TOWERS = ("model.visual.", "model.vision_tower.")
 OPTIONS = {"max_model_length": 128, "max_num_seqs": 8, "max_lora_rank": 8}
 # Of a sum whose order differs.
 EXACT = 1e-5
@@ -68,6 +76,29 @@ def test_both_sides_compute_the_same_logprobs(exact, count):
     assert (theirs - ours(model, inputs)).abs().max() < EXACT
 
 
+def test_images_far_into_a_long_text_have_the_same_logprobs(exact):
+    """Of layers with a sliding window, the text before an image is in part out of sight."""
+    engine, model, processor = exact
+    content = [
+        {"type": "text", "text": "a long text " * 6}, {"type": "image", "image": picture(1)}, {"type": "text", "text": " and "},
+        {"type": "image", "image": picture(2)}, {"type": "text", "text": "?"},
+    ]  # fmt: skip
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    prompt = ImagePrompt(inputs["input_ids"][0].tolist(), (picture(1), picture(2)))
+    assert len(prompt.ids) > (getattr(model.config.get_text_config(), "sliding_window", None) or 64)
+    for _ in range(2):  # the second time from vLLM's cache of prefixes, where it has it
+        assert (torch.tensor(engine.score([prompt])[0]) - ours(model, inputs)).abs().max() < EXACT
+    ids = [*prompt.ids, *engine.generate([prompt], max_tokens=8, temperature=0).completion_ids[0]]
+    grown = {
+        n: torch.nn.functional.pad(v, (0, len(ids) - len(prompt.ids))) if v.shape == inputs["input_ids"].shape else v
+        for n, v in inputs.items()
+    }
+    grown |= {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    assert (torch.tensor(engine.score([ImagePrompt(ids, prompt.images)])[0]) - ours(model, grown)).abs().max() < EXACT
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "L", "P", "CMYK", "turned"])
 def test_pictures_of_other_modes_have_the_same_pixels_on_both_sides(exact, mode):
     """vLLM by itself puts white behind what is transparent, and turns a picture as its EXIF says."""
@@ -101,9 +132,12 @@ def test_sampled_tokens_depend_on_seed_and_image_and_none_stands_for_an_image(ex
     prompt, _ = asked(processor, [picture(3)])
     first = engine.generate([prompt] * 6, max_tokens=40, seed=5)
     assert engine.generate([prompt] * 6, max_tokens=40, seed=5).completion_ids == first.completion_ids
-    other, _ = asked(processor, [picture(4)])
+    other, _ = asked(
+        processor, [Image.new("RGB", (56, 56), "black")]
+    )  # a tower that takes means sees no difference in noise
     assert engine.generate([other] * 6, max_tokens=40, seed=5).completion_ids != first.completion_ids
-    never = {model.config.image_token_id, model.config.video_token_id}
+    never = set(image_tokens_of(model.config))
+    assert never
     assert not never & {token for row in first.completion_ids for token in row}
 
 
@@ -126,9 +160,11 @@ def test_other_tokens_than_the_processor_makes_are_rejected(exact):
 def test_an_adapter_of_the_tower_that_vllm_leaves_out_is_rejected_by_name(exact, tmp_path):
     """vLLM itself loads it and serves the bare base."""
     engine, _, _ = exact
-    tower = LoraConfig(r=4, target_modules=r"model\.visual\.blocks\..*\.attn\.qkv")
+    tower = LoraConfig(r=4, target_modules=r"model\.(visual|vision_tower)\..*\.(attn\.qkv|self_attn\.q_proj)")
     get_peft_model(load_base(engine.base), tower).save_pretrained(tmp_path)
-    with pytest.raises(SyncError, match=r"no layer of the engine multiplies with visual\.blocks\.0\.attn\.qkv"):
+    with pytest.raises(
+        SyncError, match=r"no layer of the engine multiplies with (visual|vision_tower)\..*\.0\.\w*attn\.q"
+    ):
         engine.load_adapter(tmp_path, 1)
     assert engine.version == 0
 
@@ -139,7 +175,7 @@ def test_the_4_bit_base_is_verified_with_its_tower(base):
     with LocalEngine(base, **OPTIONS) as engine:
         theirs = engine.describe_base()
         assert compare(fingerprint_base(model), theirs).state == "equal"
-        assert {leaf.kind for name, leaf in theirs.leaves.items() if name.startswith("model.visual.")} == {"bfloat16"}
+        assert {leaf.kind for name, leaf in theirs.leaves.items() if name.startswith(TOWERS)} == {"bfloat16"}
         assert engine.capabilities().takes_images
         assert not engine.capabilities().takes_dense
         for images in ([], [picture(5)]):
@@ -148,6 +184,39 @@ def test_the_4_bit_base_is_verified_with_its_tower(base):
             assert difference.mean() < 0.02  # 16-bit rounding; measured 0.004 to 0.008, with images and without
         inner = engine.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
         with torch.no_grad():
-            inner.get_parameter("visual.blocks.0.attn.qkv.bias")[3] += 1
-        entries = compare(theirs, engine.describe_base()).entries
-        assert [entry.name for entry in entries] == ["model.visual.blocks.0.attn.qkv.bias"]
+            bias = next(
+                each
+                for name, each in inner.named_parameters()
+                if name.endswith(("attn.qkv.bias", "attn.qkv_proj.bias"))
+            )
+            bias[3] += 1
+        (entry,) = compare(theirs, engine.describe_base()).entries
+        assert entry.name.startswith(TOWERS)
+        assert entry.name.endswith((".0.attn.qkv.bias", ".0.self_attn.q_proj.bias"))
+
+
+def test_the_canary_scores_a_fixed_image_and_finds_a_stale_encoder_cache(base):
+    """vLLM keeps what the tower makes of an image; what it keeps may be another tower's."""
+    model = get_peft_model(
+        load_base(base), LoraConfig(r=8, target_modules=r"model\.language_model\..*_proj", init_lora_weights=False)
+    )
+    with LocalEngine(base, **OPTIONS) as engine:
+        verify_base(model, engine)
+        canary = Canary(model, engine, image=canary_image(base))
+        canary.calibrate()
+        of_text, seen = canary.sequences[:2], canary.sequences[2:]
+        assert [canary.image.begins(ids) for ids in (*of_text, *seen)] == [False, False, True]
+        assert len(seen[0]) == len(canary.image.prompt.ids) + 8
+        sync = AdapterSync(model, engine, InPlaceTransport(), canary)
+        for _ in range(3):
+            report = sync.push()
+            assert report.canary_difference < 0.01
+        runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
+        assert runner.encoder_cache
+        for name, held in runner.encoder_cache.items():
+            runner.encoder_cache[name] = -held
+        with pytest.raises(CanaryError, match=r"after an image .* in plain text they agree.*encoder cache"):
+            sync.push()
+        runner.encoder_cache.update({name: -held for name, held in runner.encoder_cache.items()})
+        assert sync.push().canary_difference < 0.01
+        sync.close()

@@ -46,8 +46,9 @@ def gradients(model, given):
 def asks_for_gradients(model, given):
     """What the tower computes has a graph, as the first forward pass of `model` shows."""
     seen = []
-    tower = model.get_base_model().model.visual
-    handle = tower.blocks[0].register_forward_hook(lambda *parts: seen.append(parts[-1].requires_grad))
+    inner = model.get_base_model().model
+    layers = inner.vision_tower.encoder.layers if hasattr(inner, "vision_tower") else inner.visual.blocks
+    handle = layers[0].register_forward_hook(lambda *parts: seen.append(parts[-1].requires_grad))
     model(**given)
     handle.remove()
     return any(seen)
@@ -56,7 +57,7 @@ def asks_for_gradients(model, given):
 def test_a_frozen_tower_has_no_backward_pass_and_the_adapter_the_same_gradients(base):
     model, given = adapted(base), inputs(base, picture(0), picture(1, 84))
     before = gradients(model, given)
-    if model.config.model_type != "qwen3_vl":  # whose patches transformers lets alone
+    if model.config.model_type not in ("qwen3_vl", "gemma3"):  # whose patches transformers lets alone
         assert asks_for_gradients(model, given)
     settle_tower(model.get_base_model())
     after = gradients(model, given)
@@ -70,7 +71,10 @@ def test_a_frozen_tower_has_no_backward_pass_and_the_adapter_the_same_gradients(
 
 
 def test_a_tower_that_is_trained_keeps_its_backward_pass(base):
-    model, given = adapted(base, r"model\.visual\.blocks\.0\.attn\.(qkv|proj)"), inputs(base, picture(0))
+    model, given = (
+        adapted(base, r"model\.(visual|vision_tower)\..*\.0\.(attn\.(qkv|proj)|self_attn\..*)"),
+        inputs(base, picture(0)),
+    )
     settle_tower(model.get_base_model())
     assert asks_for_gradients(model, given)
     assert any(grad.abs().max() > 0 for grad in gradients(model, given).values())
@@ -79,7 +83,7 @@ def test_a_tower_that_is_trained_keeps_its_backward_pass(base):
 def test_gradients_are_on_again_after_an_error_in_the_tower(base):
     model, given = adapted(base), inputs(base, picture(0))
     settle_tower(model.get_base_model())
-    given["pixel_values"] = given["pixel_values"][:-1]
+    given["pixel_values"] = given["pixel_values"][..., :-1]
     with pytest.raises((RuntimeError, ValueError, IndexError)):
         model(**given)
     assert torch.is_grad_enabled()
@@ -93,5 +97,5 @@ def test_a_batch_without_images_is_one_of_text(base):
     settle_tower(model.get_base_model())
     alone = model(**given).logits
     empty = inputs(base, picture(0))
-    given |= {"pixel_values": empty["pixel_values"][:0], "image_grid_thw": empty["image_grid_thw"][:0]}
+    given |= {name: empty[name][:0] for name in ("pixel_values", "image_grid_thw") if name in empty}
     assert torch.equal(model(**given).logits, alone)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 from vision import SERVED, make_vision_model, picture
 
 from qlora_rl import (
@@ -28,14 +28,15 @@ from qlora_rl import (
 )
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.base.fingerprint import fingerprint_stored, linear_names, recorded_fingerprint
-from qlora_rl.base.kinds import check_vision_type
+from qlora_rl.base.kinds import check_vision_type, vision_parts
 from qlora_rl.contracts import EngineCapabilities
 from qlora_rl.engine.images import ImagePrompt, _find, followed_by, token_ids
-from qlora_rl.ledger.shape import read_config, skeleton
+from qlora_rl.ledger.shape import skeleton
 from qlora_rl.sync.plan import plan_sync
 
 pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
 LANGUAGE = r"model\.language_model\..*_proj"
+TOWERS = ("model.visual.", "model.vision_tower.")
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -51,7 +52,7 @@ def vision_base(source, tmp_path_factory):
 def test_the_language_model_is_4_bit_and_the_tower_keeps_its_values(source, vision_base):
     leaves = recorded_fingerprint(vision_base.path).leaves
     kinds = {name: leaf.kind for name, leaf in leaves.items() if name.endswith("weight")}
-    tower = {name for name in kinds if name.startswith("model.visual.")}
+    tower = {name for name in kinds if name.startswith(TOWERS)}
     assert tower
     assert {kinds[name] for name in tower} == {"bfloat16"}
     assert {name for name, kind in kinds.items() if kind == "nf4"} == {
@@ -60,16 +61,16 @@ def test_the_language_model_is_4_bit_and_the_tower_keeps_its_values(source, visi
     model = load_base(vision_base)
     assert compare(fingerprint_base(model), recorded_fingerprint(vision_base.path)).state == "equal"
     original = type(model).from_pretrained(source, dtype="auto")
-    for name in ("model.visual.blocks.0.attn.qkv.weight", "model.visual.blocks.1.attn.proj.weight"):
-        assert torch.equal(model.get_parameter(name), original.get_parameter(name))
+    parts, theirs = tuple(f"{name}." for name in vision_parts(model)), dict(original.named_parameters())
+    seen = {name: ours for name, ours in model.named_parameters() if name.startswith(parts)}
+    assert len(seen) > 10
+    assert all(torch.equal(ours, theirs[name]) for name, ours in seen.items())
     assert set(linear_names(vision_base.path)) == {
         "down_proj", "gate_proj", "gate_up_proj", "k_proj", "o_proj", "q_proj", "qkv_proj", "up_proj", "v_proj",
     }  # fmt: skip
 
 
 def test_images_change_what_the_loaded_base_computes(vision_base):
-    from transformers import AutoProcessor
-
     model, processor = load_base(vision_base), AutoProcessor.from_pretrained(vision_base.path)
     text = processor.apply_chat_template(
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "2"}]}]
@@ -86,7 +87,7 @@ def test_a_byte_of_the_tower_that_is_another_one_is_found(vision_base, tmp_path)
     shutil.copytree(vision_base.path, changed)
     file = changed / "model.safetensors"
     tensors = load_file(file)
-    name = next(name for name in tensors if name.startswith("model.visual.blocks.1.mlp.") and name.endswith("weight"))
+    name = next(name for name in tensors if name.startswith(TOWERS) and ".1.mlp." in name and name.endswith("weight"))
     tensors[name].view(torch.uint8).view(-1)[0] ^= 1
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(BaseIncompleteError, match=r"model\.safetensors: its bytes differ"):
@@ -94,7 +95,7 @@ def test_a_byte_of_the_tower_that_is_another_one_is_found(vision_base, tmp_path)
     model = load_base(vision_base)
     with torch.no_grad():
         other = load_base(vision_base)
-        other.get_parameter(name).data.view(torch.uint8).view(-1)[0] ^= 1
+        other.get_parameter(name.replace("tower.vision_model", "tower")).data.view(torch.uint8).view(-1)[0] ^= 1
     with pytest.raises(BaseMismatchError, match=name.replace(".", r"\.")):
         verify_base(model, FakeEngine(other))
 
@@ -111,7 +112,7 @@ def test_another_processor_config_is_another_base(vision_base, tmp_path):
 
 
 TOWER, PROJECTOR = (
-    r"model\.visual\.blocks\..*",
+    r"model\.(visual\.blocks|vision_tower\.encoder\.layers)\..*",
     r"model\.visual\.(merger|deepstack_merger_list\.\d+)\.(mlp\.[02]|linear_fc[12])",
 )
 PLACEMENTS = {
@@ -135,11 +136,30 @@ PLACEMENTS = {
     "rows of embeddings": (LoraConfig(target_modules=LANGUAGE, trainable_token_indices=[5]), "full_weights", "=[5]"),
     "all biases": (LoraConfig(target_modules=LANGUAGE, bias="all"), "full_weights", "bias='all'"),
 }  # fmt: skip
+# Gemma's tower calls its linears as the language model does, its projector is no linear, and its head is tied to the embeddings.
+_SEEN, _TIED = "model.vision_tower.encoder.layers.", "The model ties its output head to the embedding"
+PLACEMENTS_OF_GEMMA = PLACEMENTS | {
+    "attention by name": (LoraConfig(target_modules=["q_proj", "v_proj"]), "refuse", "_proj and 3 more belong"),
+    "one layer": (LoraConfig(target_modules=["q_proj"], layers_to_transform=[1]), "refuse", f"{_SEEN}1.self_attn.q_proj belong"),
+    "tower attention": (LoraConfig(target_modules=rf"{TOWER}\.self_attn\.out_proj"), "refuse", f"{_SEEN}0.self_attn.out_proj and 1 more"),
+    "tower by name": (LoraConfig(target_modules=["out_proj", "fc1"]), "refuse", f"{_SEEN}0.self_attn.out_proj and 3 more"),
+    "tower MLP": (LoraConfig(target_modules=rf"{TOWER}\.mlp\.fc[12]"), "refuse", f"{_SEEN}0.mlp."),
+    "projector": (LoraConfig(target_modules=LANGUAGE, target_parameters=["mm_input_projection_weight"]), "full_weights", "target_parameters"),
+    "patches": (LoraConfig(target_modules=["patch_embedding"]), "refuse", "model.vision_tower.embeddings.patch_embedding"),
+    "all-linear": (LoraConfig(target_modules="all-linear"), "refuse", f"{_SEEN}0."),
+    "regex over both": (LoraConfig(target_modules=r".*\.(q_proj|o_proj)"), "refuse", f"{_SEEN}0.self_attn.q_proj"),
+    "DoRA on the tower": (LoraConfig(target_modules=["q_proj"], use_dora=True), "refuse", f"{_SEEN}0.self_attn.q_proj"),
+    "IA3": (IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[]), "refuse", f"{_SEEN}0.self_attn.k_proj and 3 more"),
+    "embeddings": (LoraConfig(target_modules=["embed_tokens"]), "refuse", _TIED),
+    "head": (LoraConfig(target_modules=["o_proj", "lm_head"]), "refuse", _TIED),
+    "whole projector": (LoraConfig(target_modules=LANGUAGE, modules_to_save=["multi_modal_projector"]), "full_weights", "['multi_modal_projector']"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_an_adapter_is_served_where_it_is_applied_and_rejected_by_name_elsewhere(vision_base, where):
-    config, kind, named = PLACEMENTS[where]
+    is_gemma = json.loads((vision_base.path / "config.json").read_text())["model_type"] == "gemma3"
+    config, kind, named = (PLACEMENTS_OF_GEMMA if is_gemma else PLACEMENTS)[where]
     verdict = judge_adapter(get_peft_model(load_base(vision_base), copy.deepcopy(config)))
     assert verdict.kind == kind
     engine = EngineCapabilities(
@@ -149,13 +169,15 @@ def test_an_adapter_is_served_where_it_is_applied_and_rejected_by_name_elsewhere
         assert plan_sync(verdict, engine).strategy == "lora_adapter"
         return
     assert named in verdict.reasons[0]
-    assert kind != "refuse" or any(LANGUAGE in reason for reason in verdict.reasons)  # where it could be
+    assert (
+        kind != "refuse" or named == _TIED or any(LANGUAGE in reason for reason in verdict.reasons)
+    )  # where it could be
     with pytest.raises((AdapterRejectedError, ConfigConflictError), match=re.escape(named)):
         plan_sync(verdict, engine)
 
 
 def test_no_advice_leads_to_full_weights_where_vllm_takes_none(vision_base):
-    for extra in ({"use_dora": True}, {"modules_to_save": ["lm_head"]}):
+    for extra in ({"use_dora": True}, {"trainable_token_indices": [5]}):
         verdict = judge_adapter(
             get_peft_model(load_base(vision_base), LoraConfig(r=4, target_modules=LANGUAGE, **extra))
         )
@@ -172,35 +194,17 @@ def test_the_fake_engine_ends_completions_of_a_vision_language_model(vision_base
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("gemma3", "attend to each other in both directions"), ("llava", "llava takes images.*not been compared")],
+    [("paligemma", "paligemma takes images.*not been compared"), ("llava", "llava takes images.*not been compared")],
 )
-def test_what_was_not_compared_or_differs_is_rejected(kind, reason):
+def test_what_was_not_compared_is_rejected(kind, reason):
     config = AutoConfig.for_model(kind)
-    with pytest.raises(NotYetSupportedError, match=rf"{reason}.*Use one of qwen2_vl, qwen2_5_vl, qwen3_vl"):
+    with pytest.raises(NotYetSupportedError, match=rf"{reason}.*Use one of gemma3, qwen2_vl, qwen2_5_vl, qwen3_vl"):
         check_vision_type(config)
 
 
-@torch.no_grad()
-def test_gemma_3_is_rejected_as_long_as_its_reason_holds(tmp_path):
-    """transformers' model attends to whole images, and vLLM's CPU backend cannot; with other versions compare them again."""
-    made = make_vision_model(tmp_path / "gemma", "gemma3")
-    with pytest.raises(NotYetSupportedError, match="both directions"):
-        prepare_base(made)
-    model, processor = AutoModelForImageTextToText.from_pretrained(made).eval(), AutoProcessor.from_pretrained(made)
-    content = [{"type": "image", "image": picture(1)}, {"type": "text", "text": "what"}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt"
-    )
-    both, causal = model(**inputs).logits, model(**{k: v for k, v in inputs.items() if k != "token_type_ids"}).logits
-    difference = (both.log_softmax(-1) - causal.log_softmax(-1)).abs()
-    assert difference.max() > 0.01
-    backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
-    assert not backend.supports_mm_prefix()
-
-
-def test_memory_is_not_planned_for_a_type_that_is_not_supported(tmp_path):
+def test_memory_is_not_planned_for_a_type_that_is_not_supported():
     with pytest.raises(NotYetSupportedError, match="reads images or sound, and is of a type that is not supported"):
-        skeleton(read_config(make_vision_model(tmp_path / "gemma", "gemma3")))
+        skeleton(AutoConfig.for_model("llava"))
 
 
 def test_a_prompt_keeps_its_images_when_its_completion_is_appended():

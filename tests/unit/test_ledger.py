@@ -14,6 +14,7 @@ from vision import SERVED, make_vision_config, make_vision_model
 
 from qlora_rl import ConfigConflictError, MemoryBudgetError, QuantSpec, load_base, plan_memory, prepare_base
 from qlora_rl.base.experts import ATTENTION
+from qlora_rl.base.kinds import vision_parts
 from qlora_rl.bench.live import Live
 from qlora_rl.cli import main
 from qlora_rl.ledger import lines as count
@@ -160,22 +161,27 @@ def test_a_base_with_a_vision_tower_is_counted_exactly(tmp_path, architecture, s
     shape = read_shape(read_config(base.path))
     model = load_base(base)
     assert count.trainer_base(shape, base.spec) == storages(model)
-    assert shape.tower.parameters == sum(p.numel() for p in model.model.visual.parameters())
+    parts = [model.get_submodule(name) for name in vision_parts(model)]
+    assert shape.tower.parameters == sum(p.numel() for part in parts for p in part.parameters())
     assert {name.split(".")[1] for name in shape.linears} == {"language_model"}
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 256), (4, 64)])
 @pytest.mark.parametrize("architecture", SERVED)
 def test_a_pass_through_the_vision_tower_is_within_5_percent_of_the_estimate(architecture, batch, tokens):
-    config = make_vision_config(architecture, depth=3, width=256)
-    shape, side = read_shape(config), 2 * int(tokens**0.5)
-    model = skeleton(config).model.visual.to_empty(device="cpu")
-    for parameter in (*model.parameters(), *model.buffers()):
-        torch.nn.init.ones_(parameter.data)
-    pixels = torch.zeros(batch * tokens * shape.tower.patches, shape.tower.patch)
-    grid = torch.tensor([[1, side, side]] * batch)
+    config, side = make_vision_config(architecture, depth=3, width=256), 2 * int(tokens**0.5)
+    if architecture == "gemma3":
+        config.vision_config.image_size, config.mm_tokens_per_image = 14 * side, tokens
+    shape, model = read_shape(config), skeleton(config).model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(1)  # of positions too
+    pixels, of_shape = torch.zeros(batch * tokens * shape.tower.patches, shape.tower.patch), {}
+    if architecture == "gemma3":
+        pixels = pixels.reshape(batch, 3, 14 * side, 14 * side)
+    else:
+        of_shape["image_grid_thw"] = torch.tensor([[1, side, side]] * batch)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Live() as live:
-        model(pixels, grid_thw=grid)
+        model.get_image_features(pixels, **of_shape)
     lines = {
         line.name: line.nbytes
         for line in count.tower_lines(shape, QuantSpec(), batch=batch, sequences=batch, image_tokens=tokens)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from qlora_rl.base.experts import naming_of, stored_name
+from qlora_rl.base.names import Names
 from qlora_rl.base.quant import plain_name
 from qlora_rl.engine.worker.extension import Lending, Lent
 from qlora_rl.errors import EngineBusyError
@@ -59,9 +59,9 @@ def point(model: torch.nn.Module, weights: Mapping[str, Lent], only: Mapping[str
         Why a parameter was filled with a copy, by name.
     """
     copied: dict[str, str] = {}
-    naming = naming_of(model)
+    names = Names(model)
     for full_name, parameter in model.named_parameters():
-        name = stored_name(naming, plain_name(full_name))
+        name = names.stored(plain_name(full_name))
         lent = weights.get(name)
         if lent is None or ".lora_" in full_name:
             continue

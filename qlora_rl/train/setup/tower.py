@@ -18,7 +18,7 @@ _BEFORE = "_qlora_rl_grad_before"
 
 
 def settle_tower(model: torch.nn.Module) -> None:
-    """Run parts outside the language model that train nothing without gradients, and none of them where no row has an image.
+    """Run what is outside the language model without gradients where nothing of it is trained, and none of them where no row has an image.
 
     Args:
         model: the bare transformers model; one for text alone stays as it is.
@@ -27,10 +27,11 @@ def settle_tower(model: torch.nn.Module) -> None:
     if not parts:
         return
     model.register_forward_pre_hook(_without_empty_images, with_kwargs=True)
+    if any(parameter.requires_grad for part in parts for parameter in part.parameters()):
+        return  # a frozen projector passes on the gradients of a tower that is trained
     for part in parts:
-        if not any(parameter.requires_grad for parameter in part.parameters()):
-            part.register_forward_pre_hook(_stop_gradients)
-            part.register_forward_hook(_restore_gradients, always_call=True)
+        part.register_forward_pre_hook(_stop_gradients)
+        part.register_forward_hook(_restore_gradients, always_call=True)
 
 
 def _without_empty_images(
