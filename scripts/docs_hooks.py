@@ -1,4 +1,4 @@
-"""What mkdocs is told beyond mkdocs.yml: pages for the files of the repository that the docs link to, and the API reference."""
+"""What mkdocs is told beyond mkdocs.yml: pages for the files of the repository that the docs link to, the fields of a run's file, the API."""
 
 import ast
 import json
@@ -19,6 +19,7 @@ def on_files(files: Files, config) -> Files:
     linked = {path for file in files.documentation_pages() for path, _ in LINK.findall(file.content_string)}
     for path in sorted(linked):
         files.append(File.generated(config, _page_of(path), content=_content(path)))
+    files.append(File.generated(config, "config-fields.md", content=_fields()))
     files.append(File.generated(config, "api.md", content=_api()))
     return files
 
@@ -79,9 +80,20 @@ def _says(file: Path) -> str:
     return said.split("\n")[0].replace("|", "\\|")
 
 
-def _api() -> str:
+def _find_package() -> None:
     if str(ROOT) not in sys.path:  # mkdocs takes it out again after it has loaded this file
         sys.path.insert(0, str(ROOT))
+
+
+def _fields() -> str:
+    _find_package()
+    from qlora_rl.config.describe import markdown
+
+    return f"# Every field of a run's file\n\nWhat `qlora-rl train --print-schema` prints; [config.md](config.md) says how to use it.\n\n{markdown()}"
+
+
+def _api() -> str:
+    _find_package()
     import qlora_rl
 
     homes = {name: home for name, home in qlora_rl._HOMES.items() if name not in qlora_rl._ERRORS}

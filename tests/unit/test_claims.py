@@ -116,4 +116,5 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     api = (tmp_path / "api.html").read_text()
     assert all(f'id="{home}.{name}"' in api for name, home in qlora_rl._HOMES.items())
+    assert "max_staleness" in (tmp_path / "config-fields.html").read_text()
     assert "base_compute" in (tmp_path / "files" / "qlora_rl" / "engine" / "local" / "engine.py.html").read_text()

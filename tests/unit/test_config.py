@@ -408,8 +408,12 @@ def test_the_file_to_start_from_is_right_and_shows_every_field(method, tmp_path,
         assert set(held[0] if kind is Reward else held) == wanted
 
 
-def test_the_documentation_has_every_field():
-    assert markdown() in (ROOT / "docs" / "config.md").read_text()
+def test_the_documentation_has_every_method_and_the_schema_every_field():
+    methods, *tables = markdown().split("\n\n### ")
+    assert methods in (ROOT / "docs" / "config.md").read_text()
+    assert all(
+        f"| `{name}` |" in table for kind, table in zip(TABLES.values(), tables, strict=True) for name in options(kind)
+    )
 
 
 def test_every_alias_leads_to_a_field():
