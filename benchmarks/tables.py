@@ -136,13 +136,20 @@ def _rollouts() -> list[dict]:
     return sorted(_load("rollout.json").values(), key=lambda r: (order.index(r["size"]), r["batch"]))
 
 
-def rollout() -> str:
+def rollout_largest() -> str:
+    """The rows of the largest shape."""
+    return rollout(size="0.4b")
+
+
+def rollout(size: str | None = None) -> str:
     """Tokens per second against vLLM as it comes; a shape, a batch and a way to a line."""
     lines = [
         "| shape | prompts at once | multiplied with | tokens/s | vLLM as it comes | ratio | share of the speed in 16 bits without an adapter |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in _rollouts():
+        if size not in (None, result["size"]):
+            continue
         for way, row in result["modes"].items():
             share = f"{row['of_bf16']:.2f}" if "of_bf16" in row else ""
             lines.append(
@@ -577,6 +584,7 @@ TABLES = {
     "scale-assumed": scale_assumed,
     "train-decode": train_decode,
     "rollout": rollout,
+    "rollout-largest": rollout_largest,
     "rollout-runs": rollout_runs,
     "step": step,
     "overlap": overlap,
