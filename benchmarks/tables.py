@@ -249,15 +249,6 @@ def adapters() -> str:
     return "\n".join(lines)
 
 
-def adapter_kinds() -> str:
-    """The verdict on every kind of adapter, in a row for each verdict."""
-    rows = _load("adapters.json")["kinds"].values()
-    lines = ["| verdict | adapters |", "|---|---|"]
-    for verdict, title in VERDICTS.items():
-        lines.append(f"| {title} | {'; '.join(row['title'] for row in rows if row['verdict'] == verdict)} |")
-    return "\n".join(lines)
-
-
 def starts() -> str:
     """Each start of LoRA, and how exactly it is served."""
     lines = ["| start, r = 4 | rank that is synced | float32 base | NF4 base, of plain LoRA's |", "|---|---|---|---|"]
@@ -591,7 +582,6 @@ TABLES = {
     "sync": sync,
     "server": server,
     "adapters": adapters,
-    "adapter-kinds": adapter_kinds,
     "starts": starts,
     "demo": demo,
     "dense": dense,
