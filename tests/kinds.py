@@ -1,4 +1,4 @@
-"""Every adapter that PEFT 0.21 can build, and what is to be said of it: the table behind the tests and docs/adapter.md."""
+"""Every adapter that PEFT 0.21 can build, and what is to be said of it: the table behind the tests and benchmarks/details.md."""
 
 from __future__ import annotations
 
