@@ -168,7 +168,11 @@ def _is_off_the_experts(subject: Subject) -> Iterator[Finding]:
     """Experts and router of a mixture: linears nowhere in transformers, and in the engine on a kernel that takes no adapter."""
     mixtures = tuple(f"{name}." for name in mixtures_in(subject.base))
     reached = (name.removesuffix(".base_layer") for name in (*subject.tuned, *subject.replaced))
-    if not (there := list(dict.fromkeys(name for name in reached if name.startswith(mixtures)))):
+    there = list(dict.fromkeys(name for name in reached if name.startswith(mixtures)))
+    if mixtures and not there and (asked := getattr(subject.config, "target_parameters", None)):
+        # PEFT 0.21 rewrites gate_proj and its like so, also where experts are linears, and reaches nothing: nor the MLP of a layer without experts.
+        there = [f"target_parameters={sorted(asked)}"]
+    if not there:
         return
     more = f" and {len(there) - 1} more" if len(there) > 1 else ""
     yield (

@@ -16,6 +16,7 @@ from qlora_rl import (
     bake_base,
     compare,
     fingerprint_base,
+    judge_adapter,
     load_base,
     prepare_base,
     verify_base,
@@ -67,6 +68,23 @@ def test_in_float32_attention_adapters_are_served_exactly(mixture, tmp_path):
         bare = engine.score([[40, 41, 42, 43]])[0]
         assert pair.apart(pair.base.eval()) < EXACT
         assert pair.difference(pair.adapted(LoraConfig(r=8, lora_alpha=32, target_modules=ATTENTION))) < EXACT
+        served = engine.score([[40, 41, 42, 43]])[0]
+        assert max(abs(a - b) for a, b in zip(bare, served, strict=True)) > 1000 * EXACT
+
+
+def test_an_adapter_on_the_mlp_of_a_layer_without_experts_is_served_exactly(tmp_path):
+    """Made as for a dense model: on a mixture PEFT 0.21 takes these names for experts (`test_mixture_adapters.py`)."""
+    base = prepare_base(make_model(tmp_path / "model", architecture="qwen3_moe-dense", tied=False), out=tmp_path / "b")
+    baked = bake_base(base, "float32")
+    with LocalEngine(baked, **SMALL) as engine:
+        pair = Pair(engine, baked, tmp_path)
+        kind, pair.base.config.model_type = pair.base.config.model_type, "qwen3"
+        model = pair.adapted(LoraConfig(r=8, lora_alpha=32, target_modules=["gate_proj", "up_proj", "down_proj"]))
+        model.config.model_type = kind
+        assert sum(".lora_A" in name for name, _ in model.named_parameters()) == 3
+        assert judge_adapter(model)
+        bare = engine.score([[40, 41, 42, 43]])[0]
+        assert pair.difference(model) < EXACT
         served = engine.score([[40, 41, 42, 43]])[0]
         assert max(abs(a - b) for a, b in zip(bare, served, strict=True)) > 1000 * EXACT
 

@@ -1,5 +1,6 @@
 """Where on a mixture of experts an adapter may be, and that every other place gets a verdict with the way out."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from support import MIXTURES, make_model
 
 from qlora_rl import judge_adapter, load_base, prepare_base
+from qlora_rl.base.experts import experts_as_linears
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 WAY_OUT = "target_modules=['k_proj', 'o_proj', 'q_proj', 'v_proj']"
@@ -62,12 +64,57 @@ def test_no_placement_of_an_adapter_is_silently_wrong(place, tmp_path_factory):
     assert ("model.layers.0.mlp" in verdict.reasons[0]) == (expected == "mixture")
 
 
-def _qwen():
-    torch.manual_seed(0)
-    name, extra = MIXTURES["qwen3_moe"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+# How PEFT can be asked for the MLP of layer 0, which has no experts; layer 1 has.
+DENSE = {
+    "names": placed(target_modules=MLP),
+    "with attention": placed(target_modules=["q_proj", *MLP]),
+    "one name": placed(target_modules=["down_proj"]),
+    "half": placed(target_modules=["gate_proj"]),
+    "names of that layer": placed(target_modules=MLP, layers_to_transform=[0]),
+    "longer names": placed(target_modules=[f"mlp.{name}" for name in MLP]),
+    "whole names": placed(target_modules=[f"model.layers.0.mlp.{name}" for name in MLP]),
+    "a pattern": placed(target_modules=r".*layers\.0\.mlp\.(gate|up|down)_proj"),
+    "a pattern without the names": placed(target_modules=r".*layers\.0\.mlp\.\w+_proj"),
+    "a parameter": placed(target_modules=["q_proj"], target_parameters=["layers.0.mlp.gate_proj.weight"]),
+    "all-linear": placed(target_modules="all-linear"),
+    "all-linear but experts": placed(target_modules="all-linear", exclude_modules=r".*(experts|mlp\.gate$)"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["16-bit", "4-bit"])
+@pytest.mark.parametrize("form", DENSE)
+def test_no_form_puts_an_adapter_silently_elsewhere_than_on_the_mlp_without_experts(form, packed):
+    """PEFT 0.21 has none that reaches it. Once it has, docs/mixtures.md is to say so: `test_mixtures.py` has it served exactly."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with experts_as_linears(_config("qwen3_moe-dense")) if packed else contextlib.nullcontext():
+            model = _qwen("qwen3_moe-dense")
+        try:
+            model = get_peft_model(model, DENSE[form])
+        except ValueError:  # PEFT's own: half of a fused matrix, or nothing that it found
+            return
+    verdict = judge_adapter(model)
+    assert verdict.kind == "full_weights"
+    assert any(WAY_OUT in reason for reason in verdict.reasons), verdict.reasons
+
+
+def test_a_pattern_of_one_layer_is_taken_by_peft_for_all_and_a_list_is_not():
+    for target, expected in ((r".*layers\.1\.self_attn\.q_proj", 2), (["layers.1.self_attn.q_proj"], 1)):
+        model = get_peft_model(_qwen(), placed(target_modules=target))
+        assert sum(".lora_A" in name for name, _ in model.named_parameters()) == expected
+        assert judge_adapter(model)
+
+
+def _config(architecture="qwen3_moe"):
+    name, extra = MIXTURES[architecture]
     shape = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
-    config = getattr(transformers, name)(**shape, num_key_value_heads=1, **extra)
-    return transformers.AutoModelForCausalLM.from_config(config)
+    return getattr(transformers, name)(**shape, num_key_value_heads=1, **extra)
+
+
+def _qwen(architecture="qwen3_moe"):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(_config(architecture))
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
