@@ -28,8 +28,7 @@ class SamplingSpec:
         max_tokens: longest completion, in tokens; what the engine's maximum length leaves may be less.
         temperature: 0 is greedy.
         top_k: 0 switches it off.
-        seed: base of the seeds per request; request i of a call gets its own, derived from it. `None`: the engine
-            samples without seeds.
+        seed: base of the seeds per request; request i of a call gets its own, derived from it. `None`: sampled without seeds.
         regex: completions must match it (structured output).
         first_place: index of the call's first request in the whole batch, if the call is a part of it; decides the seeds.
         extra: further fields of vLLM's SamplingParams.
@@ -53,17 +52,19 @@ class Rollout:
 
     Attributes:
         completion_ids: B lists of token ids, the end-of-sequence token included where it was sampled.
-        logprobs: B lists as long as `completion_ids`: natural log of the probability with which each token was sampled
-            (after temperature and filters); `None` where the engine reports none, which the alarm does not accept for long. What an
-            engine with `gives_logprobs=False` puts here is not read; `None` for all of it will do.
+        logprobs: B lists as long as `completion_ids`: natural log of the probability with which each token was sampled (after temperature and
+            filters); `None` where the engine reports none, which the alarm does not accept for long. Not read where `gives_logprobs=False`.
         version: of the adapter that made every token (0: the bare base).
         seconds: wall time of the call.
+        routing: of a mixture with `gives_routing`: the experts chosen for each token of prompt and completion but the last, [tokens, layers that
+            are mixtures, chosen], int16, -1 or `None` where that is not known.
     """
 
     completion_ids: list[list[int]]
     logprobs: list[list[float | None]]
     version: int
     seconds: float
+    routing: Sequence[torch.Tensor | None] | None = field(default=None, compare=False, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -84,8 +85,7 @@ class AdapterBundle:
     """An adapter in canonical form: plain LoRA, one rank, scaling folded into B.
 
     Attributes:
-        tensors: `base_model.model.<module>.lora_A.weight` [R, I] and `….lora_B.weight` [O, R]; the delta of a module
-            is B @ A, with no further factor.
+        tensors: `base_model.model.<module>.lora_A.weight` [R, I] and `….lora_B.weight` [O, R]; the delta of a module is B @ A, no more.
         config: the `adapter_config.json` that goes with them (`lora_alpha == r`, no patterns; `IS_PROBE` where it is no policy's).
     """
 
@@ -136,8 +136,7 @@ class BaseFingerprint:
 
     Attributes:
         leaves: by the name that transformers gives the parameter.
-        facts: digests of what belongs to a base besides its weights: "config", "tokenizer", "chat_template",
-            "special_tokens", "skip_modules", "code". A side that does not know one leaves it out.
+        facts: digests of what else belongs to a base: "config", "tokenizer", "chat_template", "special_tokens", "skip_modules", "code", where known.
         faults: of weights that are sharded over ranks of an engine and differ from its directory: which rank holds what.
     """
 
@@ -181,9 +180,10 @@ class EngineCapabilities:
         byte_way: how these reach it: "http" or "object_store" (Ray's).
         dense_way: how full weights reach it: "stream" (in this process), "directory" or "http".
         holds_two: it samples with two versions at once (`VersionedEngine`); where not, nothing may be sampled during a push.
-        gives_logprobs: it reports the logprobs of the tokens that it samples. Where not, trainers neither correct for the distance to
-            the engine nor watch it; the canary still asks for `score`.
+        gives_logprobs: it reports the logprobs of the tokens that it samples. Where not, trainers neither correct for the distance to it nor
+            watch it; the canary still asks for `score`.
         takes_images: `generate` and `score` take `ImagePrompt`s.
+        gives_routing: `generate` says which experts were chosen.
     """
 
     name: str
@@ -200,6 +200,7 @@ class EngineCapabilities:
     holds_two: bool = False
     gives_logprobs: bool = True
     takes_images: bool = False
+    gives_routing: bool = False
 
 
 @dataclass(frozen=True)

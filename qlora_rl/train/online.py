@@ -66,6 +66,7 @@ class OnlineOptions:
     gpu_memory: str | float = "auto"
     api_key_file: str | os.PathLike[str] | None = None
     remove_padding: bool = True
+    routing_replay: bool = False
 
     def check(self) -> None:
         """Raises: ConfigConflictError: a word or number that means nothing."""
@@ -260,6 +261,7 @@ class OnlineTrainer(TrainedRun):
                 rollout_func = of_trl.get("rollout_func")
                 alarm = alarm_for(link, self.model, args, options.on_mismatch, rollout_func=rollout_func)
                 self.measure_into(self.run, alarm, compares=self.bridge.knows_logprobs(rollout_func))
+                self.follow_routing(replays=options.routing_replay)
                 if self.run is not None:
                     self.run.begin()
                     held = {
@@ -312,6 +314,9 @@ class OnlineTrainer(TrainedRun):
             use_small_tiles(bare_model(self.model), self.temperature)
         self._failures = [] if ranks().size > 1 else None
         self._guard_rewards()
+
+    def follow_routing(self, *, replays: bool) -> None:
+        """`RoutedSteps` compares the experts that both sides choose."""
 
     def _why_padded(self, options: OnlineOptions) -> str:
         if not self._is_planned:

@@ -16,6 +16,7 @@ from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.rollouts.image_rows import ImageRows
 from qlora_rl.train.watch.measure import MeasuredSteps
+from qlora_rl.train.watch.routing import RoutedSteps
 
 
 class SampledLogprobs:
@@ -55,7 +56,7 @@ class SampledLogprobs:
         return found
 
 
-class QLoRARLOOTrainer(OnlineTrainer, MeasuredSteps, SampledLogprobs, ImageRows, RLOOTrainer):
+class QLoRARLOOTrainer(RoutedSteps, OnlineTrainer, MeasuredSteps, SampledLogprobs, ImageRows, RLOOTrainer):
     """RLOO on a 4-bit base: TRL's RLOOTrainer as `QLoRAGRPOTrainer` is TRL's GRPOTrainer, with the same further arguments.
 
     ::

@@ -43,3 +43,6 @@ def test_a_mixture_is_trained_with_adapters_on_attention(architecture, rollout, 
     assert [step["policy_version"] for step in steps] == list(range(1, STEPS + 1))
     assert all(step["base_verified"] for step in steps)
     assert max(step["mismatch_kl"] for step in steps) < 5e-3
+    # What the engine chose is known of one in this process.
+    assert all(("routing_agreement" in step) == (rollout == "colocate") for step in steps)
+    assert min(step.get("routing_agreement", 1.0) for step in steps) > 0.9

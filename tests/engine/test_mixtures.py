@@ -22,6 +22,7 @@ from qlora_rl import (
     verify_base,
 )
 from qlora_rl.base.experts import mixtures_in
+from qlora_rl.train.scoring.routing import Routers
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SMALL = OPTIONS | {"max_lora_rank": 8}
@@ -70,6 +71,32 @@ def test_in_float32_attention_adapters_are_served_exactly(mixture, tmp_path):
         assert pair.difference(pair.adapted(LoraConfig(r=8, lora_alpha=32, target_modules=ATTENTION))) < EXACT
         served = engine.score([[40, 41, 42, 43]])[0]
         assert max(abs(a - b) for a, b in zip(bare, served, strict=True)) > 1000 * EXACT
+
+
+def test_in_float32_both_sides_choose_the_same_experts(mixture):
+    baked = bake_base(mixture, "float32")
+    model = load_base(baked)
+    first = [40, 41, 42, 43] * 10  # more than a block of the KV cache, which is computed once
+    prompts = [first, [*first, 9], [7, 8], [7, 8]]
+    with LocalEngine(baked, **SMALL | {"max_model_length": 64, "block_size": 32}) as engine:
+        assert engine.capabilities().gives_routing
+        rollouts = [engine.generate(prompts, max_tokens=4, seed=seed) for seed in (0, 1)]
+        noted = engine.llm.llm_engine.model_executor.driver_worker.worker._qlora_choices
+        engine.score([[40, 41, 42]])
+        assert not noted._held  # nothing stays behind, also of what nobody asked for
+    routers = Routers(model)
+    for number, rollout in enumerate(rollouts):
+        assert all(chosen is not None for chosen in rollout.routing)
+        for prompt, ids, chosen in zip(prompts, rollout.completion_ids, rollout.routing, strict=True):
+            row = torch.tensor([prompt + ids])
+            assert chosen.shape == (row.shape[1] - 1, routers.layers, 2)
+            # In the second call the long prompts come out of the cache; nobody in that call has computed their first block.
+            cached = 32 if number and len(prompt) > 32 else 0
+            assert (chosen[:cached] == -1).all()
+            assert (chosen[cached:] >= 0).all()
+            with torch.no_grad(), routers.given(torch.ones_like(row), [chosen]):
+                model(row)
+    assert routers.agreement == 1.0
 
 
 def test_an_adapter_on_the_mlp_of_a_layer_without_experts_is_served_exactly(tmp_path):

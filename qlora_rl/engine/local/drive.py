@@ -64,15 +64,16 @@ class Driver:
 
     Args:
         on_failure: is called when vLLM's engine must be rebuilt.
+        on_end: with each call that has ended, whatever came of it.
 
     Attributes:
         `door`: who wants a turn takes it first.
         lock: guards everything that vLLM is asked in this process.
     """
 
-    def __init__(self, on_failure: Callable[[], None]) -> None:
+    def __init__(self, on_failure: Callable[[], None], on_end: Callable[[Call], None] = lambda call: None) -> None:
         self.door, self.lock = threading.RLock(), threading.RLock()
-        self._on_failure = on_failure
+        self._on_failure, self._on_end = on_failure, on_end
         self._open: list[Call] = []
         self._number = 0
 
@@ -209,6 +210,7 @@ class Driver:
     def _forget(self, call: Call) -> None:
         with contextlib.suppress(ValueError):  # `fail` has, from a thread that was interrupted
             self._open.remove(call)
+        self._on_end(call)
 
     def _abort(self, engine: Any, call: Call) -> None:
         """Take all requests of a call out of scheduler and workers; those of other calls go on."""

@@ -20,6 +20,7 @@ from qlora_rl.engine.local.adapters import Adapters
 from qlora_rl.engine.local.borrowers import Borrowers
 from qlora_rl.engine.local.dense import DenseWeights
 from qlora_rl.engine.local.drive import Driver, alone
+from qlora_rl.engine.local.routing import Routing, choices_of
 from qlora_rl.engine.options import start_options
 from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled_logprobs, sampling_params
 from qlora_rl.engine.worker.extension import Lending
@@ -46,8 +47,7 @@ class LocalEngine:
         max_num_seqs: sequences in flight.
         tensor_parallel_size: processes that hold a part of the base each, on a GPU each; a 4-bit base is served in its baked form then.
         gpu_memory_utilization: share of the card that vLLM may fill (weights and KV cache).
-        kv_cache_gib: size of the KV cache; on a GPU it replaces `gpu_memory_utilization`. On the CPU the default is what
-            `max_num_seqs` sequences of full length need, at most 4 GiB.
+        kv_cache_gib: of the KV cache; on a GPU in the place of `gpu_memory_utilization`. On the CPU by default for `max_num_seqs`, at most 4.
         enforce_eager: no CUDA graphs; default true on the CPU.
         enable_sleep: `sleep()` gives memory back between rollouts (GPU; a no-op on the CPU).
         enable_prefix_caching: share the KV cache of common prompt beginnings, within one adapter version.
@@ -99,8 +99,8 @@ class LocalEngine:
         self._is_broken = self._is_closed = self._is_asleep = False
         self._llm: Any = None
         self._products = Float32Products()
-        self._driver = Driver(on_failure=self._break)
-        self.borrowers = Borrowers()
+        self._routing, self.borrowers = Routing(), Borrowers()
+        self._driver = Driver(on_failure=self._break, on_end=self._routing.collect)
 
         self._owns_process_group = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         start = start_options(
@@ -166,6 +166,7 @@ class LocalEngine:
             holds_two=bool(self.max_lora_rank),
             takes_in_place=bool(self.max_lora_rank) and self._start.ranks == 1,
             takes_images=bool(self._start.image_tokens),
+            gives_routing=self._routing.is_on,
         )
 
     def score(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[float]]:
@@ -232,12 +233,9 @@ class LocalEngine:
     ) -> Rollout:
         """One completion for each of B prompts; repeat a prompt to sample several.
 
-        Several threads may call it: their requests share vLLM's batch, and a push takes its turn between two steps. A call
-        ends with the version with which it began.
-
-        An interrupt (Ctrl-C, a notebook's stop button) takes effect between two engine steps: all requests of the call
-        are aborted and the engine stays usable. A second interrupt during the same step gives the engine up; it is
-        rebuilt at the next use.
+        Several threads may call it: their requests share vLLM's batch, and a push takes its turn between two steps. A call ends with the
+        version with which it began. An interrupt (Ctrl-C, a notebook's stop button) takes effect between two engine steps: all requests of the
+        call are aborted and the engine stays usable. A second one during the same step gives the engine up; it is rebuilt at the next use.
 
         Args:
             prompts: B token-id lists, strings, or `ImagePrompt`s.
@@ -265,6 +263,7 @@ class LocalEngine:
             logprobs=[sampled_logprobs(o.outputs[0]) for o in outputs],
             version=version,
             seconds=time.perf_counter() - started,
+            routing=choices_of([token_ids(p) for p in asked], outputs) if self._routing.is_on else None,
         )
 
     def cancel(self) -> None:
@@ -413,6 +412,7 @@ class LocalEngine:
                     hint = IN_PROCESSES if ranks > 1 else ""
                     raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}{hint}") from error
             compat.started(self._llm)
+            self._routing.begin(self._llm, self._start)
             if ranks > 1:
                 self._llm.collective_rpc("qlora_begin_as_rank")
                 self._llm.collective_rpc("qlora_multiply_in_float32", args=(self._start.dtype_names,))

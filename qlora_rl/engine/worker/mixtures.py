@@ -7,6 +7,7 @@ from typing import Any
 from qlora_rl.engine.compat import platform_is_cpu
 from qlora_rl.engine.worker.experts import experts_of
 from qlora_rl.engine.worker.extension import BaseExtension
+from qlora_rl.engine.worker.routing import Choices
 
 if platform_is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
@@ -17,7 +18,26 @@ else:
 class Worker(VllmWorker, BaseExtension):
     """What vLLM is told to start; it names the extension itself, as `gpu.Worker` does."""
 
+    _qlora_choices: Choices | None = None
+
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """As vLLM's, with experts as the base has them, which no adapter changes."""
         with experts_of(self.vllm_config.model_config.model):
             super().load_model(*arguments, **options)
+
+    def execute_model(self, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+        """As vLLM's; the choices of the step are noted where somebody asked for them."""
+        if self._qlora_choices is None:
+            return super().execute_model(scheduler_output, *arguments, **options)
+        self._qlora_choices.begin()
+        found = super().execute_model(scheduler_output, *arguments, **options)
+        self._qlora_choices.end(scheduler_output, self.model_runner.input_batch.req_ids)
+        return found
+
+    def qlora_note_routing(self) -> None:
+        """Note which experts are chosen, from now on; every request has to be taken then."""
+        self._qlora_choices = Choices(self.model_runner.get_model())
+
+    def qlora_take_routing(self, names: list[str]) -> list[Any]:
+        """What was noted of requests, by vLLM's names of them; see `Choices.take`."""
+        return [] if self._qlora_choices is None else self._qlora_choices.take(names)

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +68,8 @@ class EngineBridge:
         self._tokens = 0
         self._seconds = 0.0
         self._naps: dict[str, float] = {}
+        # Of the newest batch of each kind, by all token ids of a sequence; `None` where nobody asks.
+        self._routing: dict[bool, dict[tuple[int, ...], Any]] | None = None
         self.last: Rollout | None = None
 
     def install(self, trainer: Any) -> None:
@@ -89,6 +91,22 @@ class EngineBridge:
         if step != self._step:
             self._calls = {False: 0, True: 0}
         self._step, self._is_evaluation, self._width = step, is_evaluation, 0
+        if self._routing is not None:
+            self._routing[is_evaluation] = {}
+
+    def keep_routing(self) -> None:
+        """Keep, until the next batch is generated, which experts the engine chose for it."""
+        self._routing = {False: {}, True: {}}
+
+    def routing_of(self, rows: Sequence[Sequence[int]]) -> list[Any]:
+        """What the engine chose for sequences that it has generated, prompts included (`Rollout.routing`); `None` for others.
+
+        Of equal sequences it is that of one of them: what they differ by is rounding.
+        """
+        return [
+            next((known[key] for known in (self._routing or {}).values() if key in known), None)
+            for key in map(tuple, rows)
+        ]
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -200,6 +218,9 @@ class EngineBridge:
         with self._counting:
             self._tokens += rollout.tokens
             self._seconds += rollout.seconds
+            if self._routing is not None and rollout.routing is not None:
+                for prompt, ids, chosen in zip(prompts, rollout.completion_ids, rollout.routing, strict=True):
+                    self._routing[self._is_evaluation][*prompt, *ids] = chosen
         if not self.gives_logprobs:
             # TRL reads a value for each token, and `MeasuredSteps` takes them out again.
             nothing: list[list[float | None]] = [[None] * len(ids) for ids in rollout.completion_ids]

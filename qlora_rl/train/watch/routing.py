@@ -1,0 +1,83 @@
+"""`RoutedSteps`: a mixin that follows the experts of a mixture: how often trainer and engine choose the same, and replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qlora_rl.adapter.subject import bare_model
+from qlora_rl.base.experts import is_mixture
+from qlora_rl.distributed import ranks
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.train.rollouts.bridge import EngineBridge
+from qlora_rl.train.scoring.routing import Routers
+
+
+class RoutedSteps:
+    """Comes before everything that scores; `follow_routing` begins it."""
+
+    bridge: EngineBridge
+    routing_replay = False
+    _routers: Routers | None = None
+
+    def follow_routing(self, *, replays: bool) -> None:
+        """Compare the experts that both sides choose, where the engine says which it chose; with `replays` take the engine's.
+
+        Raises:
+            ConfigConflictError: the model is no mixture. NotYetSupportedError: the engine does not say what it chose.
+        """
+        model = bare_model(self.model)
+        why = _why_not(model, self.bridge)
+        if replays and why:
+            raise (NotYetSupportedError if is_mixture(model.config) else ConfigConflictError)(
+                f"reading the arguments: routing_replay=True: {why}."
+            )
+        if why:
+            return
+        self.routing_replay, self._routers = replays, Routers(model, replays=replays)
+        self.bridge.keep_routing()
+
+    def decisive(self) -> dict[str, Any]:
+        """With another routing it is another run."""
+        return super().decisive() | {"routing_replay": self.routing_replay}
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        if self._routers is not None:
+            self._routers.forget()
+        return super()._generate_and_score_completions(inputs)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, *args: Any, **kw: Any
+    ) -> Any:
+        if self._routers is None or not _is_policy(model, self.model):
+            return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kw)
+        rows = [ids[kept].tolist() for ids, kept in zip(input_ids, attention_mask.bool(), strict=True)]
+        with self._routers.given(attention_mask, self.bridge.routing_of(rows)):
+            return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kw)
+
+    def _look_at(self, mode: str, batch: dict[str, Any], logprobs_BT: torch.Tensor) -> None:
+        if self._routers is not None and (agreement := self._routers.agreement) is not None:
+            self._note(mode, {"routing_agreement": agreement})
+        super()._look_at(mode, batch, logprobs_BT)
+
+
+def _why_not(model: Any, bridge: EngineBridge) -> str:
+    if not is_mixture(model.config):
+        return "the model has no experts. Leave it out"
+    if ranks().size > 1:
+        return "in several processes the engine's choices are not shared out. Train in one process, or leave it out"
+    if not bridge.engine.capabilities().gives_routing:
+        return (
+            f"{bridge.engine.capabilities().name} does not say which experts it chose: a vLLM in the trainer's process on a CPU does. "
+            "Use rollout='colocate' there, or leave it out"
+        )
+    return ""
+
+
+def _is_policy(model: Any, trained: Any) -> bool:
+    """Not the reference: another model, or the same one with its adapter off or another one on."""
+    if bare_model(model) is not bare_model(trained):
+        return False
+    layers = (module for module in bare_model(model).modules() if hasattr(module, "lora_A"))
+    return all(not layer.disable_adapters and "ref" not in layer.active_adapters for layer in layers)
