@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -76,6 +77,7 @@ def compare_sides(base: Any) -> dict[str, Any]:
     """Logprobs of sampled tokens on both sides in bf16, and how often they choose the same experts."""
     from qlora_rl import LocalEngine, load_base, verify_base
     from qlora_rl.demo import task
+    from qlora_rl.train.scoring.routing import Routers
 
     model = load_base(base, attn_implementation="eager").train()
     with LocalEngine(base, max_model_length=32, max_num_seqs=128) as engine:
@@ -96,39 +98,50 @@ def compare_sides(base: Any) -> dict[str, Any]:
         for side, modules in routers.items():
             for module in modules:
                 module.register_forward_hook(functools.partial(keep, side))
-        differences, same_token, agree, decisions = [], [], 0, 0
+        replaying = Routers(model, replays=True)
+        differences, replayed, same_token, agree, decisions = [], [], [], 0, 0
         for prompt, ids in zip(prompts, rollout.completion_ids, strict=True):
             for each in chosen.values():
                 each.clear()
             theirs_T = torch.tensor(engine.score([prompt + ids])[0][len(prompt) - 1 :])
-            with torch.no_grad():
-                logits_TV = model(torch.tensor([prompt + ids])).logits[0].float()
-            own_T = logits_TV.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(ids)[:, None])[:, 0]
-            differences.append(own_T - theirs_T)
+            differences.append(_logprobs(model, prompt, ids) - theirs_T)
             if routers["ours"]:
                 ours, theirs = (torch.stack(chosen[side]) for side in ("ours", "theirs"))  # [layers, T, K]
+                with replaying.given(torch.ones(1, len(prompt + ids)), [theirs.transpose(0, 1)[:-1]]):
+                    replayed.append(_logprobs(model, prompt, ids) - theirs_T)
                 same = (ours == theirs).all(-1)
                 agree, decisions = agree + int(same.sum()), decisions + same.numel()
                 # A token's logprob hangs on all positions before it.
                 same_token.append(same.all(0).cumprod(0)[len(prompt) - 1 : -1].bool())
     apart = torch.cat(differences)
     found = {"tokens": apart.numel(), "logprob_diff_mean": float(apart.abs().mean())}
-    found |= {"logprob_diff_max": float(apart.abs().max()), "mismatch_kl": float((apart.exp() - 1 - apart).mean())}
+    found |= {"logprob_diff_max": float(apart.abs().max()), "mismatch_kl": _kl(apart)}
     if decisions:
         same = torch.cat(same_token)
         found |= {
             "decisions": decisions,
             "routing_agreement": agree / decisions,
             "tokens_with_same_routing": int(same.sum()),
+            "mismatch_kl_replayed": _kl(torch.cat(replayed)),
         }
         for name, part in (("same_routing", apart[same]), ("other_routing", apart[~same])):
             if part.numel():
-                found[f"mismatch_kl_{name}"] = float((part.exp() - 1 - part).mean())
+                found[f"mismatch_kl_{name}"] = _kl(part)
     return found
 
 
-def train(base: Path, sync: str, steps: int, out: Path) -> dict[str, Any]:
-    """GRPO on the sums with adapters on attention."""
+def _logprobs(model: Any, prompt: list[int], ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([prompt + ids])).logits[0].float()
+    return logits_TV.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def _kl(apart: torch.Tensor) -> float:
+    return float((apart.expm1() - apart).mean())
+
+
+def train(base: Path, sync: str, steps: int, out: Path, seed: int = 0) -> dict[str, Any]:
+    """GRPO on the sums with adapters on attention; "replay": with the engine's choice of experts."""
     from qlora_rl.base.checkpoint import open_base
     from qlora_rl.demo import task
     from qlora_rl.demo.job import DemoSettings, make_trainer, quieten, summarise_steps
@@ -137,7 +150,15 @@ def train(base: Path, sync: str, steps: int, out: Path) -> dict[str, Any]:
 
     quieten()
     run = RunDirectory(out)
-    trainer = make_trainer(DemoSettings(steps=steps, sync=sync, target_modules=ATTENTION), open_base(base), run)
+    replays = sync == "replay"
+    settings = DemoSettings(
+        steps=steps,
+        seed=seed,
+        sync="lora_adapter" if replays else sync,
+        target_modules=ATTENTION,
+        routing_replay=replays,
+    )
+    trainer = make_trainer(settings, open_base(base), run)
 
     def accuracy() -> float:
         asked = task.problems("held_out")
@@ -148,6 +169,8 @@ def train(base: Path, sync: str, steps: int, out: Path) -> dict[str, Any]:
     trainer.train()
     rows = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
     found = {"accuracy_before": before, "accuracy_after": accuracy(), **summarise_steps(rows)}
+    if agreed := [row["routing_agreement"] for row in rows if "routing_agreement" in row]:
+        found["routing_agreement"] = statistics.fmean(agreed)
     trainer.close()
     return found
 
@@ -185,8 +208,6 @@ def time_rollouts(root: Path) -> dict[str, Any]:
 
 def sample(base: Path, kind: str) -> float:
     """Tokens/s of one engine, with an adapter of rank 16 where the base is 4-bit; the median of five rollouts."""
-    import statistics
-
     from peft import LoraConfig, get_peft_model
 
     from qlora_rl import AdapterSync, LocalEngine, load_base

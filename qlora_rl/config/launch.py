@@ -14,7 +14,7 @@ from qlora_rl.config.data import IMAGES, TEMPLATE_COLUMN, load_data
 from qlora_rl.config.paths import all_uses, is_file, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward
-from qlora_rl.config.schema import METHODS, PLANNED, SCORED, Adapter, Rollout, RunConfig, default
+from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, Adapter, Rollout, RunConfig, default
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.config.write import value
 from qlora_rl.distributed import join, ranks
@@ -236,6 +236,8 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
         found["gpu_memory"] = config.run.gpu_memory
     if config.method in SCORED:
         found["remove_padding"] = config.run.remove_padding
+    if config.method in REPLAYING:
+        found["routing_replay"] = config.run.routing_replay
     if config.method == "async_grpo":
         found |= {"max_staleness": config.rollout.max_staleness, "rollout_threads": config.rollout.rollout_threads}
     if not METHODS[config.method].draws:

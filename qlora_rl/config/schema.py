@@ -61,6 +61,7 @@ DRAWING = tuple(name for name, method in METHODS.items() if method.draws)
 CALLING = ("grpo", "async_grpo")  # TRL's trainers of these take tools and environments
 SEEING = ("sft", "grpo", "rloo")  # take images
 PLANNED = ("grpo", "rloo", "async_grpo")  # their memory is planned
+REPLAYING = ("grpo", "rloo")  # follow the experts that the engine chose
 SCORED = tuple(name for name in METHODS if name != "online_dpo")  # by TRL's fused head
 
 
@@ -356,6 +357,9 @@ class Run:
     )
     remove_padding: bool = option(
         "sequences of a micro-batch are computed without padding, where the model allows it", True, methods=SCORED
+    )
+    routing_replay: bool = option(
+        "of a mixture, the trainer computes with the experts that the engine chose", False, methods=REPLAYING
     )
 
 

@@ -41,6 +41,7 @@ class DemoSettings:
         learning_rate: of AdamW, after a short warm-up.
         rank: of the LoRA adapters; alpha is twice that.
         target_modules: where they are.
+        routing_replay: see QLoRAGRPOTrainer.
         completions_per_step: B = prompts x 8 rollouts.
         adapter_dtype: see QLoRAGRPOTrainer.
         rollout: "colocate", "server" (one is started), "ray" (two actors), or the URL of a server on the demo's base (key: QLORA_RL_API_KEY).
@@ -57,6 +58,7 @@ class DemoSettings:
     adapter_dtype: str = "float32"
     rollout: str = "colocate"
     target_modules: str | Sequence[str] = "all-linear"
+    routing_replay: bool = False
 
     def __post_init__(self) -> None:
         if self.sync not in SYNCS:
@@ -323,6 +325,7 @@ def make_trainer(
             sync=settings.sync,
             existing_run="continue",
             rollout=settings.rollout,
+            routing_replay=settings.routing_replay,
             engine_options={"use_tqdm_on_load": False, **_on_ray(settings), **(engine_options or {})},
             **arguments,
         )

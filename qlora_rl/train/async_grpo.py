@@ -53,6 +53,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
     _takes_images = False
     _rests = False
     _one_process = "rollouts are generated ahead by one"
+    _is_ahead = True
 
     def __init__(self, *args: Any, max_staleness: int = 1, rollout_threads: int | None = None, **kwargs: Any):
         if max_staleness < 0:

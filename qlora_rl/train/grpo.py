@@ -59,6 +59,8 @@ class QLoRAGRPOTrainer(RoutedSteps, OnlineTrainer, OnePass, MeasuredSteps, Image
             what is free on the card, with a warning; no limit on the CPU. The KV cache gets what the optimizer step leaves.
         remove_padding: the sequences of a micro-batch are computed one behind the other, without padding and without attention masks,
             where the model allows it (docs/memory.md#without-padding). False: padded, as TRL does.
+        routing_replay: of a mixture of experts: the trainer computes with the experts that the engine chose for each token, weighed by its own router
+            (docs/mixtures.md#routing). For an engine in this process on a CPU.
         allow_base_mismatch: train although the engine holds another base; every metric and the report are marked.
 
     Raises:
@@ -101,6 +103,7 @@ class QLoRAGRPOTrainer(RoutedSteps, OnlineTrainer, OnePass, MeasuredSteps, Image
         gpu_memory: str | float = "auto",
         api_key_file: str | os.PathLike[str] | None = None,
         remove_padding: bool = True,
+        routing_replay: bool = False,
     ):
         self.set_up(
             model,
@@ -119,6 +122,7 @@ class QLoRAGRPOTrainer(RoutedSteps, OnlineTrainer, OnePass, MeasuredSteps, Image
                 gpu_memory=gpu_memory,
                 api_key_file=api_key_file,
                 remove_padding=remove_padding,
+                routing_replay=routing_replay,
             ),
             reward_funcs=reward_funcs,
             train_dataset=train_dataset,

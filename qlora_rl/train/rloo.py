@@ -101,6 +101,7 @@ class QLoRARLOOTrainer(RoutedSteps, OnlineTrainer, MeasuredSteps, SampledLogprob
         gpu_memory: str | float = "auto",
         api_key_file: str | os.PathLike[str] | None = None,
         remove_padding: bool = True,
+        routing_replay: bool = False,
     ):
         self.set_up(
             model,
@@ -119,6 +120,7 @@ class QLoRARLOOTrainer(RoutedSteps, OnlineTrainer, MeasuredSteps, SampledLogprob
                 gpu_memory=gpu_memory,
                 api_key_file=api_key_file,
                 remove_padding=remove_padding,
+                routing_replay=routing_replay,
             ),
             reward_funcs=reward_funcs,
             train_dataset=train_dataset,

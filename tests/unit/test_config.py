@@ -122,6 +122,7 @@ WRONG = {
         "seed": [(-1, "at least 0"), ("0", WHOLE)],
         "gpu_memory": [(0, "above 0"), ("aut", "did you mean 'auto'"), ("24TB", "'24TB' is not")],
         "remove_padding": [("auto", TRUTH), (1, TRUTH)],
+        "routing_replay": [("on", TRUTH)],
     },
 }  # fmt: skip
 EVERY_FIELD = [(table, each.name) for table, kind in TABLES.items() for each in fields(kind)]

@@ -20,6 +20,8 @@ class RoutedSteps:
     bridge: EngineBridge
     routing_replay = False
     _routers: Routers | None = None
+    # Batches are generated while an earlier one is trained on: what the engine chose is not kept for them.
+    _is_ahead = False
 
     def follow_routing(self, *, replays: bool) -> None:
         """Compare the experts that both sides choose, where the engine says which it chose; with `replays` take the engine's.
@@ -28,7 +30,7 @@ class RoutedSteps:
             ConfigConflictError: the model is no mixture. NotYetSupportedError: the engine does not say what it chose.
         """
         model = bare_model(self.model)
-        why = _why_not(model, self.bridge)
+        why = _why_not(model, self.bridge, is_ahead=self._is_ahead)
         if replays and why:
             raise (NotYetSupportedError if is_mixture(model.config) else ConfigConflictError)(
                 f"reading the arguments: routing_replay=True: {why}."
@@ -62,9 +64,11 @@ class RoutedSteps:
         super()._look_at(mode, batch, logprobs_BT)
 
 
-def _why_not(model: Any, bridge: EngineBridge) -> str:
+def _why_not(model: Any, bridge: EngineBridge, *, is_ahead: bool) -> str:
     if not is_mixture(model.config):
         return "the model has no experts. Leave it out"
+    if is_ahead:
+        return "rollouts are generated ahead. Use QLoRAGRPOTrainer, or leave it out"
     if ranks().size > 1:
         return "in several processes the engine's choices are not shared out. Train in one process, or leave it out"
     if not bridge.engine.capabilities().gives_routing:
