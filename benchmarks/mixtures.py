@@ -249,6 +249,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--pretraining", type=int, default=300)
+    parser.add_argument(
+        "--mixture", type=Path, help="keep the pretrained mixture here, or take the one that an earlier run left"
+    )
     arguments = parser.parse_args()
     if arguments.child:
         base, sync, steps, out = arguments.child
@@ -267,10 +270,11 @@ def main() -> None:
         only = [arguments.only] if arguments.only else None
         if only is None or "rollouts" in only:
             add_to(arguments.json, {"rollouts": described(time_rollouts(root))})
-        mixture = functools.cache(lambda: make_mixture(root / "mixture", arguments.pretraining))
+        made = arguments.mixture or root / "mixture"
+        mixture = functools.cache(lambda: made if made.is_dir() else make_mixture(made, arguments.pretraining))
         models = {
-            "mixture": (mixture, False, ("lora_adapter", "trl-merge")),
-            "mixture, experts in 4 bits": (mixture, True, ("lora_adapter",)),
+            "mixture": (mixture, False, ("lora_adapter", "replay", "trl-merge")),
+            "mixture, experts in 4 bits": (mixture, True, ("lora_adapter", "replay")),
             "dense": (lambda: make_tiny_model(progress=_report), False, ("lora_adapter",)),
         }
         for kind, (make, packed, syncs) in models.items():

@@ -315,7 +315,9 @@ def mixtures() -> str:
     ]
     rows = {
         "mixture, only the adapter is synced": result["mixture"]["lora_adapter"],
+        "the same with `routing_replay`": result["mixture"]["replay"],
         "mixture, experts in 4 bits too": result["mixture, experts in 4 bits"]["lora_adapter"],
+        "the same in 4 bits, with `routing_replay`": result["mixture, experts in 4 bits"]["replay"],
         "dense, only the adapter is synced": result["dense"]["lora_adapter"],
         "mixture, TRL 1.16: merge, push, unmerge": result["mixture"]["trl-merge"],
     }
@@ -342,8 +344,10 @@ def mixture_routing() -> str:
     if "mismatch_kl_other_routing" in mixed:
         other = mixed["tokens"] - same
         lines.append(f"| other experts somewhere | {other} | {_power(mixed['mismatch_kl_other_routing'])} |")
+    lines.append(f"| mixture, the engine's experts replayed | {mixed['tokens']} | {_power(mixed['mismatch_kl_replayed'])} |")
     packed = result["mixture, experts in 4 bits"]["sides"]
     lines.append(f"| mixture, experts in 4 bits | {packed['tokens']} | {_power(packed['mismatch_kl'])} |")
+    lines.append(f"| the same replayed | {packed['tokens']} | {_power(packed['mismatch_kl_replayed'])} |")
     lines.append(f"| dense model | {dense['tokens']} | {_power(dense['mismatch_kl'])} |")
     share = f"{mixed['routing_agreement']:.2%}"
     return "\n".join([*lines, "", f"Both sides choose the same experts in {share} of {mixed['decisions']} decisions."])
