@@ -59,10 +59,10 @@ def choices_of(prompts: Sequence[Sequence[int]], outputs: Sequence[Any]) -> list
         outputs: vLLM's.
     """
     rows = [list(prompt) + list(output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
-    found = [
+    found: list[Any] = [
         None
         if (chosen := getattr(output.outputs[0], "routed_experts", None)) is None
-        else torch.as_tensor(chosen).to(torch.int16)[: len(ids) - 1]
+        else chosen[: len(ids) - 1].astype("int16", copy=False)
         for ids, output in zip(rows, outputs, strict=True)
     ]
     cached = [0 if each is None else int((each[:, 0, 0] < 0).sum()) for each in found]
@@ -75,4 +75,4 @@ def choices_of(prompts: Sequence[Sequence[int]], outputs: Sequence[Any]) -> list
         for ids, each, missing in zip(rows, found, cached, strict=True):
             if each is not None and missing == count and (known := whole.get(tuple(ids[:count]))) is not None:
                 each[:count] = known
-    return found
+    return [None if each is None else torch.from_numpy(each) for each in found]

@@ -28,21 +28,19 @@ class Given:
     kept_BT: torch.Tensor
     chosen: Sequence[torch.Tensor | None]
 
-    def take(self, rows: int | None, tokens: int) -> tuple[torch.Tensor | None, ...]:
-        """For the sequences that a forward reads next, [tokens, L, K] of each or `None`.
+    def take(self, rows: int | None, tokens: int) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+        """Mask and choices of the sequences that a forward reads next.
 
         Args:
             rows: how many they are; `None`: as many as have so many tokens without padding.
             tokens: of all of them.
         """
-        counts = self.kept_BT.sum(1).tolist()
         if rows is None:
-            rows = 0
-            while tokens > 0 and rows < len(counts):
-                tokens -= counts[rows]
-                rows += 1
-        mine, self.chosen, self.kept_BT = self.chosen[:rows], self.chosen[rows:], self.kept_BT[rows:]
-        return tuple(mine)
+            read = self.kept_BT.sum(1).cumsum(0)
+            rows = int((read <= tokens).sum())
+        mine = self.kept_BT[:rows], self.chosen[:rows]
+        self.kept_BT, self.chosen = self.kept_BT[rows:], self.chosen[rows:]
+        return mine
 
 
 class Routers:
@@ -109,19 +107,23 @@ class Routers:
         if self._given is None:
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
-        given, kept_BT = self._given, self._given.kept_BT
         is_row = kwargs.get("cu_seq_lens_q") is not None
-        chosen = given.take(None if is_row else len(ids), ids.numel())
-        if all(each is None for each in chosen):
+        kept_BT, chosen = self._given.take(None if is_row else len(ids), ids.numel())
+        if kept_BT.shape != ids.shape and not (is_row and int(kept_BT.sum()) == ids.numel()):
+            return  # other tokens than those that were announced
+        k = next((each.shape[-1] for each in chosen if each is not None), 0)
+        if not k:
             return
-        k = next(each for each in chosen if each is not None).shape[-1]
-        kept_BT = kept_BT[: len(chosen)]
-        now = torch.full((*kept_BT.shape, self.layers, k), -1, dtype=torch.int16)
-        for row, kept, each in zip(now, kept_BT.cpu(), chosen, strict=True):
-            if each is not None:
-                row[kept.nonzero()[: len(each), 0]] = each
-        now = now[kept_BT.cpu()] if is_row else now.flatten(0, 1)
-        self._now = now.to(ids.device, torch.long) if len(now) == ids.numel() else None
+        parts, blank = [], torch.full((1, self.layers, k), -1, dtype=torch.int16)
+        for count, each in zip(kept_BT.sum(1).tolist(), chosen, strict=True):
+            known = blank[:0] if each is None else each[:count]
+            parts += [known, blank.expand(count - len(known), -1, -1)]
+        now = torch.cat(parts).to(ids.device, torch.long)
+        if not is_row:
+            padded = now.new_full((*kept_BT.shape, self.layers, k), -1)
+            padded[kept_BT.to(ids.device)] = now
+            now = padded.flatten(0, 1)
+        self._now = now
 
     def _route(self, layer: int, router: Any, _: Any, out: tuple[torch.Tensor, ...]) -> Any:
         if self._now is None:

@@ -54,8 +54,10 @@ class RoutedSteps:
     ) -> Any:
         if self._routers is None or not _is_policy(model, self.model):
             return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kw)
-        rows = [ids[kept].tolist() for ids, kept in zip(input_ids, attention_mask.bool(), strict=True)]
-        with self._routers.given(attention_mask, self.bridge.routing_of(rows)):
+        kept_BT = attention_mask.bool()
+        ids, ends = input_ids[kept_BT].tolist(), kept_BT.sum(1).cumsum(0).tolist()
+        rows = [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        with self._routers.given(kept_BT, self.bridge.routing_of(rows)):
             return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kw)
 
     def _look_at(self, mode: str, batch: dict[str, Any], logprobs_BT: torch.Tensor) -> None:
