@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ def add(commands: Any) -> None:
     evaluate.add_argument(
         "--data",
         type=Path,
-        required=True,
         metavar="F",
-        help='.jsonl file with "prompt" and the columns that the rewards read, or with the columns of the run',
+        help='.jsonl file with "prompt" and the columns that the rewards read, or with the columns of the run (default: [data] eval of the run\'s file)',
     )
     evaluate.add_argument(
         "--reward",
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.rewards.load import built_in, load_reward
 
     columns = {"column": arguments.column} if arguments.column else {}
-    rewards = {name: load_reward(name, columns if built_in(name) else None) for name in arguments.reward or []}
+    rewards = [load_reward(name, columns if built_in(name) else None) for name in arguments.reward or []]
     if columns and not rewards:
         raise UsageError("evaluating: --column is for a --reward. Name one, or leave it out.")
     from qlora_rl.demo.job import quieten
@@ -68,16 +68,47 @@ def run(arguments: argparse.Namespace) -> int:
         from qlora_rl.policy.rows import open_images
         from qlora_rl.policy.trained import open_trained
 
-    rows = read_rows(arguments.data, arguments.limit)
+    given = None if arguments.data is None else read_rows(arguments.data, arguments.limit)
     trained = open_trained(arguments.trained, base=arguments.base)
-    rows = open_images(rows, trained.data, arguments.data.parent)
-    if not rewards:
-        rewards = {each.use: load_reward(each.use, each.arguments) for each in trained.rewards}
+    rewards = rewards or [load_reward(each.use, each.arguments) for each in trained.rewards]
     if not rewards:
         raise UsageError(f"evaluating: {trained.path} has no file with rewards. Name one: --reward numeric.")
+    if given is None:
+        rows, source = _own_rows(trained, arguments.limit)
+    else:
+        rows, source = open_images(given, trained.data, arguments.data.parent), arguments.data.name
+    named = _by_name(rewards)
     sampling = SamplingSpec(arguments.max_tokens, arguments.temperature, arguments.top_p, seed=arguments.seed)
-    found = evaluate(trained, rows, rewards, samples=arguments.samples, sampling=sampling)
+    found = evaluate(trained, rows, named, samples=arguments.samples, sampling=sampling, are_as_trained=given is None)
     if not arguments.no_save:
-        save(found, trained, {"data": arguments.data.name, "rewards": list(rewards)})
+        save(found, trained, {"data": source, "rewards": list(named)})
     print(json.dumps(found.as_dict(), indent=1) if arguments.json else found)
     return 0
+
+
+def _own_rows(trained: Any, limit: int | None) -> tuple[list[dict[str, Any]], str]:
+    """Rows of [data] eval of the run's file, as training has them, and their name."""
+    from qlora_rl.config.data import load_eval
+    from qlora_rl.config.paths import is_file
+
+    data = trained.data
+    if data is None or data.eval is None:
+        raise UsageError(
+            f"evaluating: {trained.path} has no file that names [data] eval. Pass the rows to ask: --data rows.jsonl."
+        )
+    loaded = load_eval(data)
+    files = [data.eval] if isinstance(data.eval, str) else list(data.eval)
+    name = ", ".join(Path(each).name for each in files) if is_file(files[0]) else f"{files[0]} ({data.eval_split})"
+    return list(loaded.select(range(min(len(loaded), limit or len(loaded))))), name
+
+
+def _by_name(rewards: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Under their names in training; of equal ones the second is "name (2)"."""
+    from qlora_rl.rewards.load import reward_name
+
+    found: dict[str, Callable[..., Any]] = {}
+    for each in rewards:
+        name = reward_name(each)
+        same = 1 + sum(other.rpartition(" (")[0] == name or other == name for other in found)
+        found[name if same == 1 else f"{name} ({same})"] = each
+    return found

@@ -100,10 +100,18 @@ def load_data(data: Data, *, has_template_field: bool = False) -> tuple[Any, Any
     Raises:
         ConfigConflictError: a dataset cannot be read; names it.
     """
-    train = _shaped(read_rows(data), data, has_template_field, data.train)
+    return _shaped(read_rows(data), data, has_template_field, data.train), load_eval(data, has_template_field)
+
+
+def load_eval(data: Data, has_template_field: bool = True) -> Any:
+    """The dataset to evaluate on, with the columns as asked; `None` where there is none.
+
+    Raises:
+        ConfigConflictError: it cannot be read; names it.
+    """
     if data.eval is None:
-        return train, None
-    return train, _shaped(_load(data.eval, data, data.eval_split, "eval"), data, has_template_field, data.eval)
+        return None
+    return _shaped(_load(data.eval, data, data.eval_split, "eval"), data, has_template_field, data.eval)
 
 
 def read_rows(data: Data) -> Any:

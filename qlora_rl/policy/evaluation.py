@@ -108,6 +108,7 @@ def evaluate(
     samples: int = 1,
     sampling: SamplingSpec | None = None,
     engine_options: Mapping[str, Any] | None = None,
+    are_as_trained: bool = False,
 ) -> Evaluation:
     """Sample from the base, then from the policy, in one vLLM, and score both.
 
@@ -119,6 +120,7 @@ def evaluate(
         samples: G.
         sampling: greedy, at most 256 tokens, by default.
         engine_options: of `LocalEngine`.
+        are_as_trained: the rows are what [data] makes of its own (`config.data.load_eval`), and stay as they are.
 
     Raises:
         ConfigConflictError: there is nothing to ask, a number is out of its range, or G > 1 greedy completions are asked for, which would be equal.
@@ -127,7 +129,7 @@ def evaluate(
     from qlora_rl.train.watch.rewards import guard
 
     sampling = sampling or SamplingSpec(temperature=0.0, seed=0)
-    rows = as_trained(rows, trained.data)
+    rows = [dict(row) for row in rows] if are_as_trained else as_trained(rows, trained.data)
     if not rows or any(not isinstance(row.get("prompt"), str | list) for row in rows):
         raise ConfigConflictError(
             'evaluating: each row needs a column "prompt" with text or messages, and there must be one.'

@@ -79,6 +79,13 @@ def import_function(
     return _imported(place, own, Path(folder or "."), doing, raised)
 
 
+def reward_name(reward: Callable[..., Any]) -> str:
+    """The name under which TRL logs a reward function: its own, or that of its class."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    return str(getattr(reward, "__name__", type(reward).__name__))
+
+
 def built_in(name: str) -> Callable[..., Any] | None:
     """Ours of that name, "numeric_match" or "numeric"; `None` where there is none."""
     return BUILT_IN.get(name) or BUILT_IN.get(f"{name}_match")

@@ -98,7 +98,7 @@ def test_base_and_policy_are_drawn_by_one_engine_and_scored_alike(run, base, tmp
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["prompts"] == 6
-    name = f"{source}:by_text"
+    name = "by_text"
     rows = json.loads((run / "eval.json").read_text())["rows"]
     expected = {"before": load_base(base), "after": open_trained(run).load()}
     for side, model in expected.items():

@@ -19,6 +19,7 @@ from qlora_rl.policy.draw import choose
 from qlora_rl.policy.evaluation import Compared, Evaluation, Mean, compare, evaluate, read_rows, save
 from qlora_rl.policy.rows import as_trained
 from qlora_rl.report import write_report
+from qlora_rl.rewards.load import load_reward, reward_name
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "train-128.jsonl"
 
@@ -175,6 +176,55 @@ def test_an_evaluation_takes_the_runs_rewards_where_none_is_named(told, tmp_path
     (path / "run.toml").unlink()
     assert main(words) == 2
     assert "Name one: --reward numeric" in capsys.readouterr().err
+
+
+def test_an_evaluation_asks_the_rows_that_the_runs_file_evaluates_on_where_no_data_is_given(
+    told, tmp_path, monkeypatch, capsys
+):
+    asked = {}
+
+    def ask(trained, rows, rewards, **given):
+        asked.update(rows=rows, rewards=list(rewards), given=given)
+        return Evaluation({}, (1.0, 1.0), len(rows), 1, SamplingSpec(), [])
+
+    monkeypatch.setattr("qlora_rl.policy.evaluation.evaluate", ask)
+    # A pattern that would find something else in what it has found.
+    data = SAID | {"train": str(GSM8K), "eval": str(GSM8K), "extract": {"answer": r"(.)\s*$"}}
+    path = told(**data)
+    with (path / "run.toml").open("a") as file:
+        file.write('\n[[rewards]]\nuse = "numeric_match"\n')
+    assert main(["eval", str(path), "--limit", "2"]) == 0
+    wanted = load_data(open_trained(path).data)[1].to_list()[:2]
+    assert [(row["prompt"], row["answer"]) for row in asked["rows"]] == [(r["prompt"], r["answer"]) for r in wanted]
+    assert asked["given"]["are_as_trained"]
+    assert json.loads((path / "eval.json").read_text())["asked"]["data"] == GSM8K.name
+    told(**SAID | {"train": str(GSM8K)})
+    assert main(["eval", str(path), "--reward", "numeric"]) == 2
+    assert "no file that names [data] eval. Pass the rows to ask: --data" in capsys.readouterr().err
+
+
+def test_an_evaluation_names_rewards_as_training_does(told, tmp_path, monkeypatch):
+    from trl.trainer.utils import get_callable_name
+
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "from qlora_rl.rewards import numeric_match, weighted\n\n\ndef short(completions, limit=4, **_):\n"
+        "    return [1.0] * len(completions)\n\n\nboth = weighted((numeric_match, 1.0), (short, 1.0))\n\n\n"
+        "class Judge:\n    def __call__(self, completions, **_):\n        return [1.0] * len(completions)\n"
+    )
+    names = ["short", "both", "Judge"]
+    for name in names:
+        loaded = load_reward(f"{source}:{name}")
+        assert reward_name(loaded) == get_callable_name(loaded)
+    path, asked = told(train="rows.jsonl"), {}
+    used = [{"use": f"{source}:short"}, {"use": f"{source}:short", "arguments": {"limit": 8}}, {"use": "numeric"}]
+    (path / "run.toml").write_text(to_toml({"rewards": used}))
+    found = Evaluation({}, (1.0, 1.0), 1, 1, SamplingSpec(), [])
+    monkeypatch.setattr("qlora_rl.policy.evaluation.evaluate", lambda t, r, rs, **_: asked.update(rs) or found)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = ["eval", str(path), "--data", str(tmp_path / "rows.jsonl"), "--no-save"]
+    assert main(words) == 0
+    assert list(asked) == ["short", "short (2)", "numeric_match"]
 
 
 def test_what_cannot_be_answered_is_said(run, monkeypatch, capsys):
