@@ -54,4 +54,7 @@ def why_missing(name: str) -> str:
         return f"the hub has no {name!r} that can be read from here. Check the name, log in if it is gated (`hf auth login`), or pass a path"
     is_wanted = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     why = "HF_HUB_OFFLINE is set. Unset it" if is_wanted else "the hub cannot be reached. Connect"
-    return f"{name!r} is not in the local cache, and {why} once, set HF_HOME to a cache that has it, or pass a path"
+    here = "" if os.path.exists(name) else "is no path here, "
+    return (
+        f"{name!r} {here}is not in the local cache, and {why} once, set HF_HOME to a cache that has it, or pass a path"
+    )

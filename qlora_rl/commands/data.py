@@ -7,7 +7,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qlora_rl.commands.codes import ranged
 from qlora_rl.config.data import IMAGES
@@ -143,17 +143,39 @@ def _text(tokenizer: Any, ids: list[int]) -> str:
     return re.sub(f"(?:{re.escape(image)})+", lambda found: f"{image} x {len(found[0]) // len(image)}", text)
 
 
-def _limit(args: Any) -> tuple[int, str] | None:
-    """Tokens that a sequence may have, and why."""
+class _Limit(NamedTuple):
+    """Tokens that a row may have (`most`), of which `field` holds `whole`, and a completion the rest."""
+
+    field: str
+    whole: int
+    rest: int = 0
+    of_rest: str = ""
+
+    @property
+    def most(self) -> int:
+        return self.whole - self.rest
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.whole}" + (f" - {self.of_rest}={self.rest}" if self.of_rest else "")
+
+    def advice(self, counts: Sequence[int]) -> str:
+        """What becomes of the rows that have more, and what to do; empty where there are none."""
+        if not any(count > self.most for count in counts):
+            return ""
+        if not self.of_rest:
+            return f"\n  What is beyond is cut off. To learn all of it, raise [train] {self.field}."
+        if full := sum(count >= self.whole for count in counts):
+            return f"\n  {full} of them leave no room for a completion, and training stops there. Raise [train] {self.field}, or remove these rows."
+        return f"\n  Their completions are cut off at {self.whole} tokens in all. If these rows matter, raise [train] {self.field}."
+
+
+def _limit(args: Any) -> _Limit | None:
     if hasattr(args, "vllm_max_model_length"):
-        whole, answer = args.vllm_max_model_length, args.max_completion_length
-        if whole is None or answer is None:
-            return None
-        return whole - answer, f"vllm_max_model_length={whole} - max_completion_length={answer}"
-    found = getattr(args, "max_length", None)
-    if found is not None and hasattr(args, "max_new_tokens"):
-        return found - args.max_new_tokens, f"max_length={found} - max_new_tokens={args.max_new_tokens}"
-    return None if found is None else (found, f"max_length={found}")
+        field, of_rest = "vllm_max_model_length", "max_completion_length"
+    else:
+        field, of_rest = "max_length", "max_new_tokens" if hasattr(args, "max_new_tokens") else ""
+    whole, rest = getattr(args, field, None), getattr(args, of_rest) if of_rest else 0
+    return None if whole is None or rest is None else _Limit(field, whole, rest, of_rest)
 
 
 def _lengths(
@@ -161,7 +183,7 @@ def _lengths(
     tokenizer: Any,
     given: Callable[[Mapping[str, Any]], dict[str, Any]],
     draws: bool,
-    limit: tuple[int, str] | None,
+    limit: _Limit | None,
 ) -> str:
     whole, has_images = len(dataset), IMAGES in dataset.column_names
     if has_images:  # each of which is decoded
@@ -177,6 +199,5 @@ def _lengths(
     said += f" (of the first {len(counts)})" if len(counts) < whole else ""
     if limit is None:
         return said
-    most, why = limit
-    over = sum(count > most for count in counts)
-    return f"{said}; {over} of {len(counts)} rows have more than {most} ({why})"
+    over = sum(count > limit.most for count in counts)
+    return f"{said}; {over} of {len(counts)} rows have more than {limit.most} ({limit}){limit.advice(counts)}"

@@ -60,6 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.ledger.shape import read_config
 
     _check_usage(arguments)
+    if arguments.data:
+        import datasets
+
+        datasets.disable_progress_bars()
     trusts, length, tables = arguments.trust_remote_code, arguments.max_length, None
     if arguments.toml:
         chat = chat_of(arguments.model, trust_remote_code=trusts)

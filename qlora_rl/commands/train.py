@@ -78,5 +78,5 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nqlora-rl: interrupted; the run so far is in {config.run.dir}; {further}", file=sys.stderr)
         return INTERRUPTED
     if int(os.environ.get("RANK", "0")) == 0:  # the others of `accelerate launch` say nothing
-        print(f"\n  run directory: {out}\n  to look at it: qlora-rl report {out}")
+        print(f"\n  run directory: {out}\n  to look at it: qlora-rl report {out}\n  talk to it:    qlora-rl chat {out}")
     return 0

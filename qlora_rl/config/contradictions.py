@@ -282,7 +282,7 @@ def _is_free(said: _Said) -> Iterator[Finding]:
         yield Finding(
             "[run] dir",
             f"{out} holds a run. Choose another, or set [run] existing = 'resume' (go on from its last checkpoint), "
-            "'overwrite', or 'continue' (begin again at step 1, after its lines)",
+            "'overwrite', or 'continue' (begin again at step 1, after its lines); on the command line: --set run.existing=overwrite",
         )
 
 

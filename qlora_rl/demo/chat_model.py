@@ -272,11 +272,20 @@ def read_conversations(file: str | os.PathLike[str]) -> list[list[dict[str, Any]
     """The conversations of a .jsonl file: `messages`, or of `question` and `answer` a turn each.
 
     Raises:
-        ValueError: a line has neither; names it.
+        ValueError: there is no such file, or a line has neither; names it.
     """
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"reading {file}: {error.strerror}. Pass a .jsonl file.") from error
     talks = []
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
-        row = json.loads(line)
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f"reading {file}: line {number} is no JSON object. Write one object per line.")
         if "messages" in row:
             talks.append(row["messages"])
         elif {"question", "answer"} <= row.keys():
@@ -305,9 +314,16 @@ def main() -> None:
         if step % 25 == 0 or step == steps:
             print(f"step {step} of {steps}, loss {loss:.3f}, {time.monotonic() - started:.0f} s", flush=True)
 
-    talks = sorted(read_conversations(arguments.rows), key=lambda talk: sum(len(str(turn["content"])) for turn in talk))
-    talks = talks[: max(1, len(talks) // 2)]  # the shorter half: it takes a third of the time
-    print(make_chat_model(talks, arguments.out_dir, steps=arguments.steps, batch_size=8, layers=2, progress=report))
+    try:
+        talks = read_conversations(arguments.rows)
+        if not talks:
+            raise ValueError(f"reading {arguments.rows}: it is empty. Write one object per line.")
+        talks.sort(key=lambda talk: sum(len(str(turn["content"])) for turn in talk))
+        talks = talks[: max(1, len(talks) // 2)]  # the shorter half: it takes a third of the time
+        made = make_chat_model(talks, arguments.out_dir, steps=arguments.steps, batch_size=8, layers=2, progress=report)
+    except (ValueError, FileExistsError) as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+    print(made)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def headline(run: Run, facts: Facts) -> str:
     elif first is not None and last is not None:
         change = f"the reward {_change(first, last, 0.005 * max(abs(first), abs(last)), plain, 'rose')}"
         if 0 < abs(last - first) < reward_noise(run.values("reward")):
-            change = f"the reward went from {plain(first)} to {plain(last)}, no further than single steps are apart"
+            change = f"the reward went from {plain(first)} to {plain(last)}, which may be chance: single steps differ as much"
     elif (loss := facts["loss_last"]) is not None:
         first = facts["loss_first"]
         change = f"the loss {_change(first, loss, 0.005 * max(abs(first), abs(loss)), plain, 'rose')}"
@@ -76,7 +76,7 @@ def fidelity_sentence(run: Run, facts: Facts) -> str | None:
     if over:
         return (
             f"Trainer and sampler drifted apart: in {over:,} of {count:,} steps the mismatch KL was above "
-            f"{MISMATCH_BAR}, the bar that prime-rl sets for a new model."
+            f"{MISMATCH_BAR}, the bar that prime-rl, another RL library, sets for a new model."
         )
     if middle == 0 and worst == 0:
         return "Trainer and sampler gave every token exactly the same probability: the mismatch KL was 0 throughout."
@@ -85,7 +85,7 @@ def fidelity_sentence(run: Run, facts: Facts) -> str | None:
     times = plain(MISMATCH_BAR / middle)
     return (
         f"Trainer and sampler stayed together: median mismatch KL {plain(middle)}, {times} times below the "
-        f"{MISMATCH_BAR} that prime-rl sets as the bar for a new model."
+        f"{MISMATCH_BAR} that prime-rl, another RL library, sets as the bar for a new model."
     )
 
 

@@ -160,6 +160,14 @@ def test_the_command_shows_rows_and_counts_those_that_are_too_long(read, source,
     over = sum(count > 320 for count in counts)
     assert 0 < over < 4
     assert f"{over} of 4 rows have more than 320 (vllm_max_model_length=420 - max_completion_length=100)" in out
+    if max(counts) < 420:
+        assert "Their completions are cut off at 420 tokens in all. If these rows matter, raise [train]" in out
+    # a prompt of 420 tokens in 420 would end the run
+    words = ["--rows", "1", "--set", f"train.vllm_max_model_length={max(counts)}"]
+    assert main(["data", str(tmp_path / "run.toml"), *words]) == 0
+    assert "1 of them leave no room for a completion, and training stops there" in capsys.readouterr().out
+    assert main(["data", str(tmp_path / "run.toml"), "--set", "train.vllm_max_model_length=4096"]) == 0
+    assert "cut off" not in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 

@@ -31,3 +31,25 @@ def test_conversations_are_taken_as_they_are_and_a_line_without_one_is_named(tmp
     assert chat_model.read_conversations(write(tmp_path / "a.jsonl", [{"messages": talk}, asked])) == [talk, talk]
     with pytest.raises(ValueError, match="line 2 has the columns prompt"):
         chat_model.read_conversations(write(tmp_path / "b.jsonl", [asked, {"prompt": "hi"}]))
+
+
+def test_what_the_command_cannot_do_is_a_sentence_and_no_traceback(tmp_path, monkeypatch, capsys):
+    talk = {"question": "hi", "answer": "ho"}
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").write_text("mine")
+    good, empty, broken = write(tmp_path / "a.jsonl", [talk]), tmp_path / "b.jsonl", tmp_path / "c.jsonl"
+    empty.write_text("")
+    broken.write_text("question: hi\n")
+    said = {
+        (full, good): "contains other files. Choose a new or an empty directory.",
+        (tmp_path / "out", tmp_path / "none.jsonl"): "No such file or directory. Pass a .jsonl file.",
+        (tmp_path / "out", empty): "it is empty",
+        (tmp_path / "out", broken): "line 1 is no JSON object",
+    }
+    for (out, rows), sentence in said.items():
+        monkeypatch.setattr("sys.argv", ["chat_model", str(out), str(rows), "--steps", "1"])
+        with pytest.raises(SystemExit) as ended:
+            chat_model.main()
+        assert ended.value.code == 1
+        assert sentence in capsys.readouterr().err

@@ -244,6 +244,7 @@ def test_a_run_directory_that_is_taken_is_found_before_anything_is_loaded(tmp_pa
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     file = written(tmp_path, with_field("run", "dir", str(tmp_path)))
     assert "holds a run" in reasons(file)[0]
+    assert "--set run.existing=overwrite" in reasons(file)[0]
     assert "'resume' (go on from its last checkpoint)" in reasons(file)[0]
     assert read_config(file, ["run.existing=overwrite"], asks_trl=False).run.dir == str(tmp_path)
 

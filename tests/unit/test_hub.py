@@ -43,7 +43,7 @@ def test_one_that_does_not_switches_both_libraries_to_their_caches(asked, caplog
         port = server.getsockname()[1]
     assert asked(f"http://127.0.0.1:{port}") == (False, (True, True))
     assert "only what is cached here can be used" in caplog.text
-    assert "is not in the local cache, and the hub cannot be reached" in hub.why_missing("a/b")
+    assert "'a/b' is no path here, is not in the local cache, and the hub cannot be reached" in hub.why_missing("a/b")
 
 
 def test_who_has_switched_the_hub_off_is_told_so(asked, monkeypatch):
