@@ -52,7 +52,7 @@ def judge_method(name: str, or_full: str = _OR_FULL) -> Iterator[Finding]:
 
 def _or_full(subject: Subject) -> str:
     """The advice to send full weights, where vLLM can be given those of the model."""
-    return "" if vision_parts(subject.base) or mixtures_in(subject.base) else _OR_FULL
+    return "" if mixtures_in(subject.base) else _OR_FULL
 
 
 def _is_known(subject: Subject) -> Iterator[Finding]:
@@ -158,7 +158,7 @@ def _is_on_the_language_model(subject: Subject) -> Iterator[Finding]:
     if there:
         more = f" and {len(there) - 1} more" if len(there) > 1 else ""
         yield (
-            "refuse",
+            "full_weights",
             f"{there[0]}{more} belong to the vision tower, on which the engine would leave the adapter out without an error. Adapt the language "
             f"model alone: target_modules=r'{LANGUAGE_LINEARS}'.",
         )

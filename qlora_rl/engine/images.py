@@ -114,13 +114,14 @@ def unpack(rows: Sequence[Any], images: Any, most: int) -> list[Prompt]:
     return found
 
 
-def engine_inputs(renderer: Any, prompts: Sequence[Prompt], salt: str) -> list[dict[str, Any]]:
+def engine_inputs(renderer: Any, prompts: Sequence[Prompt], salt: str, tower: str) -> list[dict[str, Any]]:
     """What vLLM's engines are given for B prompts; the same images are processed once.
 
     Args:
         renderer: of a vLLM engine.
         prompts: as above.
         salt: of vLLM's prefix cache.
+        tower: part of the key of vLLM's encoder cache; another one where the vision tower may be another one.
 
     Raises:
         EngineUnsupportedError: vLLM makes other tokens of an image than the prompt has.
@@ -135,7 +136,8 @@ def engine_inputs(renderer: Any, prompts: Sequence[Prompt], salt: str) -> list[d
         if key not in rendered:
             rendered[key] = _rendered(renderer, prompt.images)
         placed = _placed(rendered[key], list(prompt.ids), f"prompt {number}")
-        found.append(placed | {"cache_salt": salt})
+        hashes = {kind: [f"{each}-{tower}" for each in held] for kind, held in placed["mm_hashes"].items()}
+        found.append(placed | {"mm_hashes": hashes, "cache_salt": salt})
     return found
 
 

@@ -78,7 +78,7 @@ class StartOptions:
     @property
     def takes_dense(self) -> bool:
         """It can be given full weights, as far as the base decides."""
-        return not self.is_4bit and self.ranks == 1 and not self.is_mixture and not self.image_tokens
+        return not self.is_4bit and self.ranks == 1 and not self.is_mixture
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:

@@ -23,6 +23,7 @@ from qlora_rl import (
     prepare_base,
     verify_base,
 )
+from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.base.kinds import image_tokens_of
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.sync.in_place import InPlaceTransport
@@ -169,6 +170,27 @@ def test_an_adapter_of_the_tower_that_vllm_leaves_out_is_rejected_by_name(exact,
     assert engine.version == 0
 
 
+def test_full_weights_reach_the_tower_and_nothing_is_taken_from_a_stale_encoder_cache(exact):
+    engine, model, processor = exact
+    prompt, inputs = asked(processor, [picture(1)])
+    bare = torch.tensor(engine.score([prompt])[0])
+    assert compare(fingerprint_base(model), engine.describe_base()).state == "equal"
+    everywhere = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapted = get_peft_model(load_base(engine.base), everywhere).eval()
+    tower = [p for n, p in adapted.named_parameters() if "lora_B" in n and any(part in n for part in TOWERS)]
+    assert tower
+    for version in (1, 2):
+        with torch.no_grad():
+            torch._foreach_mul_(tower, 4.0)  # of the tower alone: its output is what the cache keeps
+        engine.load_dense(iter_weights(adapted, dtype=torch.float32), version)
+        theirs = torch.tensor(engine.score([prompt])[0])
+        assert (theirs - ours(adapted, inputs)).abs().max() < 1e-3  # the tower's numbers are large by now
+        assert (theirs - bare).abs().max() > 0.01
+        bare = theirs
+    engine.drop_adapter()
+    assert (torch.tensor(engine.score([prompt])[0]) - ours(model, inputs)).abs().max() < EXACT
+
+
 def test_the_4_bit_base_is_verified_with_its_tower(base):
     model = load_base(base).eval()
     processor = AutoProcessor.from_pretrained(base.path)
@@ -177,7 +199,7 @@ def test_the_4_bit_base_is_verified_with_its_tower(base):
         assert compare(fingerprint_base(model), theirs).state == "equal"
         assert {leaf.kind for name, leaf in theirs.leaves.items() if name.startswith(TOWERS)} == {"bfloat16"}
         assert engine.capabilities().takes_images
-        assert not engine.capabilities().takes_dense
+        assert not engine.capabilities().takes_dense  # it holds codes
         for images in ([], [picture(5)]):
             prompt, inputs = asked(processor, images)
             difference = (torch.tensor(engine.score([prompt])[0]) - ours(model, inputs)).abs()

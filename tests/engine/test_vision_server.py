@@ -26,10 +26,12 @@ from qlora_rl import (
     PromptTooLongError,
     QLoRAGRPOTrainer,
     ServerEngine,
+    bake_base,
     export_adapter,
     load_base,
     prepare_base,
 )
+from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.engine.images import ImagePrompt, pack, unpack
 from qlora_rl.engine.server import start_server
@@ -273,3 +275,31 @@ def test_text_models_take_no_images_through_a_server(base, tmp_path):
         QLoRAGRPOTrainer(
             model="/nowhere", args=training(tmp_path), reward_funcs=len, train_dataset=rows, rollout="server"
         )
+
+
+def test_full_weights_reach_the_tower_of_a_server_for_every_client(base, asked, tmp_path):
+    """Of clients that speak OpenAI's language too: vLLM keeps what a tower has made of an image."""
+    baked = bake_base(base, "float32", out=tmp_path / "baked")
+    model = get_peft_model(load_base(baked), LoraConfig(r=4, target_modules=r"model\.visual\..*\.(qkv|proj|gate_proj|up_proj|down_proj)", exclude_modules=r".*patch_embed.*", init_lora_weights=False))  # fmt: skip
+    inputs = AutoProcessor.from_pretrained(base.path)(
+        text=["<|vision_start|><|image_pad|><|vision_end|>2"], images=[picture(0)], return_tensors="pt"
+    )
+    prompt = ImagePrompt(inputs["input_ids"][0].tolist(), (picture(0),))
+    url = f"data:image/png;base64,{base64.b64encode(png(picture(0))).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "a"}]
+    body = {"max_tokens": 1, "temperature": 0, "logprobs": True, "messages": [{"role": "user", "content": content}]}
+    options = {"max_model_length": 128, "max_num_seqs": 8, "max_lora_rank": 0}
+    with start_server(baked, **options) as server, ServerEngine(server.url, api_key=server.key) as engine:
+        client = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {server.key}"}, timeout=60)
+        named = client.get("/v1/models").json()["data"][0]["id"]
+        said = []
+        for version in (1, 2):
+            with torch.no_grad():
+                torch._foreach_mul_([p for n, p in model.named_parameters() if "lora_B" in n], 4.0)
+                logprobs = model(**inputs).logits[0].float().log_softmax(-1)[:-1]
+            engine.load_dense(iter_weights(model, dtype=torch.float32), version)
+            theirs = torch.tensor(engine.score([prompt])[0])
+            assert (theirs - logprobs.gather(1, inputs["input_ids"][0, 1:, None])[:, 0]).abs().max() < 1e-3
+            answer = client.post("/v1/chat/completions", json={"model": named, **body}).json()
+            said.append(answer["choices"][0]["logprobs"]["content"][0])
+        assert abs(said[0]["logprob"] - said[1]["logprob"]) > 0.01 or said[0]["token"] != said[1]["token"]

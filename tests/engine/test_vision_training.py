@@ -39,8 +39,8 @@ QUESTION = [{"role": "user", "content": "bright?"}]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    made = make_vision_model(tmp_path_factory.mktemp("vision") / "model", "qwen2_5_vl")
-    return prepare_base(made, out=tmp_path_factory.mktemp("bases") / "base")
+    root = tmp_path_factory.mktemp("vision")
+    return prepare_base(make_vision_model(root / "source", "qwen2_5_vl"), out=root / "base")
 
 
 def shade(is_bright, seed):
@@ -203,19 +203,39 @@ def test_what_cannot_be_sampled_with_images_is_rejected_before_anything_is_loade
     args = config(GRPOConfig, tmp_path)
     with pytest.raises(NotYetSupportedError, match="its column image holds images, and QLoRAAsyncGRPOTrainer"):
         QLoRAAsyncGRPOTrainer(**common, args=args, peft_config=lora)
-    dora = LoraConfig(r=8, target_modules=LANGUAGE, use_dora=True)
-    for wish in ({"peft_config": dora}, {"peft_config": lora, "sync": "weights"}, {"sync": "weights"}):
-        with pytest.raises(
-            NotYetSupportedError, match=r"of a vision-language model|, a vision-language model"
-        ) as caught:
-            QLoRAGRPOTrainer(**common, args=args, **wish)
-        assert LANGUAGE in str(caught.value)
-        assert "dense engine" not in str(caught.value)
+    with pytest.raises(ConfigConflictError, match="is 4-bit, which cannot be trained itself"):
+        QLoRAGRPOTrainer(**common, args=args, sync="weights")
     other = AutoProcessor.from_pretrained(base.path)
     other.image_processor.image_mean = [0.0, 0.0, 0.0]
     with pytest.raises(ConfigConflictError, match="differs from the one stored with the base in image_mean"):
         QLoRAGRPOTrainer(**common, args=args, peft_config=lora, processing_class=other)
+    everywhere = LoraConfig(r=8, target_modules="all-linear")
     with pytest.raises(
         AdapterRejectedError, match=r"model\.visual\.blocks\.0\.attn\.\w+ and \d+ more belong to the vision tower"
     ):
-        QLoRAGRPOTrainer(**common, args=args, peft_config=LoraConfig(r=8, target_modules="all-linear"))
+        QLoRAGRPOTrainer(**common, args=args, peft_config=everywhere, sync="lora_adapter")
+
+
+@pytest.mark.parametrize("kind", ["DoRA", "tower", "whole"])
+def test_what_no_adapter_carries_is_synced_as_full_weights(base, tmp_path, kind):
+    rows = Dataset.from_list(
+        [{"prompt": QUESTION, "image": shade(i % 2 == 0, i), "bright": i % 2 == 0} for i in range(16)]
+    )
+    how = {
+        "DoRA": {"model": base, "peft_config": LoraConfig(r=8, target_modules=LANGUAGE, use_dora=True)},
+        "tower": {"model": base, "peft_config": LoraConfig(r=8, target_modules="all-linear")},
+        "whole": {"model": prepare_base(base.path.parent / "source", "none", out=tmp_path / "base"), "sync": "weights"},
+    }[kind]  # fmt: skip
+    args = config(GRPOConfig, tmp_path / "run", max_completion_length=1, max_steps=3, learning_rate=1e-3)
+    with QLoRAGRPOTrainer(reward_funcs=sees, args=args, train_dataset=rows, canary_every=1, **how) as trainer:
+        trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+        assert any("visual" in name for name in trained) is (kind != "DoRA")
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if name in trained}
+        trainer.train()
+        moved = {
+            name for name, p in trainer.model.named_parameters() if name in trained and not torch.equal(p, before[name])
+        }
+    assert any("visual" in name for name in moved) is (kind != "DoRA")
+    for line in lines(tmp_path / "run"):
+        assert line["canary_difference"] < 0.02
+        assert line["mismatch_kl"] < 1e-2

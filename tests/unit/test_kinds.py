@@ -120,14 +120,14 @@ PLACEMENTS = {
     "attention by name": (LoraConfig(target_modules=["q_proj", "v_proj"]), "adapter", ""),
     "one layer": (LoraConfig(target_modules=["q_proj"], layers_to_transform=[1]), "adapter", ""),
     "language MLP": (LoraConfig(target_modules=r"model\.language_model\..*\.(gate|up|down)_proj"), "adapter", ""),
-    "tower attention": (LoraConfig(target_modules=rf"{TOWER}\.attn\.qkv"), "refuse", "model.visual.blocks.0.attn.qkv and 1 more"),
-    "tower by name": (LoraConfig(target_modules=["qkv", "q_proj"]), "refuse", "model.visual.blocks.0.attn.qkv and 1 more"),
-    "tower MLP": (LoraConfig(target_modules=rf"{TOWER}\.mlp\.(.*fc[12]|.*_proj)"), "refuse", "model.visual.blocks.0.mlp."),
-    "projector": (LoraConfig(target_modules=PROJECTOR), "refuse", "model.visual."),
+    "tower attention": (LoraConfig(target_modules=rf"{TOWER}\.attn\.qkv"), "full_weights", "model.visual.blocks.0.attn.qkv and 1 more"),
+    "tower by name": (LoraConfig(target_modules=["qkv", "q_proj"]), "full_weights", "model.visual.blocks.0.attn.qkv and 1 more"),
+    "tower MLP": (LoraConfig(target_modules=rf"{TOWER}\.mlp\.(.*fc[12]|.*_proj)"), "full_weights", "model.visual.blocks.0.mlp."),
+    "projector": (LoraConfig(target_modules=PROJECTOR), "full_weights", "model.visual."),
     "patches": (LoraConfig(target_modules=r"model\.visual\.patch_embed\.proj"), "refuse", "model.visual.patch_embed.proj"),
-    "all-linear": (LoraConfig(target_modules="all-linear"), "refuse", "model.visual.blocks.0."),
-    "regex over both": (LoraConfig(target_modules=r".*\.(q_proj|qkv)"), "refuse", "model.visual.blocks.0.attn.qkv"),
-    "DoRA on the tower": (LoraConfig(target_modules=["qkv"], use_dora=True), "refuse", "model.visual.blocks.0.attn.qkv"),
+    "all-linear": (LoraConfig(target_modules="all-linear"), "full_weights", "model.visual.blocks.0."),
+    "regex over both": (LoraConfig(target_modules=r".*\.(q_proj|qkv)"), "full_weights", "model.visual.blocks.0.attn.qkv"),
+    "DoRA on the tower": (LoraConfig(target_modules=["qkv"], use_dora=True), "full_weights", "model.visual.blocks.0.attn.qkv"),
     "IA3": (IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[]), "full_weights", "IA3, not LoRA"),
     "DoRA": (LoraConfig(target_modules=LANGUAGE, use_dora=True), "full_weights", "DoRA"),
     "embeddings": (LoraConfig(target_modules=["embed_tokens"]), "full_weights", "model.language_model.embed_tokens"),
@@ -139,17 +139,17 @@ PLACEMENTS = {
 # Gemma's tower calls its linears as the language model does, its projector is no linear, and its head is tied to the embeddings.
 _SEEN, _TIED = "model.vision_tower.encoder.layers.", "The model ties its output head to the embedding"
 PLACEMENTS_OF_GEMMA = PLACEMENTS | {
-    "attention by name": (LoraConfig(target_modules=["q_proj", "v_proj"]), "refuse", "_proj and 3 more belong"),
-    "one layer": (LoraConfig(target_modules=["q_proj"], layers_to_transform=[1]), "refuse", f"{_SEEN}1.self_attn.q_proj belong"),
-    "tower attention": (LoraConfig(target_modules=rf"{TOWER}\.self_attn\.out_proj"), "refuse", f"{_SEEN}0.self_attn.out_proj and 1 more"),
-    "tower by name": (LoraConfig(target_modules=["out_proj", "fc1"]), "refuse", f"{_SEEN}0.self_attn.out_proj and 3 more"),
-    "tower MLP": (LoraConfig(target_modules=rf"{TOWER}\.mlp\.fc[12]"), "refuse", f"{_SEEN}0.mlp."),
+    "attention by name": (LoraConfig(target_modules=["q_proj", "v_proj"]), "full_weights", "_proj and 3 more belong"),
+    "one layer": (LoraConfig(target_modules=["q_proj"], layers_to_transform=[1]), "full_weights", f"{_SEEN}1.self_attn.q_proj belong"),
+    "tower attention": (LoraConfig(target_modules=rf"{TOWER}\.self_attn\.out_proj"), "full_weights", f"{_SEEN}0.self_attn.out_proj and 1 more"),
+    "tower by name": (LoraConfig(target_modules=["out_proj", "fc1"]), "full_weights", f"{_SEEN}0.self_attn.out_proj and 3 more"),
+    "tower MLP": (LoraConfig(target_modules=rf"{TOWER}\.mlp\.fc[12]"), "full_weights", f"{_SEEN}0.mlp."),
     "projector": (LoraConfig(target_modules=LANGUAGE, target_parameters=["mm_input_projection_weight"]), "full_weights", "target_parameters"),
     "patches": (LoraConfig(target_modules=["patch_embedding"]), "refuse", "model.vision_tower.embeddings.patch_embedding"),
-    "all-linear": (LoraConfig(target_modules="all-linear"), "refuse", f"{_SEEN}0."),
-    "regex over both": (LoraConfig(target_modules=r".*\.(q_proj|o_proj)"), "refuse", f"{_SEEN}0.self_attn.q_proj"),
-    "DoRA on the tower": (LoraConfig(target_modules=["q_proj"], use_dora=True), "refuse", f"{_SEEN}0.self_attn.q_proj"),
-    "IA3": (IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[]), "refuse", f"{_SEEN}0.self_attn.k_proj and 3 more"),
+    "all-linear": (LoraConfig(target_modules="all-linear"), "full_weights", f"{_SEEN}0."),
+    "regex over both": (LoraConfig(target_modules=r".*\.(q_proj|o_proj)"), "full_weights", f"{_SEEN}0.self_attn.q_proj"),
+    "DoRA on the tower": (LoraConfig(target_modules=["q_proj"], use_dora=True), "full_weights", f"{_SEEN}0.self_attn.q_proj"),
+    "IA3": (IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[]), "full_weights", "IA3, not LoRA"),
     "embeddings": (LoraConfig(target_modules=["embed_tokens"]), "refuse", _TIED),
     "head": (LoraConfig(target_modules=["o_proj", "lm_head"]), "refuse", _TIED),
     "whole projector": (LoraConfig(target_modules=LANGUAGE, modules_to_save=["multi_modal_projector"]), "full_weights", "['multi_modal_projector']"),
@@ -174,15 +174,6 @@ def test_an_adapter_is_served_where_it_is_applied_and_rejected_by_name_elsewhere
     )  # where it could be
     with pytest.raises((AdapterRejectedError, ConfigConflictError), match=re.escape(named)):
         plan_sync(verdict, engine)
-
-
-def test_no_advice_leads_to_full_weights_where_vllm_takes_none(vision_base):
-    for extra in ({"use_dora": True}, {"trainable_token_indices": [5]}):
-        verdict = judge_adapter(
-            get_peft_model(load_base(vision_base), LoraConfig(r=4, target_modules=LANGUAGE, **extra))
-        )
-        assert verdict.kind == "full_weights"
-        assert "sync='weights'" not in str(verdict.reasons)
 
 
 def test_the_fake_engine_ends_completions_of_a_vision_language_model(vision_base):

@@ -461,9 +461,9 @@ class LocalEngine:
             with self._driver.door, self._driver.lock:
                 self._ensure_usable()  # another thread's call may have failed just now
                 version = self.version if version is None else version
-                lora, salt = self._policy(version, bare=bare)
-                engine = self._llm.llm_engine
-                call = self._driver.begin(engine, engine_inputs(engine.renderer, asked, salt), params, lora)
+                engine, (lora, salt) = self._llm.llm_engine, self._policy(version, bare=bare)
+                inputs = engine_inputs(engine.renderer, asked, salt, self._dense.salt)
+                call = self._driver.begin(engine, inputs, params, lora)
             # From here on a push may take place between two steps: these requests go on with what they began with.
             finished = self._driver.finish(engine, call, raise_if_interrupted)
         if holds_nan(finished):

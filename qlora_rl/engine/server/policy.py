@@ -328,9 +328,9 @@ class ServedPolicy:
         call = uuid.uuid4().hex
         if self.image_tokens:
             async with self._rendering:  # images are processed aside, while others sample
-                inputs = await asyncio.to_thread(engine_inputs, self.engine.renderer, asked, salt)
+                inputs = await asyncio.to_thread(engine_inputs, self.engine.renderer, asked, salt, self.weights.salt)
         else:
-            inputs = engine_inputs(None, asked, salt)
+            inputs = engine_inputs(None, asked, salt, "")
 
         async def one(index: int) -> Any:
             last = None

@@ -218,6 +218,7 @@ class ServedWeights:
             if time.monotonic() > end:
                 raise SyncError("vLLM does not empty its prefix cache")
             await asyncio.sleep(0.05)
+        await self.engine.reset_encoder_cache()  # what another vision tower has made of images
 
 
 class _Doors:

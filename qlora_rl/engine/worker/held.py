@@ -5,7 +5,7 @@ Runs inside vLLM's worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,8 +66,16 @@ def shard_names(model: torch.nn.Module, name: str) -> list[str]:
         return expert_names(name, model.get_submodule(name.rpartition(".")[0]))
     path, _, what = _transformers_name(model, name.replace(".base_layer.", ".")).rpartition(".")
     parent, _, own = path.rpartition(".")
-    packed = getattr(model, "packed_modules_mapping", {}).get(own)
+    packed = _packed(model).get(own)
     return [f"{parent}.{part}.{what}" for part in packed] if packed else [f"{path}.{what}" if path else what]
+
+
+def _packed(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
+    """Fused linears and their parts; of a vision-language model that says nothing (Qwen2-VL) those of its language model."""
+    found = getattr(model, "packed_modules_mapping", {})
+    if not found and getattr(model, "supports_multimodal", False):
+        found = getattr(model.get_language_model(), "packed_modules_mapping", {})
+    return dict(found)
 
 
 def _transformers_name(model: torch.nn.Module, name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.experts import directory_is_mixture
-from qlora_rl.base.kinds import LANGUAGE_LINEARS, directory_takes_images, load_processor
+from qlora_rl.base.kinds import directory_takes_images, load_processor
 from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.errors import NotYetSupportedError, collected
@@ -186,20 +186,13 @@ def why_dense(plan: SyncPlan, base: PreparedBase) -> str:
     """Why the base cannot be shared, as far as the plan tells.
 
     Raises:
-        NotYetSupportedError: full weights, for a mixture of experts or a vision-language model.
+        NotYetSupportedError: full weights, for a mixture of experts.
     """
     if plan.strategy == "lora_adapter":
         return ""
     if directory_is_mixture(base):
         raise collected(
             "planning the sync: this policy can be synced as full weights only, and vLLM cannot be given those of a mixture of experts",
-            plan.reasons[:-1],
-            NotYetSupportedError,
-        )
-    if directory_takes_images(base.path):
-        raise collected(
-            "planning the sync: this policy can be synced as full weights only, and vLLM cannot be given those of a vision-language model. Use "
-            f"sync='auto' and plain LoRA on the language model, LoraConfig(target_modules=r'{LANGUAGE_LINEARS}')",
             plan.reasons[:-1],
             NotYetSupportedError,
         )

@@ -7,8 +7,7 @@ from typing import Any
 from qlora_rl.adapter.subject import is_bare
 from qlora_rl.adapter.verdict import Verdict, judge_adapter
 from qlora_rl.base.checkpoint import PreparedBase
-from qlora_rl.base.kinds import LANGUAGE_LINEARS, directory_takes_images
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.errors import ConfigConflictError
 
 _REASON = "The model carries no adapter: its own weights are trained."
 
@@ -22,14 +21,8 @@ def check_whole(base: PreparedBase, share_base: bool | str) -> None:
     """Raise where a base itself cannot be trained.
 
     Raises:
-        NotYetSupportedError: it is a vision-language model.
         ConfigConflictError: it is 4-bit, or is to be shared with the engine.
     """
-    if directory_takes_images(base.path):
-        raise NotYetSupportedError(
-            f"reading the model: peft_config=None, and vLLM cannot be given the weights of {base}, a vision-language model. Leave sync out and "
-            f"pass peft_config=LoraConfig(r=16, target_modules=r'{LANGUAGE_LINEARS}')."
-        )
     if base.spec.is_4bit:
         raise ConfigConflictError(
             f"reading the model: peft_config=None, and {base} is 4-bit, which cannot be trained itself. Pass "
