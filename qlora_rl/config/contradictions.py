@@ -153,10 +153,6 @@ def _lengths(said: _Said) -> Iterator[Finding]:
 
 def _evaluation(said: _Said) -> Iterator[Finding]:
     strategy = said.table(TRAIN).get("eval_strategy", "no")
-    if said.get("data", "eval") is not None and strategy == "no":
-        yield Finding(
-            "[data] eval", "is never looked at. Set [train] eval_strategy = 'steps' or 'epoch', or leave it out"
-        )
     if said.get("data", "eval") is None and strategy != "no":
         yield Finding(f"[{TRAIN}] eval_strategy", f"{show(strategy)} without [data] eval")
 

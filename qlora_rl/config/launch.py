@@ -72,7 +72,7 @@ def launch(config: RunConfig) -> Path:
         "model": model,
         "args": args,
         "train_dataset": train,
-        "eval_dataset": held_out,
+        "eval_dataset": None if args.eval_strategy == "no" else held_out,  # otherwise it is for `qlora-rl eval`
         "peft_config": peft_config,
         **({"reward_funcs": rewards} if rewards else {}),
         **tools,

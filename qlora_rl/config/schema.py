@@ -181,7 +181,10 @@ class Data:
         ".jsonl or .parquet files, or one name on the hub", kind="data", example="examples/data/sums.jsonl"
     )
     eval: str | list[str] | None = option(
-        "the same, to evaluate on; needs [train] eval_strategy", None, kind="data", example="eval.jsonl"
+        "the same, for `qlora-rl eval`; with [train] eval_strategy also evaluated on while it trains",
+        None,
+        kind="data",
+        example="eval.jsonl",
     )
     split: str = option("of a hub dataset", "train")
     eval_split: str = option("of a hub dataset", "test")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from qlora_rl import open_trained
 from qlora_rl.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +54,12 @@ def test_a_file_that_says_resume_goes_on(tiny, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert 'existing = "resume"' in (tmp_path / "run.toml").read_text()
+
+
+def test_rows_to_evaluate_on_need_no_evaluation_while_it_trains(tiny, tmp_path):
+    rows = ROOT / "examples" / "data" / "sums.jsonl"
+    train(ROOT / "examples" / "sft.toml", tmp_path / "run", *tiny, f"data.eval={rows}")
+    assert open_trained(tmp_path / "run").data.eval == str(rows)  # where `qlora-rl eval` looks
 
 
 def test_dpo_trains_the_adapter_of_sft_on(tiny, tmp_path):

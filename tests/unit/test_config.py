@@ -62,7 +62,7 @@ WRONG = {
             ("x.csv y", "neither a .jsonl or .parquet file nor a name on the hub"),
             (["a.jsonl", "openai/gsm8k"], "a dataset of the hub stands alone"),
         ],
-        "eval": [(False, "a text in quotes"), ("/nowhere/x.parquet", "no file"), ("a/b", "is never looked at")],
+        "eval": [(False, "a text in quotes"), ("/nowhere/x.parquet", "no file"), ([], "names no file")],
         "split": [(1, TEXT), ("test", "train names a file")],
         "eval_split": [([], TEXT)],
         "subset": [(1, TEXT), ("main", "train names a file")],
