@@ -79,6 +79,8 @@ class _Parser(argparse.ArgumentParser):
             wrong, known = choice[1], set(re.findall(r"[^', ]+", choice[2]))
         elif option := re.search(r"unrecognized arguments:.*?(--[\w-]+)", message):
             wrong, known = option[1], self._options()
+        if message.endswith("required: COMMAND"):
+            message += ". `qlora-rl --help` lists them; `qlora-rl demo` is a first one"
         if near := known and difflib.get_close_matches(wrong, known, n=1):
             message += f". Did you mean {near[0]!r}?"
         super().error(message)

@@ -116,7 +116,7 @@ class TrainedRun:
 
 def _no_run(given: Path, path: Path) -> str:
     if not given.exists():
-        return f"there is no such directory (seen from {Path.cwd()}). Pass the output_dir of a run, which its last line has named."
+        return f"there is no such directory (seen from {Path.cwd()}). Pass a run directory: `train` and `demo` name it in their last lines; in Python it is output_dir."
     if given != path:
         return (
             f"it is an adapter, and its parent directory is no run (no {CONFIG}). Pass the run that it comes from, or an adapter "

@@ -29,9 +29,14 @@ def run(base, tmp_path_factory):
     return make_run(base, tmp_path_factory.mktemp("runs") / "run")
 
 
-def test_what_is_no_run_is_refused(tmp_path, run):
+def test_what_is_no_run_is_refused(tmp_path, run, capsys):
     with pytest.raises(RunDirectoryError, match=r"there is no config\.json"):
         open_trained(tmp_path)
+    with pytest.raises(RunDirectoryError, match="Pass a run directory: `train` and `demo` name it"):
+        open_trained(tmp_path / "nothing")
+    with pytest.raises(SystemExit):
+        main([])
+    assert "`qlora-rl demo` is a first one" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunDirectoryError, match="does not name a base"):
         open_trained(tmp_path)
