@@ -46,6 +46,13 @@ def test_outside_a_terminal_a_step_is_a_line(make_trainer, config, plain):
     assert text.count("step 3/3") == 1  # not again when it ends
 
 
+def test_a_run_that_ends_before_the_first_log_is_a_line_without_values(make_trainer, config, plain):
+    text = trained(make_trainer, config, io.StringIO(), plain, logging_steps=10)
+    assert ", ," not in text
+    assert text.startswith("training: step 3/3, ")
+    assert " s/step, " in text
+
+
 def test_in_a_terminal_a_bar_stays_on_its_line(make_trainer, config, plain):
     text = trained(make_trainer, config, Terminal(), plain)
     assert text.count("\n") == 1  # at its end

@@ -102,8 +102,9 @@ class Progress(ProgressCallback):
         self._said, self._said_step = time.monotonic(), state.global_step
         done, spent = state.global_step - self._begun_at, self._said - self._started
         left = (state.max_steps - state.global_step) * spent / max(1, done)
+        latest = f"{self._latest}, " if self._latest else ""  # before the first of logging_steps there is none
         self._say(
-            f"{self.label}: step {state.global_step}/{state.max_steps}, {self._latest}, {spent / max(1, done):.2f} s/step, "
+            f"{self.label}: step {state.global_step}/{state.max_steps}, {latest}{spent / max(1, done):.2f} s/step, "
             f"{_clock(spent)} gone, {_clock(left)} left"
         )
 
