@@ -30,6 +30,8 @@ STEPS = 50
 SHAPE = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
          "intermediate_size": 512, "moe_intermediate_size": 512, "num_experts": 40, "num_experts_per_tok": 4}  # fmt: skip
 PROMPTS, TOKENS, ROUNDS = 16, 32, 3
+# Tiny models with random weights (tests/support.py), the first of them dense; of each as many as there are seeds.
+RANDOM, SEEDS = ("qwen3", "qwen3_moe", "olmoe", "mixtral"), (0, 1, 2)
 
 
 def make_mixture(out: Path, steps: int) -> Path:
@@ -127,6 +129,32 @@ def compare_sides(base: Any) -> dict[str, Any]:
         for name, part in (("same_routing", apart[same]), ("other_routing", apart[~same])):
             if part.numel():
                 found[f"mismatch_kl_{name}"] = _kl(part)
+    return found
+
+
+def replay_random(architecture: str, seed: int, root: Path) -> dict[str, Any]:
+    """The trainer's logprobs of what a random model has sampled in bf16, with its own experts and with those that the engine chose."""
+    from support import make_model
+
+    from qlora_rl import LocalEngine, load_base, prepare_base, verify_base
+    from qlora_rl.train.scoring.routing import Routers
+
+    base = prepare_base(make_model(root / "model", architecture=architecture, tied=False, seed=seed), out=root / "base")
+    model = load_base(base).eval()
+    prompts = torch.randint(3, 60, (64, 8), generator=torch.Generator().manual_seed(seed)).tolist()
+    with LocalEngine(base, max_model_length=64, max_num_seqs=64, max_lora_rank=8) as engine:
+        verify_base(model, engine)
+        rollout = engine.generate(prompts, max_tokens=TOKENS, seed=seed, extra={"ignore_eos": True})
+    found: dict[str, Any] = {"tokens": rollout.tokens}
+    for name, replays in (("mismatch_kl", False), ("mismatch_kl_replayed", True)):
+        routers, apart = Routers(model, replays=replays), []
+        for i, (prompt, ids) in enumerate(zip(prompts, rollout.completion_ids, strict=True)):
+            with routers.given(torch.ones(1, len(prompt + ids)), [rollout.routing[i] if rollout.routing else None]):
+                apart.append(_logprobs(model, prompt, ids) - torch.tensor(rollout.logprobs[i]))
+        routers.close()
+        found[name] = _kl(torch.cat(apart))
+        if not replays:
+            found["routing_agreement"] = routers.agreement
     return found
 
 
@@ -245,7 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--child", nargs=4)
     parser.add_argument("--sampler", nargs=2)
-    parser.add_argument("--only", choices=["mixture", "mixture, experts in 4 bits", "dense", "rollouts"])
+    parser.add_argument("--only", choices=["mixture", "mixture, experts in 4 bits", "dense", "random", "rollouts"])
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--pretraining", type=int, default=300)
@@ -270,6 +298,12 @@ def main() -> None:
         only = [arguments.only] if arguments.only else None
         if only is None or "rollouts" in only:
             add_to(arguments.json, {"rollouts": described(time_rollouts(root))})
+        if only is None or "random" in only:
+            sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+            found_random = {
+                kind: [replay_random(kind, seed, root / f"{kind}-{seed}") for seed in SEEDS] for kind in RANDOM
+            }
+            add_to(arguments.json, {"random": described({"of": found_random})})
         made = arguments.mixture or root / "mixture"
         mixture = functools.cache(lambda: made if made.is_dir() else make_mixture(made, arguments.pretraining))
         models = {

@@ -344,13 +344,33 @@ def mixture_routing() -> str:
     if "mismatch_kl_other_routing" in mixed:
         other = mixed["tokens"] - same
         lines.append(f"| other experts somewhere | {other} | {_power(mixed['mismatch_kl_other_routing'])} |")
-    lines.append(f"| mixture, the engine's experts replayed | {mixed['tokens']} | {_power(mixed['mismatch_kl_replayed'])} |")
+    lines.append(
+        f"| mixture, the engine's experts replayed | {mixed['tokens']} | {_power(mixed['mismatch_kl_replayed'])} |"
+    )
     packed = result["mixture, experts in 4 bits"]["sides"]
     lines.append(f"| mixture, experts in 4 bits | {packed['tokens']} | {_power(packed['mismatch_kl'])} |")
     lines.append(f"| the same replayed | {packed['tokens']} | {_power(packed['mismatch_kl_replayed'])} |")
     lines.append(f"| dense model | {dense['tokens']} | {_power(dense['mismatch_kl'])} |")
     share = f"{mixed['routing_agreement']:.2%}"
     return "\n".join([*lines, "", f"Both sides choose the same experts in {share} of {mixed['decisions']} decisions."])
+
+
+def mixture_replay() -> str:
+    """Mismatch of tiny random models in bf16, with the trainer's experts and with the engine's; medians over seeds."""
+    found = _load("mixtures.json")["random"]["of"]
+    names = {"qwen3": "dense (Qwen3)", "qwen3_moe": "Qwen3-MoE", "olmoe": "OLMoE", "mixtral": "Mixtral"}
+    count = len(next(iter(found.values())))
+    lines = [
+        f"| random weights, {count} seeds, bf16 | routing agreement | mismatch KL | with `routing_replay` |",
+        "|---|---|---|---|",
+    ]
+    for kind, runs in found.items():
+        values = {key: statistics.median(run[key] or 0.0 for run in runs) for key in runs[0]}
+        is_dense = runs[0]["routing_agreement"] is None
+        agreement = "" if is_dense else f"{values['routing_agreement']:.2%}"
+        replayed = "" if is_dense else _power(values["mismatch_kl_replayed"])
+        lines.append(f"| {names[kind]} | {agreement} | {_power(values['mismatch_kl'])} | {replayed} |")
+    return "\n".join(lines)
 
 
 def mixture_rollouts() -> str:
@@ -596,6 +616,7 @@ TABLES = {
     "shared-base": shared_base,
     "mixtures": mixtures,
     "mixture-routing": mixture_routing,
+    "mixture-replay": mixture_replay,
     "mixture-rollouts": mixture_rollouts,
     "memory-step": memory_step,
     "memory-ledger": memory_ledger,
