@@ -330,6 +330,24 @@ def mixtures() -> str:
     return "\n".join(lines)
 
 
+def pictures() -> str:
+    """GRPO with images, through each way of making rollouts."""
+    result = _load("pictures.json")
+    lines = [
+        f"| {result['colocate']['steps']} steps of GRPO, one seed | right before | right afterwards | mismatch KL: median; worst step |",
+        "|---|---|---|---|",
+    ]
+    names = {"colocate": "in one process", "server": "through a server", "trl-merge": "TRL 1.16: merge, push, unmerge"}
+    for way, name in names.items():
+        run = result[way]
+        if "error" in run:
+            lines.append(f"| {name} | failed: `{run['error']}` | | |")
+            continue
+        kl = f"{_power(run['mismatch_kl_median'])}; {_power(run['mismatch_kl_max'])}"
+        lines.append(f"| {name} | {run['accuracy_before']:.1%} | {run['accuracy_after']:.1%} | {kl} |")
+    return "\n".join(lines)
+
+
 def mixture_routing() -> str:
     """Mismatch in bf16 by whether trainer and engine chose the same experts."""
     result = _load("mixtures.json")
@@ -615,6 +633,7 @@ TABLES = {
     "base-proof": base_proof,
     "shared-base": shared_base,
     "mixtures": mixtures,
+    "pictures": pictures,
     "mixture-routing": mixture_routing,
     "mixture-replay": mixture_replay,
     "mixture-rollouts": mixture_rollouts,
