@@ -178,7 +178,7 @@ class EngineCapabilities:
         takes_in_place: it lends the buffers that its layers multiply with (`InPlaceEngine`).
         takes_bytes: it takes an adapter as bytes (`ByteEngine`).
         byte_way: how these reach it: "http" or "object_store" (Ray's).
-        dense_way: how full weights reach it: "stream" (in this process), "directory" or "http".
+        dense_way: how full weights reach it: "stream" (in this process), "directory", "http" or "object_store".
         holds_two: it samples with two versions at once (`VersionedEngine`); where not, nothing may be sampled during a push.
         gives_logprobs: it reports the logprobs of the tokens that it samples. Where not, trainers neither correct for the distance to it nor
             watch it; the canary still asks for `score`.

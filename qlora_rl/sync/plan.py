@@ -27,6 +27,7 @@ DENSE_WAYS = {
     "stream": "streamed into an engine on the baked base, in this process",
     "directory": "written into a directory that the server on the baked base sees too, which loads it when all is there",
     "http": "sent in requests to a server on the baked base, which loads it when all is there",
+    "object_store": "sent through Ray's object store, in parts, to actors on the baked base, which load it when all is there",
 }
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load
 
 from qlora_rl import SyncError
 from qlora_rl.base.fingerprint import digest_plain
-from qlora_rl.engine.client.upload import upload
+from qlora_rl.engine.client.upload import ServerPush
 from qlora_rl.engine.stage import Stage, encode_part, part_name, read_parts
 from qlora_rl.held import hold, sweep
 
@@ -124,19 +124,22 @@ def test_an_error_in_the_middle_is_said_and_the_push_thrown_away(tmp_path, near)
         asked.append((method, path.partition("?")[0]))
         return {"push": "p", "directory": name}
 
+    def begin():
+        def commit(push):
+            ask("POST", f"/weights/commit?push={push}")
+
+        return ServerPush(ask, 1, max_body_bytes=100, directory=tmp_path if near else None, commit=commit)
+
     def weights():
         yield "a", WEIGHTS["a"]
         raise OSError("no more")
 
     with pytest.raises(SyncError, match=r"no more \(after 1 tensors\). What served goes on serving"):
-        upload(ask, weights(), 1, max_body_bytes=100, directory=tmp_path if near else None, commit=ask)
+        begin().upload(weights(), 1)
     assert asked[-1] == ("DELETE", "/weights")
     assert ("POST", "/weights/commit") not in asked
     asked.clear()
-    assert (
-        upload(ask, WEIGHTS.items(), 1, max_body_bytes=100, directory=tmp_path if near else None, commit=ask)[0]
-        == 48 + 20 + 8
-    )
+    assert begin().upload(WEIGHTS.items(), 1) == 48 + 20 + 8
     assert asked[-1] == ("POST", "/weights/commit")
     if near:
         assert load((tmp_path / name / part_name(0)).read_bytes()).keys() == WEIGHTS.keys()
@@ -145,14 +148,7 @@ def test_an_error_in_the_middle_is_said_and_the_push_thrown_away(tmp_path, near)
 @pytest.mark.parametrize("name", ["..", "../elsewhere", "/etc", ".", "qlora-rl-weights-0f/..", ""])
 def test_a_server_cannot_name_a_directory_that_is_no_stage(tmp_path, name):
     with pytest.raises(SyncError, match="which no server of ours does"):
-        upload(
-            lambda *_: {"push": "p", "directory": name},
-            WEIGHTS.items(),
-            1,
-            max_body_bytes=100,
-            directory=tmp_path,
-            commit=None,
-        )
+        ServerPush(lambda *_: {"push": "p", "directory": name}, 1, max_body_bytes=100, directory=tmp_path, commit=None)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -135,6 +135,13 @@ def refusal(answer: httpx.Response, url: str) -> Exception:
     return EngineBrokenError(f"asking the server at {url}: status={status} ({message}). Its log says more.")
 
 
+def says_lost(answer: httpx.Response) -> bool:
+    """A server of ours answers that what it holds may not serve."""
+    if answer.status_code != 503 or START not in answer.headers:
+        return False
+    return isinstance(refusal(answer, ""), EngineBrokenError)
+
+
 def refuse_other_version(asked: object, found: dict[str, Any]) -> None:
     """Raise `ServerTakenError` where an answer is by another version than the question named."""
     wanted = asked.get("version") if isinstance(asked, dict) else None

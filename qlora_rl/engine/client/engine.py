@@ -30,6 +30,7 @@ from qlora_rl.engine.client.answers import (
     not_taken,
     other_base,
     refuse_other_version,
+    says_lost,
 )
 from qlora_rl.engine.client.asking import (
     check_url,
@@ -41,7 +42,7 @@ from qlora_rl.engine.client.asking import (
 )
 from qlora_rl.engine.client.connections import Lines
 from qlora_rl.engine.client.state import Phase, ServerState
-from qlora_rl.engine.client.upload import upload
+from qlora_rl.engine.client.upload import ServerPush
 from qlora_rl.engine.images import Prompt, as_prompts, pack, token_ids
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.errors import (
@@ -164,12 +165,14 @@ class ServerEngine:
         return self._state.pushed
 
     def is_there(self, timeout_s: float) -> bool:
-        """Its vLLM computes something within `timeout_s` seconds; asked once, nothing is verified."""
+        """Its vLLM computes something within `timeout_s` seconds, or says that its weights were lost; asked once, nothing is verified."""
+        takes_dense = self._about.get("takes_dense", False)  # full weights have replaced the bare base
         try:
-            body = {"sequences": [[0, 0]], "bare": True}
-            return self._client.post(f"{PREFIX}/score", json=body, timeout=timeout_s).status_code == 200
+            body = {"sequences": [[0, 0]], "bare": not takes_dense}
+            answer = self._client.post(f"{PREFIX}/score", json=body, timeout=timeout_s)
         except _FAULTS:
             return False
+        return answer.status_code == 200 or (takes_dense and says_lost(answer))
 
     def capabilities(self) -> EngineCapabilities:
         """What the server can be asked for."""
@@ -313,15 +316,20 @@ class ServerEngine:
             EngineUnsupportedError: the server holds a 4-bit base, or serves adapters. ServerTakenError: another trainer pushes to it.
             SyncError: not all arrived; the old version goes on serving. Or vLLM broke off while it loaded them: nothing is served.
         """
+        return self.begin_dense(version).upload(weights, version)
+
+    def begin_dense(self, version: int) -> ServerPush:
+        """Open a push of full weights, which are served as `version` from its `commit` on; `load_dense` does all of it."""
         limit = self._about["max_body_bytes"]
-        nbytes, digest = upload(
-            self._ask, weights, version, max_body_bytes=limit, directory=self._near, commit=self._change
-        )
-        if self._version != version:
-            raise not_taken("weights", version, self._version)
-        self._dense = version
-        self._state.serve(version, digest)
-        return nbytes
+
+        def commit(push: str) -> None:
+            self._change("POST", f"/weights/commit?push={push}")
+            if self._version != version:
+                raise not_taken("weights", version, self._version)
+            self._dense = version
+            self._state.serve(version, push)
+
+        return ServerPush(self._ask, version, max_body_bytes=limit, directory=self._near, commit=commit)
 
     def withdraw_dense(self, reason: str) -> None:
         """Have the server serve nothing until the next `load_dense`."""

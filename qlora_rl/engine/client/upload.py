@@ -1,146 +1,112 @@
-"""`upload`: full weights to a server, part by part; through a directory that both sides see, or in requests. HTTP only."""
+"""`ServerPush`: full weights to a server, part by part; through a directory that both sides see, or in requests. HTTP only."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qlora_rl.engine.stage import encode_part, part_name
-from qlora_rl.errors import AdapterRejectedError, EngineBrokenError, QloraRLError, ServerTakenError, SyncError
+from qlora_rl.engine.parts import PART_BYTES, Outgoing, Part
+from qlora_rl.engine.stage import part_name
+from qlora_rl.errors import QloraRLError, SyncError
 
-# Small weights are sent together until they are so large; a larger one is a part of its own. In bytes.
-PART_BYTES = 4 * 2**20
 # Of one request, in bytes, if the server takes so much.
 PIECE_BYTES = 8 * 2**20
 
 # The name of a directory of `Stage`.
 _DIRECTORY = re.compile("qlora-rl-weights-[0-9a-f]{1,64}")
-# Errors that say by their type what is wrong.
-_UNCHANGED = (AdapterRejectedError, EngineBrokenError, ServerTakenError)
 
 Ask = Callable[..., dict[str, Any]]
 
 
-def upload(
-    ask: Ask,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    version: int,
-    *,
-    max_body_bytes: int,
-    directory: Path | None,
-    commit: Ask,
-) -> tuple[int, str]:
-    """Send all weights; the server serves them when the last one has come.
+class ServerPush:
+    """Opens a push; numbers the parts, and brings them over.
 
     Args:
         ask: method, path, body -> the server's answer; a request may be repeated.
-        weights: by transformers' name; read once.
-        version: that they get.
+        version: that the weights get.
         max_body_bytes: of one request.
         directory: of the server, seen from here; `None` sends the bytes.
-        commit: asks as `ask` does, for the one request that changes what serves.
+        commit: asks the server to serve what has come under the push's name.
 
-    Returns:
-        Bytes of the weights, and the server's name of this push, which stands for a digest of them.
+    Attributes:
+        name: the server's name of this push, which stands for a digest of the weights.
+        nbytes: of all weights that the server wants.
 
     Raises:
-        SyncError: they could not be made, or did not arrive; says what serves.
+        SyncError: the server has no room, or is none of ours.
     """
-    begun = ask("POST", f"/weights?version={version}")
-    push = begun["push"]
-    if not _DIRECTORY.fullmatch(begun["directory"]):
-        raise SyncError(
-            f"pushing weights: the server names directory={begun['directory'][:60]!r}, which no server of ours does. Ask the right one."
-        )
-    way = _Way(ask, push, min(PIECE_BYTES, max_body_bytes), directory / begun["directory"] if directory else None)
-    count = nbytes = 0
-    try:
-        # While a part is on its way the next one is made: two exist at once, no more.
-        with ThreadPoolExecutor(1, "qlora-rl-upload") as sender:
-            sent: Future[None] | None = None
-            waiting: list[tuple[str, torch.Tensor]] = []
-            size = 0
-            for name, weight in weights:
-                waiting.append((name, weight.detach().cpu().contiguous()))
-                del weight
-                count, size = count + 1, size + _nbytes(waiting[-1][1])
-                if size >= PART_BYTES:
-                    if sent is not None:
-                        sent.result()
-                    sent = sender.submit(way.send, waiting)
-                    waiting, nbytes, size = [], nbytes + size, 0
-            if sent is not None:
-                sent.result()
-            if waiting:
-                way.send(waiting)
-            nbytes += size
-    except BaseException as error:
-        with contextlib.suppress(QloraRLError):
-            ask("DELETE", f"/weights?push={push}")
-        if not isinstance(error, Exception) or isinstance(error, _UNCHANGED):
-            raise
-        raise SyncError(
-            f"pushing weights version={version}: {error} (after {count} tensors). What served goes on serving. Push again.",
-            reasons=getattr(error, "reasons", ()),
-        ) from error
-    commit("POST", f"/weights/commit?push={push}")
-    return nbytes, push
 
+    def __init__(
+        self, ask: Ask, version: int, *, max_body_bytes: int, directory: Path | None, commit: Callable[[str], None]
+    ):
+        begun = ask("POST", f"/weights?version={version}")
+        if not _DIRECTORY.fullmatch(begun["directory"]):
+            raise SyncError(
+                f"pushing weights: the server names directory={begun['directory'][:60]!r}, which no server of ours does. Ask the right one."
+            )
+        self.name, self.nbytes = str(begun["push"]), int(begun.get("nbytes", 0))
+        self._ask, self._commit, self._index = ask, commit, 0
+        self._piece_bytes = min(PIECE_BYTES, max_body_bytes)
+        self._directory = directory / begun["directory"] if directory else None
 
-class _Way:
-    """Numbers the parts and brings them over."""
+    def upload(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        """Send all weights, and have them served; their bytes.
 
-    def __init__(self, ask: Ask, push: str, piece_bytes: int, directory: Path | None):
-        self._ask, self._push, self._piece_bytes, self._directory = ask, push, piece_bytes, directory
-        self._index = 0
+        Raises:
+            SyncError: they could not be made, or did not arrive; says what serves.
+        """
+        outgoing = Outgoing(version)
+        outgoing.send(weights, self.send, self.abandon, PART_BYTES)
+        self.commit()
+        return outgoing.nbytes
 
-    def send(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """One part."""
-        parts, digest = encode_part(weights), hashlib.sha256()
+    def send(self, part: Part) -> None:
+        """One part; the server checks it by its digest."""
         if self._directory is not None:
-            self._write(self._directory, parts, digest)
+            self._write(self._directory, part)
         else:
-            self._put(parts, digest)
-        self._ask("POST", f"/weights/part?push={self._push}&part={self._index}&digest={digest.hexdigest()}")
+            self._put(part)
+        self._ask("POST", f"/weights/part?push={self.name}&part={self._index}&digest={part.digest}")
         self._index += 1
 
-    def _write(self, directory: Path, parts: list[memoryview], digest: Any) -> None:
+    def commit(self) -> None:
+        """All parts were sent: have them served."""
+        self._commit(self.name)
+
+    def abandon(self) -> None:
+        """Throw away what has come."""
+        with contextlib.suppress(QloraRLError):
+            self._ask("DELETE", f"/weights?push={self.name}")
+
+    def _write(self, directory: Path, part: Part) -> None:
         """Under another name first: a file of a part's name is whole."""
         staged, file = directory / f".{self._index}", directory / part_name(self._index)
         try:
             with os.fdopen(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as out:
-                for part in parts:
-                    digest.update(part)
-                    out.write(part)
+                for piece in part.pieces:
+                    out.write(piece)
             os.rename(staged, file)
         except OSError as error:
             raise SyncError(f"writing {file}: {error.strerror}") from error
 
-    def _put(self, parts: list[memoryview], digest: Any) -> None:
+    def _put(self, part: Part) -> None:
         offset, piece = 0, bytearray()
-        for part in parts:
-            digest.update(part)
-            while part:
+        for rest in part.pieces:
+            while rest:
                 room = self._piece_bytes - len(piece)
-                piece += part[:room]
-                part = part[room:]
+                piece += rest[:room]
+                rest = rest[room:]
                 if len(piece) == self._piece_bytes:
                     offset, piece = self._put_piece(offset, piece), bytearray()
         if piece:
             self._put_piece(offset, piece)
 
     def _put_piece(self, offset: int, piece: bytearray) -> int:
-        self._ask("PUT", f"/weights?push={self._push}&part={self._index}&offset={offset}", bytes(piece))
+        self._ask("PUT", f"/weights?push={self.name}&part={self._index}&offset={offset}", bytes(piece))
         return offset + len(piece)
-
-
-def _nbytes(weight: torch.Tensor) -> int:
-    return weight.numel() * weight.element_size()

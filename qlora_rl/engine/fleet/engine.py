@@ -5,26 +5,30 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qlora_rl.adapter.store import unpack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.fleet.replicas import Replica, Replicas
+from qlora_rl.engine.fleet.dense import Broadcast, Kept
+from qlora_rl.engine.fleet.replicas import Replica, Replicas, check_alike
 from qlora_rl.engine.fleet.shares import Shares
 from qlora_rl.engine.images import Prompt, as_prompts, token_ids
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.errors import (
     BaseMismatchError,
     CanaryError,
-    ConfigConflictError,
     EngineBrokenError,
     QloraRLError,
+    SyncError,
     VersionGoneError,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 # How long a replica may be away before the others do its work, in seconds; the last one has all of `wait_s`.
 _PATIENCE_S = 2.0
@@ -56,12 +60,14 @@ class Fleet:
         self._team = Replicas(replicas, wait_s=wait_s, prove=self._prove)
         self._shares = Shares()
         self._pushed: tuple[bytes, int] | None = None
+        self._kept: Kept | None = None  # full weights, where they serve
+        self._sends_dense = False
         self._version = 0
         self._withdrawn = ""
         # Start of each that was verified last: nobody is compared with one in its place.
         self._verified: dict[Replica, int] = {}
         try:
-            _check_alike(replicas)
+            check_alike(replicas)
         except BaseException:
             self.close()
             raise
@@ -103,10 +109,12 @@ class Fleet:
     def capabilities(self) -> EngineCapabilities:
         """What all of them can be asked for."""
         found = [each.capabilities() for each in self.replicas]
+        ways = {each.dense_way for each in found}
         return replace(
             found[0],
             name=f"{len(found)} replicas: {', '.join(each.name for each in found)}",
-            takes_dense=False,
+            takes_dense=all(each.takes_dense for each in found),
+            dense_way="directory" if ways == {"directory"} else max(ways - {"directory"}),
             max_lora_rank=min(each.max_lora_rank for each in found),
             max_model_length=min(each.max_model_length for each in found),
             takes_bytes=any(each.takes_bytes for each in found),
@@ -115,15 +123,19 @@ class Fleet:
         )
 
     def describe_base(self) -> BaseFingerprint:
-        """The base that all of them hold, read from the weights of each.
+        """The base that all of them hold, or the full weights that have replaced it, read from the weights of each.
 
         Raises:
-            BaseMismatchError: one holds another; names it.
+            BaseMismatchError, CanaryError: one holds another; names it.
         """
         found = self._team.ask_all(lambda each: each.describe_base())
         first, *others = found
         for each in others:
             if found[each].digest != found[first].digest:
+                if self._kept is not None:
+                    raise CanaryError(
+                        f"comparing replicas: {each.url} holds other weights than {first.url}. Push again."
+                    )
                 raise BaseMismatchError(
                     f"reading the base: {each.url} holds digest={found[each].digest[:16]}, {first.url} holds "
                     f"digest={found[first].digest[:16]}. Start all replicas on one base directory."
@@ -270,8 +282,61 @@ class Fleet:
         """Serve a PEFT directory: by its name where it is in a replica's shared directory, else by its bytes."""
         self._push(lambda each: each.load_adapter(directory, version), lambda each: each.pushed, version)
 
+    @property
+    def holds_dense(self) -> bool:
+        """The full weights that were pushed last may serve; one that is taken back gets them."""
+        return self._kept is not None and not self._withdrawn
+
+    def load_dense(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        """Serve these weights instead of the base's, as `version`, from the next request on.
+
+        Each part is made once and sent to all; none loads anything before all hold all parts. They are kept on this machine's disk
+        (TMPDIR) until the next push, for a replica that is lost and comes back, or for the way back.
+
+        Args:
+            weights: every weight of the model, by transformers' name; read once, one after the other.
+
+        Returns:
+            Bytes.
+
+        Raises:
+            EngineUnsupportedError: a replica holds a 4-bit base, or serves adapters.
+            SyncError: a replica rejected them, or all were lost; all serve the version before. Can be repeated.
+            EngineBrokenError: all replicas stayed away longer than `wait_s`.
+        """
+        self._team.wait_for_left_alone()
+        with self._team.changing:
+            self._sends_dense = True
+            broadcast, is_loading = Broadcast(self._team, version), False
+            asked = self._team.present(time.monotonic() + self.wait_s)
+            try:
+                nbytes = broadcast.stream(asked, weights, self._forget_kept)
+                is_loading = True
+                broadcast.commit()
+            except BaseException as error:
+                if is_loading:
+                    if self._kept is None and self._version:
+                        self._withdrawn = f"weights version={version} did not arrive, and those before are not kept"
+                    self._roll_back(asked)
+                    broadcast.abandon()
+                if isinstance(error, SyncError) and not self._team.live:
+                    self._team.present(time.monotonic() + self.wait_s)  # with one that is back it can be repeated
+                raise
+            self._hold(None, version, broadcast.kept)
+        return nbytes
+
+    def withdraw_dense(self, reason: str) -> None:
+        """Have all of them serve nothing until the next push; one that is taken back gets the base."""
+        for each in self.live:
+            try:
+                each.withdraw_dense(reason)
+            except QloraRLError as error:
+                self._team.drop(each, error)
+        self._forget_kept()
+        self._withdrawn = reason
+
     def drop_adapter(self) -> None:
-        """Serve the bare base again, as version 0."""
+        """Serve the bare base again, as version 0; read again from its directory where full weights replaced it."""
         self._push(lambda each: each.drop_adapter(), lambda _: None, 0)
 
     def withdraw_adapter(self, reason: str) -> None:
@@ -288,6 +353,7 @@ class Fleet:
     def close(self) -> None:
         """Close all of them. Harmless when repeated."""
         self._team.is_closed = True
+        self._forget_kept()
         for each in self.replicas:
             each.close()
 
@@ -319,7 +385,17 @@ class Fleet:
                 except BaseException:
                     self._roll_back(asked)
                     raise
-            self._pushed, self._version, self._withdrawn = kept(next(iter(held))), version, ""
+            self._hold(kept(next(iter(held))), version, None)
+
+    def _hold(self, pushed: tuple[bytes, int] | None, version: int, kept: Kept | None) -> None:
+        """All serve it."""
+        self._forget_kept()
+        self._pushed, self._version, self._kept, self._withdrawn = pushed, version, kept, ""
+
+    def _forget_kept(self) -> None:
+        if self._kept is not None:
+            self._kept.discard()
+        self._kept = None
 
     def _roll_back(self, replicas: Sequence[Replica]) -> None:
         """Serve the version before again; a replica that cannot is dropped, and verified before it is taken back."""
@@ -337,8 +413,10 @@ class Fleet:
         """Have a replica serve what all of them serve."""
         if self._pushed is not None:
             each.load_packed(*self._pushed)
-        elif self._version == 0:
-            if each.version != 0:
+        elif self._kept is not None:
+            self._kept.replay(each)
+        elif self._version == 0 or (self._sends_dense and self._withdrawn):
+            if each.version != 0 or self._sends_dense:  # weights of which some were loaded have no version
                 each.drop_adapter()
         elif each.version != self._version or each.pushed is not None:
             raise EngineBrokenError(
@@ -349,6 +427,8 @@ class Fleet:
     def _prove(self, each: Replica) -> None:
         """One that is there again: the base from before, and what the others hold."""
         each.wake()
+        if self._sends_dense:  # weights may have replaced its base
+            each.drop_adapter()
         incarnation = each.incarnation
         held, wanted = each.describe_base().digest, each.base
         if held != wanted:
@@ -363,20 +443,25 @@ class Fleet:
 
     def _compare_held(self, each: Replica) -> None:
         """With the first of the others that can be compared with: one that was replaced itself may only now be found out."""
-        if self._pushed is None:
+        if self._pushed is not None:
+            rank = unpack_adapter(self._pushed[0]).rank
+        elif self._kept is None:
             return
-        rank = unpack_adapter(self._pushed[0]).rank
+
+        def look(one: Replica) -> Any:
+            return one.describe_base().digest if self._pushed is None else one.held_adapter(rank)
+
         for other in self.live:
             if other is each:
                 continue
             try:
-                held = other.held_adapter(rank)
+                held = look(other)
             except EngineBrokenError:
                 continue
             if other.incarnation != self._verified[other]:  # asked last: it may only now have been found out
                 continue
-            if each.held_adapter(rank) != held:
-                raise CanaryError(f"taking back {each.url}: it multiplies with another adapter than the others.")
+            if look(each) != held:
+                raise CanaryError(f"taking back {each.url}: it multiplies with another policy than the others.")
             return
 
     def _wake(self, each: Replica) -> None:
@@ -395,33 +480,4 @@ class Fleet:
         if self._withdrawn:
             raise EngineBrokenError(
                 f"generating: {self._withdrawn}. Push the adapter again, or call drop_adapter() to go on with the bare base."
-            )
-
-
-def _check_alike(replicas: Sequence[Replica]) -> None:
-    """Reject replicas that cannot stand for one another.
-
-    Raises:
-        BaseMismatchError: another base than the first one's.
-        ConfigConflictError: another dtype, or the same one twice.
-    """
-    first, *others = replicas
-    for each in others:
-        if each.base != first.base:
-            raise BaseMismatchError(
-                f"connecting to {len(replicas)} replicas: {each.url} holds base={each.base[:16]} != base={first.base[:16]} of "
-                f"{first.url}. Start all of them on one base directory, or leave that one out."
-            )
-        mine, other = each.capabilities().adapter_dtype, first.capabilities().adapter_dtype
-        if mine != other:
-            raise ConfigConflictError(
-                f"connecting to {len(replicas)} replicas: {each.url} serves adapters in {mine}, {first.url} in {other}. Start "
-                "all of them with one dtype."
-            )
-    starts: dict[str, Replica] = {}
-    for each in replicas:
-        twin = starts.setdefault(each.start, each)
-        if twin is not each:
-            raise ConfigConflictError(
-                f"connecting to {len(replicas)} replicas: {each.url} and {twin.url} are one server. Name it once."
             )

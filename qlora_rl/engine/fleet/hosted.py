@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qlora_rl.adapter.store import AdapterStore, default_root, unpack_adapter
-from qlora_rl.contracts import BaseFingerprint, EngineCapabilities
+from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Leaf
 from qlora_rl.engine import compat
-from qlora_rl.errors import QloraRLError
+from qlora_rl.engine.stage import Stage, read_parts, refuse_foreign
+from qlora_rl.errors import EngineBrokenError, QloraRLError
 from qlora_rl.held import hold, sweep
 
 # Versions on disk: vLLM may read the two that it holds again, and the next one comes next to them.
@@ -76,6 +78,8 @@ class HostedEngine:
         self._handle = hold(self._own)
         self._store = AdapterStore(self._own, keep=_KEPT)
         self._changing = threading.Lock()
+        self._leaves: Mapping[str, Leaf] = {}
+        self._stage: Stage | None = None
         self._engine: Any = None
         self._failure: QloraRLError | None = None
         try:
@@ -91,6 +95,11 @@ class HostedEngine:
             "state": self._state,
             "load_packed": self._load_packed,
             "describe_base": self._describe_base,
+            "computes": self._computes,
+            "begin_dense": self._begin_dense,
+            "take_part": self._take_part,
+            "commit_dense": self._commit_dense,
+            "abandon_dense": self._abandon_dense,
             "is_alive": lambda: True,  # a thread of this process has had its turn, whatever the engine is busy with
         }
         ask = own.get(method) or getattr(self._engine, method)
@@ -101,6 +110,7 @@ class HostedEngine:
 
     def close(self) -> None:
         """Stop the engine, and remove what is on tmpfs."""
+        self._discard()
         if self._engine is not None:
             self._engine.close()
         os.close(self._handle)
@@ -112,14 +122,15 @@ class HostedEngine:
         capabilities = replace(
             found,
             name=f"{found.name} in process {os.getpid()} on {host}",
-            takes_dense=False,
             takes_in_place=False,
             takes_bytes=True,
             byte_way="object_store",
+            dense_way="object_store",
             can_sleep=False,
         )
-        digest = self._engine.describe_base().digest
-        return State(digest, capabilities, self._engine.version, os.getpid(), host)
+        base: BaseFingerprint = self._engine.describe_base()
+        self._leaves = base.leaves
+        return State(base.digest, capabilities, self._engine.version, os.getpid(), host)
 
     def _describe_base(self) -> dict[str, Any]:
         """As plain values."""
@@ -136,6 +147,47 @@ class HostedEngine:
                 self._store.withdraw(directory)
                 raise
             self._store.retire()
+
+    def _computes(self) -> None:
+        """With whatever serves; weights of which only some were loaded serve nothing, and its answer says that vLLM is there."""
+        with contextlib.suppress(EngineBrokenError):
+            self._engine.score([[0, 0]], bare=not self._engine.holds_dense)
+
+    def _begin_dense(self, version: int) -> tuple[str, int]:
+        """Name of the push, and bytes of all weights that must come."""
+        with self._changing:
+            self._discard()
+            self._stage = Stage(self._own, self._leaves, version, "trainer")
+            return self._stage.token, self._stage.nbytes
+
+    def _take_part(self, push: str, index: int, blob: bytes, digest: str) -> None:
+        with self._changing:
+            stage = refuse_foreign(self._stage, push, "trainer")
+            try:
+                stage.write(index, 0, blob)
+                stage.take(index, digest)
+            except BaseException:
+                self._discard()
+                raise
+
+    def _commit_dense(self, push: str) -> None:
+        with self._changing:
+            stage = refuse_foreign(self._stage, push, "trainer")
+            try:
+                stage.require_all()
+                self._engine.load_dense(read_parts(stage.parts), stage.version)
+            finally:
+                self._discard()
+
+    def _abandon_dense(self, push: str) -> None:
+        with self._changing:
+            refuse_foreign(self._stage, push, "trainer")
+            self._discard()
+
+    def _discard(self) -> None:
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            stage.discard()
 
 
 def _local(base: str, **options: Any) -> Any:

@@ -15,7 +15,8 @@ from qlora_rl.adapter.store import pack_adapter, read_directory
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.engine.fleet.hosted import Answer, State
 from qlora_rl.engine.images import Prompt, as_prompts
-from qlora_rl.errors import EngineBrokenError, EngineClosedError, MissingDependencyError
+from qlora_rl.engine.parts import Part
+from qlora_rl.errors import EngineBrokenError, EngineClosedError, MissingDependencyError, QloraRLError
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +46,58 @@ def require_ray() -> Any:
 
 
 class Parcels:
-    """Adapters in Ray's object store: put there once, read by every actor; the newest is kept."""
+    """Adapters, and parts of full weights, in Ray's object store: put there once, read by every actor; the newest is kept."""
 
     def __init__(self) -> None:
         self.puts = 0
         self._lock = threading.Lock()
-        self._held: tuple[bytes, Any] | None = None
+        self._held: tuple[bytes | Part, Any] | None = None
 
-    def reference(self, blob: bytes) -> Any:
-        """Where this very blob is."""
+    def reference(self, packed: bytes | Part) -> Any:
+        """Where this very adapter, or part, is."""
         with self._lock:
-            if self._held is None or self._held[0] is not blob:
-                self._held = blob, require_ray().put(blob)
+            if self._held is None or self._held[0] is not packed:
+                self._held = packed, require_ray().put(packed.blob if isinstance(packed, Part) else packed)
                 self.puts += 1
             return self._held[1]
+
+    def forget(self) -> None:
+        """Keep nothing; who is still reading goes on."""
+        with self._lock:
+            self._held = None
+
+
+class ActorPush:
+    """Full weights to an actor; each part is put into the object store once, for all of them.
+
+    Args:
+        ask: method, arguments -> the actor's answer.
+        parcels: where parts are put.
+        version: that the weights get.
+
+    Attributes:
+        nbytes: of all weights that the engine wants.
+    """
+
+    def __init__(self, ask: Callable[..., Any], parcels: Parcels, version: int):
+        self._ask, self._parcels, self._index = ask, parcels, 0
+        self._name, self.nbytes = ask("begin_dense", version)
+
+    def send(self, part: Part) -> None:
+        """One part; the actor checks it by its digest."""
+        self._ask("take_part", self._name, self._index, self._parcels.reference(part), part.digest)
+        self._index += 1
+
+    def commit(self) -> None:
+        """All parts were sent: serve them."""
+        self._parcels.forget()
+        self._ask("commit_dense", self._name)
+
+    def abandon(self) -> None:
+        """Throw away what has come."""
+        self._parcels.forget()
+        with contextlib.suppress(QloraRLError):
+            self._ask("abandon_dense", self._name)
 
 
 class RayReplica:
@@ -193,7 +232,10 @@ class RayReplica:
     def _computes(self, timeout_s: float) -> bool:
         actor = self._actor
         try:
-            self._ask("score", [[0, 0]], bare=True, timeout_s=timeout_s)
+            if self.capabilities().takes_dense:
+                self._ask("computes", timeout_s=timeout_s)
+            else:
+                self._ask("score", [[0, 0]], bare=True, timeout_s=timeout_s)
         except EngineBrokenError as error:
             self._silent += isinstance(error.__cause__, require_ray().exceptions.GetTimeoutError)
             if self._silent >= _SILENT_LOOKS:
@@ -264,6 +306,14 @@ class RayReplica:
     def load_adapter(self, directory: Path, version: int) -> None:
         """Serve a PEFT directory, by its bytes: another machine need not see it."""
         self.load_packed(pack_adapter(read_directory(Path(directory))[0]), version)
+
+    def begin_dense(self, version: int) -> ActorPush:
+        """Open a push of full weights, which are served as `version` from its `commit` on."""
+        return ActorPush(self._ask, self._parcels, version)
+
+    def withdraw_dense(self, reason: str) -> None:
+        """Serve nothing until the next push of full weights."""
+        self._ask("withdraw_dense", reason)
 
     def drop_adapter(self) -> None:
         """Serve the bare base again, as version 0."""

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.engine.images import Prompt
+from qlora_rl.engine.parts import DensePush
 from qlora_rl.errors import (
     AccessDeniedError,
     BaseMismatchError,
+    ConfigConflictError,
     EngineBrokenError,
     EngineClosedError,
     EngineUnsupportedError,
@@ -132,6 +134,14 @@ class Replica(Protocol):
 
     def load_adapter(self, directory: Path, version: int) -> None:
         """Serve a PEFT directory."""
+        ...
+
+    def begin_dense(self, version: int) -> DensePush:
+        """Open a push of full weights."""
+        ...
+
+    def withdraw_dense(self, reason: str) -> None:
+        """Serve nothing until the next push."""
         ...
 
     def drop_adapter(self) -> None:
@@ -370,3 +380,32 @@ def _begun(ask: Callable[[Replica], Any], each: Replica) -> Future[Any]:
 
     threading.Thread(target=run, daemon=True, name="qlora-rl-replica").start()
     return future
+
+
+def check_alike(replicas: Sequence[Replica]) -> None:
+    """Reject replicas that cannot stand for one another.
+
+    Raises:
+        BaseMismatchError: another base than the first one's.
+        ConfigConflictError: another dtype, or the same one twice.
+    """
+    first, *others = replicas
+    for each in others:
+        if each.base != first.base:
+            raise BaseMismatchError(
+                f"connecting to {len(replicas)} replicas: {each.url} holds base={each.base[:16]} != base={first.base[:16]} of "
+                f"{first.url}. Start all of them on one base directory, or leave that one out."
+            )
+        mine, other = each.capabilities().adapter_dtype, first.capabilities().adapter_dtype
+        if mine != other:
+            raise ConfigConflictError(
+                f"connecting to {len(replicas)} replicas: {each.url} serves adapters in {mine}, {first.url} in {other}. Start "
+                "all of them with one dtype."
+            )
+    starts: dict[str, Replica] = {}
+    for each in replicas:
+        twin = starts.setdefault(each.start, each)
+        if twin is not each:
+            raise ConfigConflictError(
+                f"connecting to {len(replicas)} replicas: {each.url} and {twin.url} are one server. Name it once."
+            )

@@ -70,13 +70,8 @@ class EngineChoice:
         """An engine that can be given all weights: on the baked base, or on one that is not 4-bit.
 
         Raises:
-            NotYetSupportedError: several engines cannot, nor one of several ranks.
+            NotYetSupportedError: one of several ranks cannot.
         """
-        if self.rollout == "ray":
-            raise NotYetSupportedError(
-                "choosing the engine: rollout='ray' takes adapters, and this policy needs full weights (see the reasons of its verdict: "
-                "judge_adapter). Use rollout='server' or 'colocate'."
-            )
         if (size := self.options.get("tensor_parallel_size", 1)) > 1:
             raise NotYetSupportedError(
                 f"choosing the engine: tensor_parallel_size={size} takes adapters, and this policy needs full weights (see the reasons of its "
