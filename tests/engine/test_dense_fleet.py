@@ -1,0 +1,422 @@
+"""Full weights to several real engines: made once, all or none, and brought to one that was killed and comes back.
+
+float32, two layers, random weights, head and embedding apart: an error shows a thousandfold above the noise of 1e-6.
+"""
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from kinds import ADAPTER, FULL_WEIGHTS
+from pair import SEQUENCES, Pair, trained
+from support import make_model
+
+from qlora_rl import (
+    Canary,
+    CanaryError,
+    DenseSync,
+    EngineBrokenError,
+    RayFleet,
+    ServerEngine,
+    SyncError,
+    bake_base,
+    prepare_base,
+    start_server,
+    verify_base,
+)
+from qlora_rl.adapter.delta import iter_weights
+from qlora_rl.base.fingerprint import digest_plain
+from qlora_rl.contracts import DenseEngine, SamplingSpec
+from qlora_rl.engine.fleet import replicas as team
+from qlora_rl.engine.stage import STAGES
+
+EXACT = 1e-5
+OPTIONS = {"max_lora_rank": 0, "max_model_length": 32, "max_num_seqs": 8}
+PROMPTS = [[40 + i, 41, 42] for i in range(8)]
+SAMPLING = SamplingSpec(max_tokens=12, seed=1, temperature=0.9)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    """An NF4 base whose head and embedding are apart."""
+    return prepare_base(make_model(tmp_path_factory.mktemp("untied") / "model", tied=False))
+
+
+@pytest.fixture(scope="module")
+def baked(untied):
+    return bake_base(untied, "float32")
+
+
+class Servers:
+    """Two servers of their own, which can be killed and started again."""
+
+    def __init__(self, baked):
+        self.baked = baked
+        self.running = [start_server(baked, timeout_s=600, **OPTIONS)]
+        self.running.append(start_server(baked, key=self.running[0].key, timeout_s=600, **OPTIONS))
+        self.urls = [each.url for each in self.running]
+
+    def kill(self, i):
+        os.kill(self.running[i].process.pid, signal.SIGKILL)
+        self.running[i].process.wait()
+
+    def restart(self, i):
+        """Where it was; it is waited for until it answers."""
+        old = self.running[i]
+        old.stop()
+        port = int(self.urls[i].rsplit(":", 1)[1])
+        self.running[i] = start_server(self.baked, port=port, key=old.key, timeout_s=600, **OPTIONS)
+
+    def connect(self, **options):
+        return ServerEngine(self.urls, api_key=self.running[0].key, **{"wait_s": 60.0, **options})
+
+
+@pytest.fixture(scope="module")
+def servers(baked):
+    servers = Servers(baked)
+    yield servers
+    for each in servers.running:
+        each.stop()
+
+
+@pytest.fixture
+def fleet(servers, monkeypatch):
+    monkeypatch.setattr(team, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(team, "_LOOK_SELDOM_S", 1.0)
+    with servers.connect() as fleet:
+        fleet.claim(force=True)
+        fleet.drop_adapter()
+        yield fleet
+    assert kept() == []
+
+
+def kept():
+    """Directories with the parts of a version; only the newest is there, and none after the end."""
+    return [d for d in Path(tempfile.gettempdir()).glob("qlora-rl-kept-*") if str(d) in _ours()]
+
+
+def _ours():
+    from qlora_rl.held import _claimed
+
+    return _claimed
+
+
+def whole(fleet, baked, tmp_path, model):
+    """Both take part, serve the fleet's version, and each computes and holds what the trainer does."""
+    end = time.monotonic() + 300
+    while len(fleet.live) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.5)
+        fleet.wake()
+    sent = {name: digest_plain(weight) for name, weight in iter_weights(model, dtype=torch.float32)}
+    for each in fleet.live:
+        assert each.version == fleet.version
+        assert each.describe_base().leaves == sent
+        assert Pair(each, baked, tmp_path).apart(model) < EXACT
+    return True
+
+
+def sampled(engine):
+    found = engine.generate(PROMPTS, SAMPLING)
+    return found.completion_ids, found.logprobs, found.version
+
+
+def policies(baked, tmp_path, fleet):
+    base = Pair(fleet, baked, tmp_path).base
+    return trained(base, ADAPTER["plain"], seed=1), trained(base, FULL_WEIGHTS["dora"], seed=2)
+
+
+class StruckAt:
+    """Weights of a model; something is done before the one at a place is made."""
+
+    def __init__(self, model, place, act):
+        self.model, self.place, self.act, self.made = model, place, act, 0
+
+    def __iter__(self):
+        for i, pair in enumerate(iter_weights(self.model)):
+            if i == self.place:
+                self.act()
+            self.made += 1
+            yield pair
+
+
+# --- servers -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["directory", "http"])
+def test_dora_is_made_once_and_held_exactly_by_both_servers(servers, fleet, baked, tmp_path, way):
+    if way == "http":
+        for each in fleet.replicas:
+            each._near = None
+    assert isinstance(fleet, DenseEngine)
+    assert (fleet.capabilities().takes_dense, fleet.capabilities().dense_way) == (True, way)
+    _, model = policies(baked, tmp_path, fleet)
+    assert verify_base(model, fleet).is_verified
+    canary = Canary(model, fleet)
+    canary.calibrate()
+    report = DenseSync(model, fleet, canary).push()
+    assert (report.mode, report.transport, report.tensors) == ("weights", way, 27)
+    assert report.canary_difference < canary.threshold
+    assert whole(fleet, baked, tmp_path, model)
+    assert len(kept()) == 1
+    weights = StruckAt(model, 0, lambda: None)
+    fleet.load_dense(weights, fleet.version + 1)
+    assert weights.made == 27
+    one = fleet.live[0].generate(PROMPTS, SAMPLING)
+    assert sampled(fleet) == (one.completion_ids, one.logprobs, fleet.version)
+    fleet.drop_adapter()
+    assert (fleet.version, kept()) == (0, [])
+
+
+def test_what_one_of_them_rejects_is_served_by_neither(fleet, baked, tmp_path, monkeypatch):
+    """A part that arrives damaged, weights that no engine takes, a stream that breaks off: nothing was loaded anywhere."""
+    old, new = policies(baked, tmp_path, fleet)
+    DenseSync(old, fleet).push()
+    version, served = fleet.version, sampled(fleet)
+    second = fleet.replicas[1]
+    second._near, ask = None, second._ask
+
+    def lossy(method, path, body=None):
+        return ask(method, path, body[:-1] + b"?" if method == "PUT" else body)
+
+    monkeypatch.setattr(second, "_ask", lossy)
+    with pytest.raises(SyncError, match=rf"damaged on the way.*Said by {second.url}.*What served goes on serving"):
+        fleet.load_dense(iter_weights(new), version + 1)
+    monkeypatch.undo()
+    with pytest.raises(SyncError, match="NaN or infinity"):
+        fleet.load_dense(((n, w / 0) for n, w in iter_weights(new)), version + 1)
+
+    def break_off():
+        raise OSError("the line is dead")
+
+    with pytest.raises(SyncError, match=r"the line is dead \(after 13 tensors\)"):
+        fleet.load_dense(StruckAt(new, 13, break_off), version + 1)
+    assert (fleet.version, len(fleet.live), sampled(fleet)) == (version, 2, served)
+    assert whole(fleet, baked, tmp_path, old)
+    for each in fleet.replicas:
+        assert list(Path(each._about["adapter_dir"]).glob(STAGES)) == []
+    DenseSync(new, fleet).push()
+    assert whole(fleet, baked, tmp_path, new)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_where_one_cannot_load_what_it_holds_all_of_them_serve_the_version_before(
+    fleet, baked, tmp_path, monkeypatch, is_first
+):
+    old, new = policies(baked, tmp_path, fleet)
+    if not is_first:
+        DenseSync(old, fleet).push()
+    version, served = fleet.version, sampled(fleet)
+    second = fleet.replicas[1]
+    begin = second.begin_dense
+
+    def failing(number):
+        push = begin(number)
+
+        def commit():
+            end = time.monotonic() + 60
+            while fleet.replicas[0].version != number:  # the other one has loaded them
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            raise SyncError("vLLM broke off")
+
+        if number > version:
+            push.commit = commit
+        return push
+
+    monkeypatch.setattr(second, "begin_dense", failing)
+    with pytest.raises(SyncError, match=f"vLLM broke off.*Said by {second.url}"):
+        fleet.load_dense(iter_weights(new), version + 1)
+    monkeypatch.undo()
+    assert (fleet.version, [each.version for each in fleet.live]) == (version, [version] * 2)
+    assert sampled(fleet) == served
+    if is_first:
+        assert {each.describe_base().digest for each in fleet.live} == {fleet.replicas[0].base}
+    else:
+        assert whole(fleet, baked, tmp_path, old)
+
+
+def test_weights_that_the_canary_rejects_are_served_by_none_until_the_next_push(fleet, baked, tmp_path, monkeypatch):
+    _, model = policies(baked, tmp_path, fleet)
+    canary = Canary(model, fleet)
+    canary.calibrate()
+    strategy = DenseSync(model, fleet, canary)
+    strategy.push()
+    second = fleet.replicas[1]
+    begin = second.begin_dense
+
+    def of_another(version):
+        """What it holds is whole, and not what was sent."""
+        push = begin(version)
+        push.upload(((n, w * 1.01 if "o_proj" in n else w) for n, w in iter_weights(model)), version)
+        push.send, push.commit = lambda part: None, lambda: None
+        return push
+
+    monkeypatch.setattr(second, "begin_dense", of_another)
+    with pytest.raises(CanaryError, match=f"{second.url} holds other weights than"):
+        strategy.push()
+    monkeypatch.undo()
+    assert not fleet.holds_dense
+    for engine in (fleet, *fleet.replicas):
+        with pytest.raises(EngineBrokenError, match="the canary failed"):
+            engine.score(SEQUENCES)
+    strategy.push()
+    assert whole(fleet, baked, tmp_path, model)
+
+
+@pytest.mark.parametrize("place", ["stream", pytest.param("commit", marks=pytest.mark.full)])
+def test_a_server_killed_in_the_middle_of_a_push_is_done_without_and_brought_to_the_version(
+    servers, fleet, baked, tmp_path, caplog, place
+):
+    """kill -9 when half of the weights were made, or when all are there and none was loaded. Every prompt is answered once, as by two."""
+    old, new = policies(baked, tmp_path, fleet)
+    DenseSync(new, fleet).push()
+    expected = sampled(fleet)
+    DenseSync(old, fleet).push()
+    version, incarnation = fleet.version, fleet.incarnation
+    second = fleet.replicas[1]
+    weights = iter_weights(new)
+    if place == "stream":
+        weights = StruckAt(new, 13, lambda: servers.kill(1))
+    else:
+        ask = second._change
+
+        def dying(method, path, body=None):
+            if "/weights/commit" in path:
+                second._change = ask
+                servers.kill(1)
+            return ask(method, path, body)
+
+        second._change = dying
+    fleet.load_dense(weights, version + 1)
+    assert (fleet.version, [each.url for each in fleet.live]) == (version + 1, servers.urls[:1])
+    assert sampled(fleet) == (*expected[:2], version + 1)
+    servers.restart(1)
+    assert whole(fleet, baked, tmp_path, new)
+    assert fleet.incarnation > incarnation
+    assert f"its base is verified and it holds version {version + 1}" in caplog.text
+    assert sampled(fleet) == (*expected[:2], version + 1)
+    assert second.generate(PROMPTS, SAMPLING).completion_ids == expected[0]
+
+
+@pytest.mark.full
+def test_a_server_killed_in_a_rollout_is_done_without_and_brought_to_the_version(servers, fleet, baked, tmp_path):
+    _, model = policies(baked, tmp_path, fleet)
+    strategy = DenseSync(model, fleet)
+    strategy.push()
+    expected = sampled(fleet)
+    servers.kill(0)
+    assert sampled(fleet) == expected
+    assert [each.url for each in fleet.live] == servers.urls[1:]
+    servers.restart(0)
+    assert whole(fleet, baked, tmp_path, model)
+    assert fleet.holds_dense
+    assert sampled(fleet) == expected
+
+
+@pytest.mark.full
+def test_when_both_are_killed_in_a_push_it_is_sent_again_to_the_one_that_comes_back(
+    servers, fleet, baked, tmp_path, monkeypatch
+):
+    old, new = policies(baked, tmp_path, fleet)
+    strategy = DenseSync(old, fleet)
+    strategy.push()
+    true, struck = fleet.load_dense, []
+
+    def load(weights, version):
+        def dying():
+            for i, pair in enumerate(weights):
+                if i == 13 and not struck:
+                    struck.append(i)
+                    servers.kill(0)
+                    servers.kill(1)
+                    servers.restart(1)
+                yield pair
+
+        return true(dying(), version)
+
+    monkeypatch.setattr(fleet, "load_dense", load)
+    strategy.model = new
+    strategy.push()
+    assert struck
+    servers.restart(0)
+    assert whole(fleet, baked, tmp_path, new)
+
+
+def test_without_room_for_them_nothing_is_sent_and_the_error_names_the_directory(fleet, baked, tmp_path, monkeypatch):
+    old, new = policies(baked, tmp_path, fleet)
+    DenseSync(old, fleet).push()
+    monkeypatch.setattr("qlora_rl.engine.fleet.dense.Kept.has_room", lambda nbytes: False)
+    with pytest.raises(SyncError, match=r"MiB are needed at .* Set TMPDIR"):
+        DenseSync(new, fleet).push()
+    assert Pair(fleet, baked, tmp_path).apart(old) < EXACT
+    monkeypatch.undo()
+    DenseSync(new, fleet).push()
+    assert whole(fleet, baked, tmp_path, new)
+
+
+# --- actors of Ray -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def actors(baked):
+    ray = pytest.importorskip("ray")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+    with RayFleet(baked, replicas=2, **OPTIONS) as fleet:
+        yield fleet
+    ray.shutdown()
+    assert kept() == []
+
+
+def test_dora_is_held_exactly_by_both_actors_and_one_killed_in_a_push_is_replaced(actors, baked, tmp_path, caplog):
+    old, new = policies(baked, tmp_path, actors)
+    canary = Canary(new, actors)
+    canary.calibrate()
+    report = DenseSync(new, actors, canary).push()
+    assert (report.transport, report.tensors) == ("object_store", 27)
+    assert report.canary_difference < canary.threshold
+    assert whole(actors, baked, tmp_path, new)
+    expected = sampled(actors)
+    DenseSync(old, actors).push()
+    version, victim = actors.version, actors.live[1]
+    killed, puts = victim.pid, actors.parcels.puts
+
+    def kill():
+        os.kill(killed, signal.SIGKILL)
+
+    weights = StruckAt(new, 13, kill)
+    actors.load_dense(weights, version + 1)
+    assert weights.made == 27
+    assert actors.parcels.puts - puts < 27  # parts, each of them once
+    assert (actors.version, actors.live) == (version + 1, actors.replicas[:1])
+    assert sampled(actors) == (*expected[:2], version + 1)
+    assert whole(actors, baked, tmp_path, new)
+    assert victim.pid != killed
+    assert f"its base is verified and it holds version {version + 1}" in caplog.text
+    assert sampled(actors) == (*expected[:2], version + 1)
+    assert victim.generate(PROMPTS, SAMPLING).completion_ids == expected[0]
+
+
+def test_what_an_actor_rejects_is_served_by_neither(actors, baked, tmp_path):
+    old, new = policies(baked, tmp_path, actors)
+    DenseSync(old, actors).push()
+    version, served = actors.version, sampled(actors)
+    for change, says in (
+        (lambda n, w: (n, w / 0), "NaN or infinity"),
+        (lambda n, w: (n, w[:-1]), "another model"),
+    ):
+        with pytest.raises(SyncError, match=f"{says}.*Said by ray:"):
+            actors.load_dense((change(n, w) for n, w in iter_weights(new)), version + 1)
+    with pytest.raises(SyncError, match="no value came for 1 of 27 weights"):
+        actors.load_dense(((n, w) for n, w in iter_weights(new) if n != "model.norm.weight"), version + 1)
+    assert (actors.version, len(actors.live), sampled(actors)) == (version, 2, served)
+    actors.withdraw_dense("so it is wished")
+    for engine in (actors, *actors.replicas):
+        with pytest.raises(EngineBrokenError, match="so it is wished"):
+            engine.score(SEQUENCES)
+    DenseSync(new, actors).push()
+    assert whole(actors, baked, tmp_path, new)
