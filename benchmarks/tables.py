@@ -278,6 +278,20 @@ def dense() -> str:
     )
 
 
+def dense_fleet() -> str:
+    """A push of full weights to two engines beside one to one."""
+    lines = ["| engines | two / one | lowest and highest of a pair |", "|---|---|---|"]
+    for name, what in (
+        ("server_directory", "servers, through tmpfs"),
+        ("server_http", "servers, in requests"),
+        ("ray", "actors of Ray"),
+    ):
+        found = _load("dense_fleet.json")["ways"][name]
+        pairs = found["two_to_one_each"]
+        lines.append(f"| {what} | {found['two_to_one']:.2f} | {min(pairs):.2f}, {max(pairs):.2f} |")
+    return "\n".join(lines)
+
+
 def drift() -> str:
     """The trainer's own base after ten pushes of full weights, ours and TRL's."""
     result = _load("dense.json")
@@ -627,6 +641,7 @@ TABLES = {
     "starts": starts,
     "demo": demo,
     "dense": dense,
+    "dense-fleet": dense_fleet,
     "drift": drift,
     "adapter-dtype": adapter_dtype,
     "demo-seeds": demo_seeds,
