@@ -3,6 +3,7 @@
 float32, two layers, random weights, head and embedding apart: an error shows a thousandfold above the noise of 1e-6.
 """
 
+import json
 import os
 import signal
 import tempfile
@@ -14,6 +15,7 @@ import torch
 from kinds import ADAPTER, FULL_WEIGHTS
 from pair import SEQUENCES, Pair, trained
 from support import make_model
+from test_training import lines, make
 
 from qlora_rl import (
     Canary,
@@ -105,13 +107,17 @@ def _ours():
     return _claimed
 
 
-def whole(fleet, baked, tmp_path, model):
-    """Both take part, serve the fleet's version, and each computes and holds what the trainer does."""
+def wait_for_all(fleet):
     end = time.monotonic() + 300
-    while len(fleet.live) < 2:
+    while len(fleet.live) < len(fleet.replicas):
         assert time.monotonic() < end
         time.sleep(0.5)
         fleet.wake()
+
+
+def whole(fleet, baked, tmp_path, model):
+    """Both take part, serve the fleet's version, and each computes and holds what the trainer does."""
+    wait_for_all(fleet)
     sent = {name: digest_plain(weight) for name, weight in iter_weights(model, dtype=torch.float32)}
     for each in fleet.live:
         assert each.version == fleet.version
@@ -363,12 +369,49 @@ def test_without_room_for_them_nothing_is_sent_and_the_error_names_the_directory
 
 
 @pytest.fixture(scope="module")
-def actors(baked):
+def cluster():
     ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+def test_a_training_of_dora_on_two_actors_goes_on_when_one_is_killed_in_a_push(cluster, base, tmp_path):
+    """Each step is there once, each push is checked weight by weight, and every token was sampled by the version that its step names."""
+    limits = {"max_steps": 4, "canary_every": 1, "rollout": "ray", "engine_options": {"replicas": 2}}
+    with make(base, tmp_path, peft_config=FULL_WEIGHTS["dora"].config(), **limits) as trainer:
+        engine, true, calls = trainer.engine, trainer.engine.load_dense, []
+        victim = engine.live[1]
+        killed = victim.pid
+
+        def load(weights, version):
+            def dying():
+                for i, pair in enumerate(weights):
+                    if len(calls) == 3 and i == 13:
+                        os.kill(killed, signal.SIGKILL)
+                    yield pair
+
+            calls.append(version)
+            return true(dying(), version)
+
+        engine.load_dense = load
+        trainer.train()
+        wait_for_all(engine)
+        assert (victim.pid != killed, victim.version) == (True, engine.version)
+        assert victim.describe_base().digest == engine.live[0].describe_base().digest
+        trainer.bridge.strategy.verify()
+    found, pushes = lines(tmp_path), lines(tmp_path, "sync.jsonl")
+    assert calls[:4] == [1, 2, 3, 4]
+    assert [line["step"] for line in found] == [line["policy_version"] for line in found] == [1, 2, 3, 4]
+    assert max(line["mismatch_kl"] for line in found) < 5e-3
+    assert {(push["transport"], push["canary_difference"] is not None) for push in pushes} == {("object_store", True)}
+    assert json.loads((tmp_path / "config.json").read_text())["engine"].startswith("2 replicas: vllm")
+
+
+@pytest.fixture(scope="module")
+def actors(cluster, baked):
     with RayFleet(baked, replicas=2, **OPTIONS) as fleet:
         yield fleet
-    ray.shutdown()
     assert kept() == []
 
 

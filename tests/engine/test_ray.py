@@ -22,6 +22,7 @@ from qlora_rl import (
     AdapterSync,
     Canary,
     ConfigConflictError,
+    EngineUnsupportedError,
     MissingDependencyError,
     RayFleet,
     SyncError,
@@ -256,6 +257,15 @@ def test_an_error_in_an_actor_comes_as_itself_and_the_old_version_serves(both, b
         both.load_packed(broken, 2)
     assert len(both.live) == 2
     assert drawn(both, prompts) == served
+
+
+def test_actors_on_a_4_bit_base_reject_full_weights_and_go_on(both, bundle, prompts):
+    both.load_packed(pack_adapter(bundle), 1)
+    served = drawn(both, prompts)
+    assert not both.capabilities().takes_dense
+    with pytest.raises(EngineUnsupportedError, match="bake_base"):
+        both.load_dense(iter([("model.norm.weight", torch.ones(8))]), 2)
+    assert (len(both.live), drawn(both, prompts)) == (2, served)
 
 
 def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_is_proven(

@@ -291,7 +291,8 @@ class Fleet:
         """Serve these weights instead of the base's, as `version`, from the next request on.
 
         Each part is made once and sent to all; none loads anything before all hold all parts. They are kept on this machine's disk
-        (TMPDIR) until the next push, for a replica that is lost and comes back, or for the way back.
+        (TMPDIR) until the next push, for a replica that is lost and comes back, or for the way back. A rollout that another thread begins
+        while they are loaded may end with an error.
 
         Args:
             weights: every weight of the model, by transformers' name; read once, one after the other.
@@ -313,6 +314,7 @@ class Fleet:
                 nbytes = broadcast.stream(asked, weights, self._forget_kept)
                 is_loading = True
                 broadcast.commit()
+                self._hold(None, version, broadcast.kept)
             except BaseException as error:
                 if is_loading:
                     if self._kept is None and self._version:
@@ -322,7 +324,6 @@ class Fleet:
                 if isinstance(error, SyncError) and not self._team.live:
                     self._team.present(time.monotonic() + self.wait_s)  # with one that is back it can be repeated
                 raise
-            self._hold(None, version, broadcast.kept)
         return nbytes
 
     def withdraw_dense(self, reason: str) -> None:

@@ -17,7 +17,7 @@ from qlora_rl.adapter.store import AdapterStore, default_root, unpack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Leaf
 from qlora_rl.engine import compat
 from qlora_rl.engine.stage import Stage, read_parts, refuse_foreign
-from qlora_rl.errors import EngineBrokenError, QloraRLError
+from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, QloraRLError
 from qlora_rl.held import hold, sweep
 
 # Versions on disk: vLLM may read the two that it holds again, and the next one comes next to them.
@@ -155,6 +155,12 @@ class HostedEngine:
 
     def _begin_dense(self, version: int) -> tuple[str, int]:
         """Name of the push, and bytes of all weights that must come."""
+        capabilities: EngineCapabilities = self._engine.capabilities()
+        if not capabilities.takes_dense:
+            raise EngineUnsupportedError(
+                f"taking weights: {capabilities.name} serves a 4-bit base or a mixture of experts, where full weights cannot be written. Serve the "
+                "baked base: RayFleet(bake_base(base), max_lora_rank=0)."
+            )
         with self._changing:
             self._discard()
             self._stage = Stage(self._own, self._leaves, version, "trainer")
