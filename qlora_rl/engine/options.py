@@ -147,6 +147,8 @@ def start_options(
     compat.require_head_size(config)
     if mixture := is_mixture(config):
         check_mixture_type(config)
+    if both_ways := attends_both_ways(prepared.path):
+        check_both_ways(config, vllm_options)
     if ranks > 1:
         if mixture:
             raise EngineUnsupportedError(
@@ -210,7 +212,7 @@ def start_options(
         arguments["worker_cls"] = "qlora_rl.engine.worker.mixtures.Worker"
         if not is_cpu:
             arguments["moe_backend"] = "triton"  # which leaves the experts in the order in which they are compared
-    elif is_cpu and attends_both_ways(base):
+    elif both_ways and is_cpu:
         arguments |= {"worker_cls": "qlora_rl.engine.worker.both_ways.Worker", "disable_chunked_mm_input": True}
     elif base_compute == "auto" and is_4bit and not is_cpu:
         arguments["worker_cls"] = "qlora_rl.engine.worker.gpu.Worker"
@@ -236,6 +238,25 @@ def start_options(
     return StartOptions(
         arguments | vllm_options, base, ranks, version, is_4bit, is_cpu, rank, length, mixture, tuple(images)
     )
+
+
+def check_both_ways(config: Any, vllm_options: Mapping[str, Any]) -> None:
+    """Images whose tokens attend to each other in both directions: vLLM has to see each as a whole.
+
+    Raises:
+        EngineUnsupportedError: it would not.
+    """
+    size, window = int(config.mm_tokens_per_image), getattr(config.get_text_config(), "sliding_window", None)
+    if window is not None and size > window:
+        raise EngineUnsupportedError(
+            f"starting vLLM: mm_tokens_per_image={size} > sliding_window={window} of the base: vLLM lets the tokens of such an image attend to earlier "
+            "ones only, the trainer in both directions. Use another base."
+        )
+    if compat.platform_is_cpu() and vllm_options.get("enable_chunked_prefill"):
+        raise EngineUnsupportedError(
+            f"starting vLLM: enable_chunked_prefill=True with {config.model_type} on a CPU: an image that is split over two steps cannot attend to "
+            "itself in both directions. Leave it out."
+        )
 
 
 def _for_ranks(prepared: PreparedBase, ranks: int, vllm_options: Mapping[str, Any]) -> PreparedBase:

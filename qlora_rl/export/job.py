@@ -22,6 +22,7 @@ from qlora_rl.adapter.store import write_adapter, write_origin
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.bake import bake_base, copy_plain
 from qlora_rl.base.checkpoint import load_base
+from qlora_rl.base.kinds import directory_takes_images
 from qlora_rl.base.writer import write_weights
 from qlora_rl.contracts import rank_class
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError
@@ -444,7 +445,8 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
             if is_read_by_transformers(trained.base.path)
             else {k: v for k, v in lines.items() if k != "transformers"}
         )
-    loaded = f'AutoModelForCausalLM.from_pretrained({_text(name)}, dtype="auto")'
+    kind = "AutoModelForImageTextToText" if directory_takes_images(written) else "AutoModelForCausalLM"
+    loaded = f'{kind}.from_pretrained({_text(name)}, dtype="auto")'
     return {"transformers": loaded, "vllm": f"LLM({_text(name)})"}
 
 

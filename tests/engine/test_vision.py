@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from transformers import AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 from vision import SERVED, make_vision_model, picture
 
 from qlora_rl import (
@@ -26,6 +26,7 @@ from qlora_rl import (
 from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.base.kinds import image_tokens_of
 from qlora_rl.engine.images import ImagePrompt
+from qlora_rl.engine.options import check_both_ways, start_options
 from qlora_rl.sync.in_place import InPlaceTransport
 from qlora_rl.train.rollouts.link import canary_image
 
@@ -189,6 +190,20 @@ def test_full_weights_reach_the_tower_and_nothing_is_taken_from_a_stale_encoder_
         bare = theirs
     engine.drop_adapter()
     assert (torch.tensor(engine.score([prompt])[0]) - ours(model, inputs)).abs().max() < EXACT
+
+
+def test_images_that_vllm_would_not_see_as_a_whole_are_rejected_before_it_starts(base):
+    """Larger than the sliding window, vLLM attends causally in them without an error; split over two steps, on a CPU, in part."""
+    config = AutoConfig.from_pretrained(base.path)
+    if config.model_type != "gemma3":
+        return
+    with pytest.raises(EngineUnsupportedError, match="enable_chunked_prefill=True with gemma3 on a CPU"):
+        start_options(base, max_model_length=128, enable_chunked_prefill=True)
+    config.text_config.sliding_window = config.mm_tokens_per_image
+    check_both_ways(config, {})
+    config.text_config.sliding_window -= 1
+    with pytest.raises(EngineUnsupportedError, match="mm_tokens_per_image=4 > sliding_window=3"):
+        check_both_ways(config, {})
 
 
 def test_the_4_bit_base_is_verified_with_its_tower(base):

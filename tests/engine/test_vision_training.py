@@ -106,6 +106,7 @@ def test_a_policy_learns_what_only_the_picture_shows(base, tmp_path):
     assert {line["base_verified"] for line in found} == {1.0}
     for kind in ("adapter", "merged"):
         assert export_run(tmp_path, kind, out=tmp_path / f"as-{kind}", prompts=2).distance.kl_mean < LIMIT
+    assert "AutoModelForImageTextToText.from_pretrained" in (tmp_path / "as-merged" / "README.md").read_text()
     about = json.loads((tmp_path / "config.json").read_text())
     assert about["base_held"]["copies"] == 1
     assert {"pixels", "vision tower, one pass"} <= {line["name"] for line in about["memory"]["lines"]}
