@@ -116,7 +116,7 @@ def check_vision_type(config: Any) -> None:
     except Exception as error:
         raise MissingDependencyError(
             f"preparing a base: {config.model_type} needs torchvision for its processor ({type(error).__name__}: {error}). Install the build that "
-            "belongs to the installed torch: pip install 'qlora-rl[vision]'"
+            "belongs to the installed torch: pip install torchvision, from the index that torch came from, or make setup in a checkout."
         ) from error
 
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -15,6 +17,13 @@ import pytest
 import qlora_rl
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_extra_that_a_message_or_a_page_names_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    for file in [*(ROOT / "qlora_rl").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for named in re.findall(r"(?:qlora-rl|'\.)\[([\w,]+)\]", file.read_text()):
+            assert set(named.split(",")) <= extras, f"{file.relative_to(ROOT)}: {named}"
 
 
 @pytest.fixture(scope="module")
