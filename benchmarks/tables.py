@@ -455,8 +455,13 @@ def memory_longest() -> str:
     longest = _load("memory_plan.json")["longest"]
     cards = list(next(iter(longest.values())))
     lines = [f"| tokens | {' | '.join(f'{card} GB' for card in cards)} |", f"|---|{'---|' * len(cards)}"]
+    models: dict[str, dict] = {}
     for name, by_card in longest.items():
-        lines.append(f"| {name} | {' | '.join(str(by_card[card] or 'none') for card in cards)} |")
+        models.setdefault(name.partition(", ")[0], {})[name] = by_card
+    for model, rows in models.items():
+        first = next(iter(rows.values()))
+        for name, by_card in ({model: first} if all(row == first for row in rows.values()) else rows).items():
+            lines.append(f"| {name} | {' | '.join(str(by_card[card] or 'none') for card in cards)} |")
     return "\n".join(lines)
 
 
