@@ -56,6 +56,8 @@ class Drawn:
         logprobs: those that the engine reported, `None` where it did not sample a token or has none.
         temperature: with which they were asked for.
         filters: what else shaped the distribution, such as "top_p=0.9".
+        images: what the model is given for the images of a prompt besides the ids, for each completion; what is [1, T] is one value for each of its
+            T tokens. Empty for prompts of text.
         has_images: some prompts hold images, which are not here.
     """
 
@@ -64,6 +66,7 @@ class Drawn:
     logprobs: list[list[float | None]]
     temperature: float = 1.0
     filters: tuple[str, ...] = ()
+    images: tuple[Mapping[str, torch.Tensor], ...] = ()
     has_images: bool = False
 
 
@@ -284,7 +287,7 @@ class Examiner:
         if drawn.filters:
             names = ", ".join(drawn.filters)
             return f"{names}: the engine's probabilities include it, the trainer's do not"
-        if self.rescore(drawn)[1] <= limit:
+        if not any(drawn.images) and self.rescore(drawn)[1] <= limit:
             return (
                 "the engine scores these tokens as the trainer does, and reported other probabilities when it sampled them: a filter of the "
                 "sampling (top_p, top_k, a penalty), or a cache of an older version"
@@ -380,28 +383,34 @@ def _scored(model: Any, drawn: Drawn) -> Iterator[tuple[torch.Tensor, list[int],
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     takes = inspect.signature(type(base).forward).parameters
     device = next(base.parameters()).device
-    rows = list(zip(drawn.prompts, drawn.completions, drawn.logprobs, strict=True))
+    images = drawn.images or ({},) * len(drawn.prompts)
+    rows = list(zip(drawn.prompts, drawn.completions, drawn.logprobs, images, strict=True))
     longest = max((len(ids) for ids in drawn.completions), default=0) + 1
     vocabulary = shape_of(base.get_output_embeddings().weight)[0]
-    size = max(1, _LOGITS // (longest * vocabulary)) if "position_ids" in takes else 1
+    # What takes images counts positions by them, and is given one sequence at a time.
+    size = max(1, _LOGITS // (longest * vocabulary)) if "position_ids" in takes and not any(images) else 1
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
         # Completions end together, so that the last positions are those whose logits are wanted.
-        length = max(len(prompt) + len(ids) for prompt, ids, _ in part)
+        length = max(len(prompt) + len(ids) for prompt, ids, _, _ in part)
         ids_BT = torch.zeros(len(part), length, dtype=torch.long)
         mask_BT = torch.zeros_like(ids_BT)
-        for i, (prompt, ids, _) in enumerate(part):
+        for i, (prompt, ids, _, _) in enumerate(part):
             row = torch.tensor(prompt + ids)
             ids_BT[i, length - len(row) :], mask_BT[i, length - len(row) :] = row, 1
         fields: dict[str, Any] = {"input_ids": ids_BT.to(device), "use_cache": False}
         if len(part) > 1:
             positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
             fields |= {"attention_mask": mask_BT.to(device), "position_ids": positions_BT.to(device)}
+        for name, value in part[0][3].items():
+            is_per_token = tuple(value.shape) == (1, len(part[0][0]))
+            padded = torch.nn.functional.pad(value, (0, length - value.shape[-1])) if is_per_token else value
+            fields[name] = padded.to(device)
         if "logits_to_keep" in takes:
-            fields["logits_to_keep"] = max(len(ids) for _, ids, _ in part) + 1
+            fields["logits_to_keep"] = max(len(ids) for _, ids, _, _ in part) + 1
         # TRL puts a forward of its own on the model, which returns no logits.
         logits_BTV = plain_forward(model, **fields).logits
-        for logits_TV, (_, ids, logprobs) in zip(logits_BTV, part, strict=True):
+        for logits_TV, (_, ids, logprobs, _) in zip(logits_BTV, part, strict=True):
             yield logits_TV[-len(ids) - 1 : -1], ids, logprobs
 
 

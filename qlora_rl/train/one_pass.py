@@ -127,6 +127,7 @@ class OnePass:
         names = [name for name in _ROWS if parts[0][0].get(name) is not None]
         batch: dict[str, Any] = {name: torch.cat([inputs[name] for inputs, _ in parts]) for name in names}
         batch["has_images"] = any(inputs.get("pixel_values") is not None for inputs, _ in parts)
+        batch["parts"] = [inputs for inputs, _ in parts]
         logprobs_BT = torch.cat([logprobs for _, logprobs in parts])
         ratios = torch.cat([inputs["importance_sampling_ratio"] for inputs, _ in parts])
         self._log_ratios(batch, logprobs_BT, ratios)

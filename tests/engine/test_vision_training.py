@@ -17,6 +17,7 @@ from qlora_rl import (
     AdapterRejectedError,
     ConfigConflictError,
     NotYetSupportedError,
+    PolicyMismatchError,
     QLoRAAsyncGRPOTrainer,
     QLoRAGRPOTrainer,
     QLoRARLOOTrainer,
@@ -240,3 +241,34 @@ def test_what_no_adapter_carries_is_synced_as_full_weights(base, tmp_path, kind)
     for line in lines(tmp_path / "run"):
         assert line["canary_difference"] < 0.02
         assert line["mismatch_kl"] < 1e-2
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_5_vl", "gemma3"])
+def test_a_broken_sync_is_named_though_the_prompts_hold_images(architecture, tmp_path, monkeypatch):
+    base = prepare_base(make_vision_model(tmp_path / "source", architecture), out=tmp_path / "base")
+    rows = [{"prompt": QUESTION, "images": [picture(i)] if i % 4 else [], "bright": i % 2 == 0} for i in range(16)]
+    args = config(GRPOConfig, tmp_path / "run", per_device_train_batch_size=16, max_steps=8, learning_rate=2e-2)
+    trainer = QLoRAGRPOTrainer(
+        model=base, reward_funcs=sees, args=args, train_dataset=Dataset.from_list(rows), canary_every=0,
+        peft_config=LoraConfig(r=8, target_modules=LANGUAGE),
+    )  # fmt: skip
+    strategy, real, count = trainer.bridge.strategy, trainer.bridge.strategy.push, []
+    held = trainer.engine.held_adapter
+
+    def push():
+        report = real()
+        count.append(report.version)
+        if len(count) > 3:  # as if the buffers were right, and the multiplication twice too strong
+            digests = held(8)
+            placed = strategy.transport._live[-1]
+            for name, place in placed.slots.places[placed.slot].items():
+                if "lora_B" in name:
+                    place.mul_(2.0)
+            monkeypatch.setattr(trainer.engine, "held_adapter", lambda rank: digests)
+        return report
+
+    monkeypatch.setattr(strategy, "push", push)
+    with trainer, pytest.raises(PolicyMismatchError) as stopped:
+        trainer.train()
+    assert trainer.state.global_step in (3, 4)
+    assert (stopped.value.cause, "2 times as strongly" in str(stopped.value)) == ("scale", True)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from trl.trainer.utils import split_pixel_values_by_grid
 
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.distributed import ranks
@@ -40,6 +41,8 @@ _AUDIBLE = 0.25
 _FACTOR, _RAISED = 3.0, 2.0
 # Sequences, and tokens of each, that are scored again.
 SEQUENCES, TOKENS = 16, 64
+# Of TRL's batch: one entry for each image or patch, and one for each token.
+_OF_IMAGES, _PER_TOKEN = ("pixel_values", "image_grid_thw"), ("token_type_ids", "mm_token_type_ids")
 # At every push: so many, and four times as many tokens as one of them may have.
 _AGAIN = 8
 
@@ -249,7 +252,7 @@ def drawn_from(
     """Some completions of TRL's batch, evenly spread, as far as their first 64 tokens.
 
     Args:
-        output: of TRL's `_generate_and_score_completions`.
+        output: of TRL's `_generate_and_score_completions`; with "parts", the micro-batches that its rows are of, in their order.
         mask_BT: nonzero where the policy sampled.
         temperature: by which the trainer divides its logits.
         filters: see `filters_of`.
@@ -266,8 +269,28 @@ def drawn_from(
         values = output["sampling_per_token_logps"][i, :length].tolist()
         mask = mask_BT[i, :length].tolist()
         logprobs.append([None if not m or math.isnan(v) else v for v, m in zip(values, mask, strict=True)])
+    images = tuple(_images_of(output, i) for i in rows)
     has_images = bool(output.get("has_images")) or output.get("pixel_values") is not None
-    return Drawn(prompts, completions, logprobs, temperature or 1.0, filters, has_images)
+    if any(images):
+        return Drawn(prompts, completions, logprobs, temperature or 1.0, filters, images)
+    return Drawn(prompts, completions, logprobs, temperature or 1.0, filters, has_images=has_images)
+
+
+def _images_of(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
+    """What the model is given for the images of one row: of the batch, or of the micro-batch that it is in; empty for a row of text."""
+    for part in output.get("parts") or [output]:
+        if row < len(part["prompt_ids"]):
+            break
+        row -= len(part["prompt_ids"])
+    if part.get("pixel_values") is None or "num_images" not in part or not part["num_images"][row]:
+        return {}
+    names = [name for name in _OF_IMAGES if part.get(name) is not None]
+    split = split_pixel_values_by_grid({name: part[name] for name in (*names, "num_images")})
+    if isinstance(split["pixel_values"], torch.Tensor):  # in a form that TRL does not split
+        return {}
+    mask = part["prompt_mask"][row].bool()
+    per_token = {name: part[name][row, : len(mask)][mask][None] for name in _PER_TOKEN if part.get(name) is not None}
+    return {name: split[name][row] for name in names} | per_token
 
 
 def few_of(output: Mapping[str, Any], mask_BT: torch.Tensor) -> Drawn:
@@ -293,7 +316,7 @@ def merged(parts: Sequence[Drawn]) -> Drawn:
         [row[2] for row in rows],
         parts[0].temperature,
         parts[0].filters,
-        any(part.has_images for part in parts),
+        has_images=any(part.has_images or any(part.images) for part in parts),
     )
 
 
