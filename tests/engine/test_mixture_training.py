@@ -6,9 +6,9 @@ import pytest
 from datasets import Dataset
 from peft import LoraConfig
 from support import make_model, tiny_training
-from trl import GRPOConfig
+from trl import GRPOConfig, RLOOConfig
 
-from qlora_rl import QLoRAGRPOTrainer, prepare_base
+from qlora_rl import QLoRAGRPOTrainer, QLoRARLOOTrainer, prepare_base
 from qlora_rl.base.experts import ATTENTION
 
 STEPS = 3
@@ -19,17 +19,23 @@ def by_length(completions, **_):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "rollout", "replay"),
-    [("mixtral", "colocate", False), ("qwen3_moe", "colocate", True), ("olmoe", "server", False)],
+    ("architecture", "rollout", "replay", "kind"),
+    [
+        ("mixtral", "colocate", False, (QLoRAGRPOTrainer, GRPOConfig)),
+        ("qwen3_moe", "colocate", True, (QLoRAGRPOTrainer, GRPOConfig)),
+        ("olmoe", "colocate", True, (QLoRARLOOTrainer, RLOOConfig)),
+        ("olmoe", "server", False, (QLoRAGRPOTrainer, GRPOConfig)),
+    ],
 )
-def test_a_mixture_is_trained_with_adapters_on_attention(architecture, rollout, replay, tmp_path):
+def test_a_mixture_is_trained_with_adapters_on_attention(architecture, rollout, replay, kind, tmp_path):
     base = prepare_base(make_model(tmp_path / "model", architecture=architecture, tied=False), out=tmp_path / "base")
     options = tiny_training(
         output_dir=str(tmp_path / "run"), num_generations=4, max_steps=STEPS, per_device_train_batch_size=8
     )
-    with QLoRAGRPOTrainer(
+    trainer_class, config_class = kind
+    with trainer_class(
         model=base,
-        args=GRPOConfig(**options | {"max_completion_length": 16}),
+        args=config_class(**options | {"max_completion_length": 16}),
         peft_config=LoraConfig(r=8, target_modules=list(ATTENTION)),
         rollout=rollout,
         routing_replay=replay,

@@ -1,5 +1,7 @@
 """Mixtures of experts in real vLLM: the base verified on both sides, adapters on attention served exactly."""
 
+import contextlib
+
 import pytest
 import torch
 from datasets import Dataset
@@ -13,6 +15,7 @@ from qlora_rl import (
     LocalEngine,
     NotYetSupportedError,
     QLoRAGRPOTrainer,
+    RolloutCancelledError,
     bake_base,
     compare,
     fingerprint_base,
@@ -83,7 +86,9 @@ def test_in_float32_both_sides_choose_the_same_experts(mixture):
         rollouts = [engine.generate(prompts, max_tokens=4, seed=seed) for seed in (0, 1)]
         noted = engine.llm.llm_engine.model_executor.driver_worker.worker._qlora_choices
         engine.score([[40, 41, 42]])
-        assert not noted._held  # nothing stays behind, also of what nobody asked for
+        with pytest.raises(RolloutCancelledError), _cancelled(engine):
+            engine.generate(prompts, max_tokens=16)
+        assert not noted._held  # nothing stays behind of what nobody takes
     routers = Routers(model)
     for number, rollout in enumerate(rollouts):
         assert all(chosen is not None for chosen in rollout.routing)
@@ -122,6 +127,22 @@ def test_in_bf16_replay_takes_away_what_other_experts_add_to_the_mismatch(mixtur
     assert found[True][0] < 6e-5
     assert found[True][1] < 0.1
     assert found[True][0] <= found[False][0]
+
+
+@contextlib.contextmanager
+def _cancelled(engine):
+    """After the first step of a call that begins in here."""
+    step = engine._driver._step
+
+    def once(*arguments):
+        step(*arguments)
+        engine.cancel()
+
+    engine._driver._step = once
+    try:
+        yield
+    finally:
+        engine._driver._step = step
 
 
 def test_an_adapter_on_the_mlp_of_a_layer_without_experts_is_served_exactly(tmp_path):
