@@ -139,9 +139,9 @@ def check_image_counts(config: RunConfig, *datasets: Any) -> None:
     Raises:
         ConfigConflictError: names the first.
     """
-    from qlora_rl.engine.options import MOST_IMAGES
+    from qlora_rl.engine.options import images_a_prompt
 
-    most = (config.rollout.vllm.get("limit_mm_per_prompt") or {}).get("image", MOST_IMAGES)
+    most = images_a_prompt(config.rollout.vllm.get("limit_mm_per_prompt"))
     for rows in filter(None, datasets):
         for number, images in enumerate(rows.with_format("arrow")[IMAGES]):
             if len(images) > most:

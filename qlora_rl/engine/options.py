@@ -72,8 +72,7 @@ class StartOptions:
     @property
     def most_images(self) -> int:
         """Images of one prompt; 0 for a text model."""
-        limits = self.arguments.get("limit_mm_per_prompt") or {}
-        return int(limits.get("image", 0)) if self.image_tokens else 0
+        return images_a_prompt(self.arguments["limit_mm_per_prompt"]) if self.image_tokens else 0
 
     @property
     def takes_dense(self) -> bool:
@@ -92,6 +91,12 @@ class StartOptions:
     def dtype_names(self) -> list[str]:
         """Those of `dtypes`, for other processes: vLLM sends them no torch dtypes."""
         return [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+
+
+def images_a_prompt(limits: Mapping[str, Any] | None) -> int:
+    """Images that `limit_mm_per_prompt` allows in one prompt: a number, or a mapping with `count`, as vLLM takes it."""
+    given = (limits or {}).get("image", MOST_IMAGES)
+    return int(given.get("count", MOST_IMAGES) if isinstance(given, Mapping) else given)
 
 
 def vllm_arguments() -> set[str]:
@@ -228,10 +233,16 @@ def start_options(
                 f"starting vLLM: tensor_parallel_size={ranks} with a model that takes images: what each rank holds of its vision tower cannot be "
                 "told here, and so not verified. Use tensor_parallel_size=1."
             )
+        limits = {"image": MOST_IMAGES, "video": 0} | dict(vllm_options.pop("limit_mm_per_prompt", None) or {})
+        if images_a_prompt(limits) < 1:
+            raise EngineUnsupportedError(
+                f"starting vLLM: limit_mm_per_prompt={limits}: without images vLLM leaves out the vision tower, which could not be verified then. Allow "
+                "one image: {'image': 1, 'video': 0}."
+            )
         # Without its cache of processed images: one that is rejected half-way would be missing from the other half of it. `images` processes each once.
         # A server fetches nothing: no URL is of a domain that cannot exist.
         arguments |= {
-            "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
+            "limit_mm_per_prompt": limits,
             "mm_processor_cache_gb": 0,
             "allowed_media_domains": ["nowhere.invalid"],
         }

@@ -206,6 +206,19 @@ def test_images_that_vllm_would_not_see_as_a_whole_are_rejected_before_it_starts
         check_both_ways(config, {})
 
 
+def test_a_limit_of_images_is_read_as_vllm_reads_it_and_leaves_the_tower_there(base):
+    """Without any image vLLM loads no tower, and its base could not be verified."""
+    for given, count, video in (
+        (None, 8, 0),
+        ({"image": 3}, 3, 0),
+        ({"image": {"count": 2, "width": 56, "height": 56}, "video": 1}, 2, 1),
+    ):
+        start = start_options(base, max_model_length=128, limit_mm_per_prompt=given)
+        assert (start.most_images, start.arguments["limit_mm_per_prompt"]["video"]) == (count, video)
+    with pytest.raises(EngineUnsupportedError, match="leaves out the vision tower"):
+        start_options(base, max_model_length=128, limit_mm_per_prompt={"image": 0})
+
+
 def test_the_4_bit_base_is_verified_with_its_tower(base):
     model = load_base(base).eval()
     processor = AutoProcessor.from_pretrained(base.path)
