@@ -10,8 +10,8 @@ from typing import Any
 from qlora_rl.advice.chat import Chat
 from qlora_rl.config.data import IMAGES, check_files, known_dataset, read_rows
 from qlora_rl.config.paths import is_file
-from qlora_rl.config.schema import METHODS, SEEING, Data
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.config.schema import METHODS, Data
+from qlora_rl.errors import ConfigConflictError, collected
 from qlora_rl.rewards.numbers import final_number
 
 _PROMPTS = ("question", "problem", "instruction", "query", "input")
@@ -62,7 +62,6 @@ def tables_for(
 
     Raises:
         ConfigConflictError: it cannot be loaded, has no columns for the method (names those that it has), or has images and the model takes none.
-        NotYetSupportedError: it has images, and the method takes none.
     """
     chat = chat or Chat()
     given: dict[str, Any] = {key: value for key, value in (("subset", subset), ("split", split)) if value is not None}
@@ -118,7 +117,11 @@ def _seen(
     columns, rows = dataset.column_names, dataset[:_SEEN]
     data: dict[str, Any] = {}
     if images is not None:
-        _check_images(name, images, task, takes_images)
+        if not takes_images:
+            raise ConfigConflictError(
+                f"choosing the data: {name} holds images ({images}), and the model takes none. Use a vision-language model (docs/images.md), or "
+                "data without that column."
+            )
         data["images"] = images
     told: dict[str, Any] = {"data": data, "comments": {}}
     is_whole = task == "sft" and "messages" not in columns and bool({"text", "input_ids"} & set(columns))
@@ -141,19 +144,6 @@ def _seen(
         told["rewards"] = _rewards(name, left, rows, columns, told)
     talks = [each for each in ("prompt", "messages", "chosen") if each in columns]
     return told, any(isinstance(rows[each][0], list) for each in talks), is_whole
-
-
-def _check_images(name: str, column: str, task: str, takes_images: bool) -> None:
-    if task not in SEEING:
-        raise NotYetSupportedError(
-            f"choosing the data: {name} holds images ({column}), which {task} does not take. Use --task {' or '.join(SEEING)}, or data without "
-            "that column."
-        )
-    if not takes_images:
-        raise ConfigConflictError(
-            f"choosing the data: {name} holds images ({column}), and the model takes none. Use a vision-language model (docs/images.md), or "
-            "data without that column."
-        )
 
 
 def _rewards(

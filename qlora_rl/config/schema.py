@@ -59,7 +59,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 )
 DRAWING = tuple(name for name, method in METHODS.items() if method.draws)
 CALLING = ("grpo", "async_grpo")  # TRL's trainers of these take tools and environments
-SEEING = ("sft", "grpo", "rloo")  # take images
+SEEING = ("sft", "dpo", "grpo", "rloo")  # take images
 PLANNED = ("grpo", "rloo", "async_grpo")  # their memory is planned
 REPLAYING = ("grpo", "rloo")  # follow the experts that the engine chose
 SCORED = tuple(name for name in METHODS if name != "online_dpo")  # by TRL's fused head

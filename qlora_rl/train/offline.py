@@ -275,6 +275,7 @@ class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):
     _name = "DPO"
     _config_name = "dpo"
     _refers = True
+    _why_no_images = ""
 
     def _outputs(self) -> set[str]:
         return super()._outputs() | {"mean_logits"} | ({"log_sum_sq_probs"} if self.use_weighting else set())

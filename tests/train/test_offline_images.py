@@ -9,7 +9,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
 from transformers import AutoConfig
-from trl import DPOConfig, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from vision import make_vision_model
 
 from qlora_rl import (
@@ -115,14 +115,21 @@ def test_its_first_losses_are_trls(base, tmp_path):
     )
 
 
-def test_a_run_of_a_file_learns_from_images_too(base, tmp_path):
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_run_of_a_file_learns_from_images_too(base, tmp_path, method):
     for number in range(8):
         shade(number).save(tmp_path / f"{number}.png")
     rows = [{"q": "bright?", "a": "0" if n % 2 else "1", "photo": f"{n}.png"} for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    if method == "dpo":
+        rows = [
+            {"q": each["q"], "a": each["a"], "photo": each["photo"], "worse": "01"[each["a"] == "0"]} for each in rows
+        ]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    columns = {"sft": {"prompt": "q", "completion": "a"}, "dpo": {"prompt": "q", "chosen": "a", "rejected": "worse"}}
     document = {
-        "method": "sft", "base": {"model": str(base.path)}, "adapter": {"r": 4, "target_modules": LANGUAGE},
-        "data": {"train": "rows.jsonl", "images": "photo", "format": "chat", "columns": {"prompt": "q", "completion": "a"}},
+        "method": method, "base": {"model": str(base.path)}, "adapter": {"r": 4, "target_modules": LANGUAGE},
+        "data": {"train": "rows.jsonl", "images": "photo", "format": "chat", "columns": columns[method]},
         "train": {"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3}, "run": {"dir": str(tmp_path / "run")},
     }  # fmt: skip
     (tmp_path / "run.toml").write_text(to_toml(document))
@@ -131,11 +138,54 @@ def test_a_run_of_a_file_learns_from_images_too(base, tmp_path):
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
 
 
+def pair(number, images=None):
+    right, wrong = ([{"role": "assistant", "content": text}] for text in ("01" if number % 2 else "10"))
+    return {
+        "prompt": QUESTION,
+        "chosen": right,
+        "rejected": wrong,
+        "images": [shade(number)] if images is None else images,
+    }
+
+
+def preferring(out, **fields):
+    usual = {
+        name: value
+        for name, value in arguments(out).to_dict().items()
+        if name in ("per_device_train_batch_size", "save_strategy", "report_to")
+    }
+    return DPOConfig(
+        output_dir=str(out), use_cpu=True, bf16=True, disable_tqdm=True, logging_steps=1, lr_scheduler_type="constant", **usual | fields
+    )  # fmt: skip
+
+
+def test_preferences_that_only_the_picture_explains_are_learned_and_the_losses_are_trls(base, tmp_path):
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=LANGUAGE)
+    mixed = Dataset.from_list([pair(number, [] if number % 8 == 7 else None) for number in range(64)])
+    args = preferring(tmp_path / "run", max_steps=30, learning_rate=3e-3)
+    with QLoRADPOTrainer(model=base, args=args, train_dataset=mixed, peft_config=lora) as trainer:
+        before = share_right(trainer, range(100, 116))
+        trainer.train()
+        assert share_right(trainer, range(100, 116)) > 0.9 > 0.65 > before
+    rows, fields = (
+        Dataset.from_list([pair(number) for number in range(16)]),
+        {"max_steps": 3, "learning_rate": 3e-3, "seed": 1},
+    )
+    with QLoRADPOTrainer(
+        model=base, args=preferring(tmp_path / "ours", **fields), train_dataset=rows, peft_config=lora
+    ) as trainer:
+        trainer.train()
+        processor = trainer.processing_class
+    theirs = DPOTrainer(
+        model=load_base(base), args=preferring(tmp_path / "theirs", **fields), train_dataset=rows, processing_class=processor, peft_config=lora,
+    )  # fmt: skip
+    theirs.train()
+    logged = [line["loss"] for line in theirs.state.log_history if "loss" in line]
+    assert losses(tmp_path / "ours") == pytest.approx(logged, rel=2e-3)
+
+
 def test_what_takes_no_images_says_so(base, tmp_path):
     lora = LoraConfig(r=8, target_modules=LANGUAGE)
-    pairs = Dataset.from_list([{"prompt": QUESTION, "chosen": QUESTION, "rejected": QUESTION, "images": [shade(0)]}])
-    with pytest.raises(NotYetSupportedError, match="its column images holds images, and this trainer takes text only"):
-        QLoRADPOTrainer(model=base, args=DPOConfig(str(tmp_path), use_cpu=True), train_dataset=pairs, peft_config=lora)
     (tmp_path / "text").mkdir()
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "text")
     rows = Dataset.from_list([row(0)])

@@ -13,7 +13,7 @@ from qlora_rl.config.data import _known_datasets, load_data
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import METHODS
 from qlora_rl.contracts import LEARNING_RATES
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.errors import ConfigConflictError
 
 GSM8K = ROOT / "tests" / "data" / "gsm8k" / "train-128.jsonl"
 MODEL = ["Qwen/Qwen3-8B", "--gpu-memory", "24"]
@@ -131,9 +131,9 @@ def test_whole_texts_have_no_template(tmp_path):
         ("grpo", {"prompt": "a", "image": "b"}, ConfigConflictError, r"images \(image\), and the model takes none"),
         (
             "dpo",
-            {"images": ["b"], "chosen": "a"},
-            NotYetSupportedError,
-            r"images \(images\).* --task sft or grpo or rloo",
+            {"images": ["b"], "chosen": "a", "rejected": "c"},
+            ConfigConflictError,
+            r"images \(images\), and the model takes none",
         ),
     ],
 )
