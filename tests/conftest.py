@@ -28,6 +28,7 @@ settings.load_profile(os.environ.get("QLORA_RL_TEST_EXAMPLES", "same"))
 # What takes a minute and more, longest first, so that no worker waits at the end for another's long file; behind them by directory.
 LONGEST = (
     "engine/test_demo.py",
+    "engine/test_dense_fleet.py",
     "engine/test_server_faults.py",
     "distributed/test_full_weights.py",
     "engine/test_server.py",

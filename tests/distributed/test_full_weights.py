@@ -65,3 +65,18 @@ def test_a_push_that_breaks_on_rank_1_raises_the_same_on_rank_0(two):
     assert ends[0]["notes"] == ["raised on rank 1"]
     summary = json.loads((two / "breaks" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", 1)
+
+
+@pytest.mark.full
+def test_two_processes_send_them_once_to_two_actors(exact_base, tmp_path):
+    """Rank 0 alone talks to the actors; each push is checked weight by weight on both, and each rank trains on its own half of what they sample."""
+    pytest.importorskip("ray")
+    steps = {**STEPS, "canary_every": 1, "rollout": "ray", "engine_options": {"replicas": 2}}
+    done = launch([{"base": exact_base, "out": str(tmp_path / "ray"), **DORA, **steps}])
+    assert done.returncode == 0, done.stderr[-3000:]
+    ends = [said(tmp_path / "ray", rank) for rank in (0, 1)]
+    assert [(end["error"], end["owns_engine"], end["pushes"]) for end in ends] == [(None, True, 3), (None, False, 3)]
+    pushes = lines(tmp_path / "ray", "sync.jsonl")
+    assert [(push["version"], push["transport"]) for push in pushes] == [(i, "object_store") for i in (1, 2, 3)]
+    assert all(push["canary_difference"] is not None for push in pushes)
+    assert max(line["mismatch_kl"] for line in lines(tmp_path / "ray")) < 1e-6

@@ -34,7 +34,7 @@ class RayFleet(Fleet):
 
     A cluster that `ray.init()` has connected to is used; otherwise the one at `ray_address` or in RAY_ADDRESS; otherwise one is started on
     this machine, and ends with the fleet. The base directory must be at the same path on every machine; what each engine really
-    holds is verified there. An adapter is put into Ray's object store once a push, and every actor reads it from there.
+    holds is verified there. An adapter is put into Ray's object store once a push, and every actor reads it from there; full weights, part by part.
 
     An actor whose process ends is replaced at once, wherever Ray finds room; the others generate its share meanwhile. The new one takes part
     when its base is verified and it holds the version that serves. So is one whose process stands still.
