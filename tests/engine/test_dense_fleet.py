@@ -42,6 +42,12 @@ PROMPTS = [[40 + i, 41, 42] for i in range(8)]
 SAMPLING = SamplingSpec(max_tokens=12, seed=1, temperature=0.9)
 
 
+@pytest.fixture(autouse=True)
+def several_parts(monkeypatch):
+    """Of which some were sent when something happens in the middle."""
+    monkeypatch.setattr("qlora_rl.engine.parts.PART_BYTES", 2**16)
+
+
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
     """An NF4 base whose head and embedding are apart."""
@@ -169,6 +175,7 @@ def test_dora_is_made_once_and_held_exactly_by_both_servers(servers, fleet, bake
     assert report.canary_difference < canary.threshold
     assert whole(fleet, baked, tmp_path, model)
     assert len(kept()) == 1
+    assert len(fleet._kept._digests) > 3
     weights = StruckAt(model, 0, lambda: None)
     fleet.load_dense(weights, fleet.version + 1)
     assert weights.made == 27
@@ -310,6 +317,23 @@ def test_a_server_killed_in_the_middle_of_a_push_is_done_without_and_brought_to_
 
 
 @pytest.mark.full
+def test_a_server_that_stands_still_in_a_push_is_done_without_and_brought_to_the_version(
+    servers, fleet, baked, tmp_path, monkeypatch
+):
+    """Both are waited for while one of them may only be slow; what it was sent before must not arrive behind what takes it back."""
+    monkeypatch.setattr(team, "_STRAGGLES_AFTER_S", 5.0)
+    old, new = policies(baked, tmp_path, fleet)
+    DenseSync(old, fleet).push()
+    version, pid = fleet.version, servers.running[1].process.pid
+    try:
+        fleet.load_dense(StruckAt(new, 13, lambda: os.kill(pid, signal.SIGSTOP)), version + 1)
+        assert (fleet.version, [each.url for each in fleet.live]) == (version + 1, servers.urls[:1])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert whole(fleet, baked, tmp_path, new)
+
+
+@pytest.mark.full
 def test_a_server_killed_in_a_rollout_is_done_without_and_brought_to_the_version(servers, fleet, baked, tmp_path):
     _, model = policies(baked, tmp_path, fleet)
     strategy = DenseSync(model, fleet)
@@ -434,7 +458,7 @@ def test_dora_is_held_exactly_by_both_actors_and_one_killed_in_a_push_is_replace
     weights = StruckAt(new, 13, kill)
     actors.load_dense(weights, version + 1)
     assert weights.made == 27
-    assert actors.parcels.puts - puts < 27  # parts, each of them once
+    assert actors.parcels.puts - puts == len(actors._kept._digests) > 3  # each part once
     assert (actors.version, actors.live) == (version + 1, actors.replicas[:1])
     assert sampled(actors) == (*expected[:2], version + 1)
     assert whole(actors, baked, tmp_path, new)
