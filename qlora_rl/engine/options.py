@@ -196,9 +196,9 @@ def start_options(
         "use_tqdm_on_load": sys.stderr.isatty(),  # in a file its bars are a line for each state
         "worker_extension_cls": "qlora_rl.engine.worker.BaseExtension",
     }
-    if is_cpu:
-        # A prompt that is cut in two where the tokens of a step end has its seed's generator set back, which torch's CPU generators
-        # cannot do: vLLM 0.31 raises. To be removed when it does not.
+    if is_cpu or both_ways:
+        # An image whose tokens attend to each other must not be split over steps. On a CPU no prompt must: it has its seed's generator
+        # set back, which torch's CPU generators cannot do, and vLLM 0.31 raises. To be removed when it does not.
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_STEP_TOKENS, length)}
     if rank:
         # Two slots: the version that serves stays whole while the next one is loaded or written.
@@ -263,9 +263,9 @@ def check_both_ways(config: Any, vllm_options: Mapping[str, Any]) -> None:
             f"starting vLLM: mm_tokens_per_image={size} > sliding_window={window} of the base: vLLM lets the tokens of such an image attend to earlier "
             "ones only, the trainer in both directions. Use another base."
         )
-    if compat.platform_is_cpu() and vllm_options.get("enable_chunked_prefill"):
+    if vllm_options.get("enable_chunked_prefill"):
         raise EngineUnsupportedError(
-            f"starting vLLM: enable_chunked_prefill=True with {config.model_type} on a CPU: an image that is split over two steps cannot attend to "
+            f"starting vLLM: enable_chunked_prefill=True with {config.model_type}: an image that is split over two steps cannot attend to "
             "itself in both directions. Leave it out."
         )
 

@@ -481,6 +481,10 @@ class Canary:
             for _ in range(room):
                 self._sample_next([seen], generator, never)
             drawn.append(seen)
+        elif seen:
+            logger.warning(
+                "the canary scores text alone: its image takes %d tokens, and the engine's prompts fewer", len(seen)
+            )
         return drawn
 
     def _sample_next(self, rows: Sequence[list[int]], generator: torch.Generator, never: Sequence[int]) -> None:
