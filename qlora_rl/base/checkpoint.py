@@ -82,6 +82,7 @@ def prepare_base(
     compute_dtype: str = "bfloat16",
     skip_modules: Sequence[str] = (),
     quantize_experts: bool = False,
+    quantize_tower: bool = False,
     out: str | os.PathLike[str] | None = None,
     tokenizer: Any = None,
     revision: str | None = None,
@@ -100,6 +101,7 @@ def prepare_base(
         compute_dtype: dtype of activations and of what is not quantised.
         skip_modules: name endings of further linears that stay unquantised.
         quantize_experts: hold the experts of a mixture in 4 bits too, by default in `compute_dtype`.
+        quantize_tower: hold vision tower and projector of a vision-language model in 4 bits too, where their widths are multiples of `blocksize`.
         out: directory to write; by default one in the cache, named after what goes in.
         tokenizer: stored with the base; by default the one that belongs to `model`.
         revision: of a hub model.
@@ -112,7 +114,8 @@ def prepare_base(
         UnsupportedQuantError: a quantisation that the engine could not hold bit for bit.
         ConfigConflictError: `out` holds something else.
     """
-    spec = QuantSpec(quant, double_quant, blocksize, compute_dtype, tuple(sorted(skip_modules)), quantize_experts)
+    skipped = tuple(sorted(skip_modules))
+    spec = QuantSpec(quant, double_quant, blocksize, compute_dtype, skipped, quantize_experts, quantize_tower)
     if not isinstance(model, str | os.PathLike):
         return _prepare_object(model, spec, tokenizer, out)
     source = _local_directory(os.fspath(model), revision)

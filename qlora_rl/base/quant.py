@@ -21,6 +21,8 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 _SLICE = 2**18
 # Scales that share a scale where they are quantised themselves.
 _NESTED_BLOCK = 256
+# Fields that say what else is 4-bit.
+_MORE = ("quantize_experts", "quantize_tower")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class QuantSpec:
         compute_dtype: torch name of the dtype of activations and of every parameter that is not quantised.
         skip_modules: name endings of linears that stay unquantised; the output head is always one of them.
         quantize_experts: the experts of a mixture are 4-bit too.
+        quantize_tower: the vision tower and projector of a vision-language model are 4-bit too.
 
     Raises:
         UnsupportedQuantError: a value that the trainer and the engine cannot both hold.
@@ -45,12 +48,14 @@ class QuantSpec:
     compute_dtype: str = "bfloat16"
     skip_modules: tuple[str, ...] = ()
     quantize_experts: bool = False
+    quantize_tower: bool = False
 
     def __post_init__(self) -> None:
         if self.quant_type == "none":  # one way to say it: the name of the base depends on it
             object.__setattr__(self, "double_quant", False)
             object.__setattr__(self, "blocksize", 64)
-            object.__setattr__(self, "quantize_experts", False)
+            for name in _MORE:
+                object.__setattr__(self, name, False)
         if self.quant_type not in QUANT_TYPES:
             hint = (
                 "8-bit bases have no bit-exact way into vLLM; use quant='nf4' (half the memory) or quant='none' (16 bit)"
@@ -85,14 +90,14 @@ class QuantSpec:
         """Short name for a directory, such as "nf4-dq-64"."""
         if not self.is_4bit:
             return self.compute_dtype
-        return f"{self.quant_type}{'-dq' if self.double_quant else ''}-{self.blocksize}{'-experts' if self.quantize_experts else ''}"
+        more = "".join(f"-{name.removeprefix('quantize_')}" for name in _MORE if getattr(self, name))
+        return f"{self.quant_type}{'-dq' if self.double_quant else ''}-{self.blocksize}{more}"
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
         fields = asdict(self) | {"skip_modules": list(self.skip_modules)}
-        if not self.quantize_experts:  # digests of bases are made of this, and most bases have no experts
-            del fields["quantize_experts"]
-        return fields
+        # Digests of bases are made of this, and most bases have neither.
+        return {name: value for name, value in fields.items() if value or name not in _MORE}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> QuantSpec:

@@ -19,6 +19,10 @@ from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, Unsupporte
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
+    ("gate_proj", "up_proj"), "gate_up_proj"
+)
+
 
 def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *, is_quantized: bool) -> None:
     """Write config and tensors; quantises module by module unless `is_quantized`."""
@@ -29,12 +33,17 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
         raise ConfigConflictError(
             f"preparing a base: quantize_experts=True, but {model.config.model_type} is no mixture of experts. Leave it out."
         )
-    tensors = dict(base_tensors(model))
+    if spec.quantize_tower and not vision_parts(model):
+        raise ConfigConflictError(
+            f"preparing a base: quantize_tower=True, but {model.config.model_type} takes no images. Leave it out."
+        )
+    stored, tensors = Names(model).stored, dict(base_tensors(model))
     routers = set(routers_of(model))  # linears of vLLM's, which would quantise them
     if spec.is_4bit and not is_quantized:
         head = model.get_output_embeddings()
         skip = routers | set(spec.skip_modules)
-        vision = vision_parts(model)
+        vision = [] if spec.quantize_tower else vision_parts(model)
+        tower = tuple(f"{part}." for part in vision_parts(model))
         # transformers matches the beginning of a name, vLLM, which calls these parts otherwise, one component of it.
         skip |= {*vision, *(part.rpartition(".")[2] for part in vision)}
         for name, module in model.named_modules():
@@ -43,7 +52,10 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
             if module is head or any(name == ending or name.endswith(f".{ending}") for ending in spec.skip_modules):
                 skip.add(name)
                 continue
-            _quantise(tensors, f"{name}.weight", spec)
+            if name.startswith(tower) and module.in_features % spec.blocksize:
+                skip |= {name, *_names_in_vllm(stored(f"{name}.").removesuffix("."))}
+                continue
+            _quantise(tensors, stored(f"{name}.weight"), spec)
         for name in [name for name in tensors if spec.quantize_experts and is_expert_matrix(name)]:
             _quantise(tensors, name, spec)
         config_spec = replace(spec, skip_modules=tuple(sorted(skip)))
@@ -69,6 +81,12 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
     (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True, default=str))
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
+
+
+def _names_in_vllm(name: str) -> set[str]:
+    """What vLLM may call a linear of a vision tower, by its name in checkpoints: alone, or fused with others of the same width."""
+    path, _, own = name.removeprefix("model.").rpartition(".")
+    return {f"{path}.{own}", f"{path}.{_FUSED.get(own, own)}"}
 
 
 def _quantise(tensors: dict[str, torch.Tensor], name: str, spec: QuantSpec) -> None:

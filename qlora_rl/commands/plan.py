@@ -42,6 +42,11 @@ def add(commands: Any) -> None:
         help="quantise the scales too (default: on)",
     )
     plan.add_argument("--quantize-experts", action="store_true", help="of a mixture, experts in 4 bits too")
+    plan.add_argument(
+        "--quantize-tower",
+        action="store_true",
+        help="of a vision-language model, vision tower and projector in 4 bits too",
+    )
     plan.add_argument("--rank", type=COUNT, default=16, metavar="R", help="rank of the adapter (default: %(default)s)")
     plan.add_argument(
         "--target-modules",
@@ -106,6 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.quant,
         double_quant=arguments.double_quant,
         quantize_experts=arguments.quantize_experts,
+        quantize_tower=arguments.quantize_tower,
     )
     targets = arguments.target_modules
     config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)

@@ -31,6 +31,11 @@ def add(commands: Any) -> None:
         "--skip", nargs="*", default=[], metavar="NAME", help="name endings of linears that stay unquantised"
     )
     prepare.add_argument("--quantize-experts", action="store_true", help="of a mixture, experts in 4 bits too")
+    prepare.add_argument(
+        "--quantize-tower",
+        action="store_true",
+        help="of a vision-language model, vision tower and projector in 4 bits too",
+    )
     prepare.add_argument("--revision", help="revision of a hub model")
     prepare.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     prepare.set_defaults(run=run)
@@ -48,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         compute_dtype=arguments.compute_dtype,
         skip_modules=arguments.skip,
         quantize_experts=arguments.quantize_experts,
+        quantize_tower=arguments.quantize_tower,
         out=arguments.out,
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,

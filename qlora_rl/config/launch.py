@@ -306,13 +306,14 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
         held.compute_dtype,
         tuple(sorted(held.skip_modules)),
         held.quantize_experts,
+        held.quantize_tower,
     )
     lora = None
     if adapter.kind == "lora" and adapter.start_from is None:
         lora = make_lora({each.name: getattr(adapter, each.name) for each in fields(Adapter) if each.name not in _OURS})
         if config.method in PLANNED and config.run.gpu_memory != "auto":
             quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
-            quantization["quantize_experts"] = spec.quantize_experts
+            quantization |= {"quantize_experts": spec.quantize_experts, "quantize_tower": spec.quantize_tower}
             ours, rests = trainer_arguments(config), config.method != "async_grpo"
             check_memory(held.model, args, quantization, lora, ours, rests=rests)
     base = prepare_base(
@@ -323,6 +324,7 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
         compute_dtype=spec.compute_dtype,
         skip_modules=spec.skip_modules,
         quantize_experts=spec.quantize_experts,
+        quantize_tower=spec.quantize_tower,
         revision=held.revision,
         trust_remote_code=held.trust_remote_code,
     )

@@ -133,6 +133,7 @@ class Base:
     )
     skip_modules: list[str] = option("name endings of linears that stay unquantised", [], example=["down_proj"])
     quantize_experts: bool = option("of a mixture, experts in 4 bits too", False)
+    quantize_tower: bool = option("of a vision-language model, vision tower and projector in 4 bits too", False)
     revision: str | None = option("branch, tag or commit of a hub model", None, example="main")
     trust_remote_code: bool = option("let the model's own code run", False)
     attn_implementation: str | None = option("transformers' attention, for the trainer", None, example="sdpa")

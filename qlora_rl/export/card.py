@@ -179,6 +179,7 @@ def _again(card: Card) -> str:
     double = "" if spec.double_quant else " --no-double-quant"
     skip = f" --skip {' '.join(spec.skip_modules)}" if spec.skip_modules else ""
     experts = " --quantize-experts" if spec.quantize_experts else ""
+    experts += " --quantize-tower" if spec.quantize_tower else ""
     return (
         f"To make it again: `qlora-rl prepare {source} base --quant {spec.quant_type} --blocksize {spec.blocksize} --compute-dtype "
         f"{spec.compute_dtype}{double}{skip}{experts}`."

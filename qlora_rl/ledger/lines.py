@@ -133,16 +133,25 @@ def weight_bytes(shape: tuple[int, ...], spec: QuantSpec, *, nested: bool) -> in
 def trainer_base(shape: ModelShape, spec: QuantSpec) -> int:
     """Bytes of all tensors of a base as `load_base` holds it."""
     wide = width(spec)
-    total = (shape.plain + shape.scales) * wide + shape.buffers + tower_bytes(shape, spec)
+    total = (shape.plain + shape.scales) * wide + shape.buffers + tower_bytes(shape, spec, nested=spec.double_quant)
     for name, weight in shape.linears.items():
         packed = is_quantised(name, spec)
         total += weight_bytes(weight, spec, nested=spec.double_quant) if packed else prod(weight) * wide
     return total + expert_bytes(shape, spec, nested=spec.double_quant)
 
 
-def tower_bytes(shape: ModelShape, spec: QuantSpec) -> int:
+def tower_bytes(shape: ModelShape, spec: QuantSpec, *, nested: bool) -> int:
     """The vision tower and projector, on one side; 0 for a text model."""
-    return 0 if shape.tower is None else width(spec) * shape.tower.parameters
+    if shape.tower is None:
+        return 0
+    packed = _packed_tower(shape.tower, spec)
+    plain = width(spec) * (shape.tower.parameters - sum(map(prod, packed)))
+    return plain + sum(weight_bytes(weight, spec, nested=nested) for weight in packed)
+
+
+def _packed_tower(tower: Tower, spec: QuantSpec) -> list[tuple[int, int]]:
+    """Its linears that are 4-bit."""
+    return [weight for weight in tower.linears if spec.quantize_tower and weight[1] % spec.blocksize == 0]
 
 
 def expert_bytes(shape: ModelShape, spec: QuantSpec, *, nested: bool) -> int:
@@ -163,7 +172,7 @@ def engine_base(shape: ModelShape, spec: QuantSpec) -> int:
     total = (shape.plain + padding) * wide + shape.positions * shape.rotary * wide + 16 * len(shape.caches)
     for name, weight in shape.linears.items():
         total += weight_bytes(weight, spec, nested=False) if is_quantised(name, spec) else prod(weight) * wide
-    return total + expert_bytes(shape, spec, nested=False) + tower_bytes(shape, spec)
+    return total + expert_bytes(shape, spec, nested=False) + tower_bytes(shape, spec, nested=False)
 
 
 def base_lines(
@@ -173,14 +182,16 @@ def base_lines(
     engine = engine_base(shape, spec)
     packed = sum(prod(s) for n, s in shape.linears.items() if is_quantised(n, spec))
     packed += sum(map(prod, shape.experts.values())) if spec.quantize_experts else 0
+    packed += sum(map(prod, _packed_tower(shape.tower, spec))) if shape.tower is not None else 0
     held = f"{counted(packed)} of {counted(shape.parameters)} parameters in 4 bits, the rest in {spec.compute_dtype}"
     if not spec.is_4bit:
         held = f"{counted(shape.parameters)} parameters in {spec.compute_dtype}"
     if shared:
         once = Line("base, shared", engine + shape.buffers, f"once, the engine's: {held}; scales in float32")
         if shape.tower is not None and device == "cpu":
-            why = f"{counted(shape.tower.linears)} parameters in {spec.compute_dtype}: vLLM packs its own on the CPU"
-            return [once, Line("base, trainer's vision tower", width(spec) * shape.tower.linears, why)]
+            plain = sum(map(prod, shape.tower.linears)) - sum(map(prod, _packed_tower(shape.tower, spec)))
+            why = f"{counted(plain)} parameters in {spec.compute_dtype}: vLLM packs its own on the CPU"
+            return [once, Line("base, trainer's vision tower", width(spec) * plain, why)]
         if not shape.experts:
             return [once]
         if spec.quantize_experts:

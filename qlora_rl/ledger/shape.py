@@ -45,7 +45,7 @@ class Tower:
 
     Attributes:
         parameters: all of them.
-        linears: those of its linears without their biases.
+        linears: (O, I) of its linears.
         hidden: width of its layers.
         inner: width of their MLPs.
         head: size of an attention head; 0 where no positions are rotated.
@@ -55,7 +55,7 @@ class Tower:
     """
 
     parameters: int
-    linears: int
+    linears: tuple[tuple[int, int], ...]
     hidden: int
     inner: int
     head: int
@@ -230,11 +230,12 @@ def stored_spec(
     *,
     double_quant: bool = True,
     quantize_experts: bool = False,
+    quantize_tower: bool = False,
 ) -> QuantSpec:
     """How a prepared base is held; for anything else, or where `quant` says so, the spec that it would be prepared with."""
     if quant is None and (Path(model) / MANIFEST).is_file():
         return open_base(model, verify=False).spec
-    return QuantSpec(quant or "nf4", double_quant, quantize_experts=quantize_experts)
+    return QuantSpec(quant or "nf4", double_quant, quantize_experts=quantize_experts, quantize_tower=quantize_tower)
 
 
 def skeleton(config: Any) -> torch.nn.Module:
@@ -322,7 +323,7 @@ def _tower(config: Any, model: torch.nn.Module, linears: Collection[str]) -> Tow
         patch = held.in_channels * held.temporal_patch_size * held.patch_size**2
     return Tower(
         parameters=sum(p.numel() for part in parts for p in part.parameters()),
-        linears=sum(model.get_parameter(f"{name}.weight").numel() for name in linears),
+        linears=tuple((w.shape[0], w.shape[1]) for w in (model.get_parameter(f"{name}.weight") for name in linears)),
         hidden=hidden,
         inner=inner,
         head=int(head),

@@ -1,6 +1,7 @@
 """Prompts with images in real vLLM: the same base, the same numbers as the trainer's, and other tokens are never put in the place of ours."""
 
 import io
+import json
 
 import pytest
 import torch
@@ -243,6 +244,20 @@ def test_the_4_bit_base_is_verified_with_its_tower(base):
         (entry,) = compare(theirs, engine.describe_base()).entries
         assert entry.name.startswith(TOWERS)
         assert entry.name.endswith((".0.attn.qkv.bias", ".0.self_attn.q_proj.bias"))
+
+
+@pytest.mark.parametrize("blocksize", [64, 128])
+def test_a_tower_in_4_bits_is_verified_and_computes_as_the_trainers(base, tmp_path, blocksize):
+    made = make_vision_model(tmp_path / "model", json.loads((base.path / "config.json").read_text())["model_type"])
+    packed = prepare_base(made, quantize_tower=True, blocksize=blocksize, out=tmp_path / "base")
+    model, processor = load_base(packed).eval(), AutoProcessor.from_pretrained(packed.path)
+    with LocalEngine(packed, **OPTIONS) as engine:
+        theirs = engine.describe_base()
+        assert compare(fingerprint_base(model), theirs).state == "equal"
+        assert "nf4" in {leaf.kind for name, leaf in theirs.leaves.items() if name.startswith(TOWERS)}
+        prompt, inputs = asked(processor, [picture(5)])
+        difference = (torch.tensor(engine.score([prompt])[0]) - ours(model, inputs)).abs()
+        assert difference.mean() < 0.02
 
 
 def test_the_canary_scores_a_fixed_image_and_finds_a_stale_encoder_cache(base):

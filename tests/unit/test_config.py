@@ -32,6 +32,7 @@ WRONG = {
         "skip_modules": [("down_proj", "a list of texts"), ([1], "a list of texts")],
         "revision": [(1, TEXT)],
         "quantize_experts": [(1, TRUTH)],
+        "quantize_tower": [(1, TRUTH)],
         "trust_remote_code": [(1, TRUTH)],
         "attn_implementation": [(False, TEXT)],
     },

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from support import make_model
 from transformers import AutoConfig, AutoProcessor
 from vision import SERVED, make_vision_model, picture
 
@@ -68,6 +69,33 @@ def test_the_language_model_is_4_bit_and_the_tower_keeps_its_values(source, visi
     assert set(linear_names(vision_base.path)) == {
         "down_proj", "gate_proj", "gate_up_proj", "k_proj", "o_proj", "q_proj", "qkv_proj", "up_proj", "v_proj",
     }  # fmt: skip
+
+
+def test_a_tower_in_4_bits_by_choice_but_for_widths_that_are_no_whole_blocks(source, tmp_path):
+    base = prepare_base(source, quantize_tower=True, out=tmp_path / "base")
+    assert base.spec.label == "nf4-dq-64-tower"
+    leaves = recorded_fingerprint(base.path).leaves
+    model = load_base(base)
+    assert compare(fingerprint_base(model), recorded_fingerprint(base.path)).state == "equal"
+    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and f"{n}.".startswith(TOWERS)]
+    assert len(linears) > 5
+    inner = {name.replace("vision_tower.", "vision_tower.vision_model."): name for name in linears}
+    found = {
+        name: leaves[f"{name if name + '.weight' in leaves else longer}.weight"].kind for longer, name in inner.items()
+    }
+    assert set(found.values()) == {"nf4"}
+    wider = prepare_base(
+        source, blocksize=128, quantize_tower=True, out=tmp_path / "wider"
+    )  # the tower's layers are 64 wide
+    kinds = {
+        n: leaf.kind
+        for n, leaf in recorded_fingerprint(wider.path).leaves.items()
+        if n.startswith(TOWERS) and n.endswith("weight")
+    }
+    assert {"nf4", "bfloat16"} <= set(kinds.values())
+    assert compare(fingerprint_base(load_base(wider)), recorded_fingerprint(wider.path)).state == "equal"
+    with pytest.raises(ConfigConflictError, match="quantize_tower=True, but qwen2 takes no images"):
+        prepare_base(make_model(tmp_path / "text"), quantize_tower=True, out=tmp_path / "other")
 
 
 def test_images_change_what_the_loaded_base_computes(vision_base):

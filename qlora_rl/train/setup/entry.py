@@ -299,6 +299,7 @@ def spec_from_config(config: Any, dtype: Any = None) -> QuantSpec:
         name or str(values.get("bnb_4bit_compute_dtype") or "bfloat16").removeprefix("torch."),
         tuple(sorted(values.get("llm_int8_skip_modules") or ())),
         bool(values.get("quantize_experts")),
+        bool(values.get("quantize_tower")),
     )
 
 
