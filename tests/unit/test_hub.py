@@ -76,7 +76,10 @@ def test_a_command_says_it_once_and_soon(command, tmp_path):
     assert time.monotonic() - started < 60  # it was five minutes of retries; most of this is imports
 
 
-UNSUPPORTED = [("openai/gpt-oss-20b", "is a mixture of experts"), ("meta-llama/Llama-3.2-11B-Vision-Instruct", "reads images")]
+UNSUPPORTED = [
+    ("openai/gpt-oss-20b", "is a mixture of experts"),
+    ("meta-llama/Llama-3.2-11B-Vision-Instruct", "reads images"),
+]
 
 
 @pytest.mark.parametrize(("model", "said"), UNSUPPORTED)
