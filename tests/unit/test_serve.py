@@ -217,6 +217,9 @@ def test_after_nan_the_servers_cache_is_cleared_before_anything_else_is_drawn(tm
             done.append("reset")
             return True
 
+        async def reset_encoder_cache(self):
+            pass
+
     served = policy.ServedPolicy(Engine(), {}, SimpleNamespace(root=tmp_path / "store"), {}, 8, 64, Visits())
 
     async def run():

@@ -35,6 +35,9 @@ class Engine:
     async def reset_prefix_cache(self):
         return True
 
+    async def reset_encoder_cache(self):
+        pass
+
 
 async def sent(weights, version, session="me"):
     """A push that only has to be committed."""
