@@ -319,6 +319,18 @@ def adapter_dtype() -> str:
     return "\n".join(lines)
 
 
+def _trained_rows(runs: dict) -> list[str]:
+    """Accuracy and mismatch KL of each run, or the error that it ended with."""
+    rows = []
+    for name, run in runs.items():
+        if "error" in run:
+            rows.append(f"| {name} | failed: `{run['error']}` | | |")
+            continue
+        kl = f"{_power(run['mismatch_kl_median'])}; {_power(run['mismatch_kl_max'])}"
+        rows.append(f"| {name} | {run['accuracy_before']:.1%} | {run['accuracy_after']:.1%} | {kl} |")
+    return rows
+
+
 def mixtures() -> str:
     """GRPO of a small mixture of experts beside the dense model of the demo, adapters on attention."""
     result = _load("mixtures.json")
@@ -335,13 +347,7 @@ def mixtures() -> str:
         "dense, only the adapter is synced": result["dense"]["lora_adapter"],
         "mixture, TRL 1.16: merge, push, unmerge": result["mixture"]["trl-merge"],
     }
-    for name, run in rows.items():
-        if "error" in run:
-            lines.append(f"| {name} | failed: `{run['error']}` | | |")
-            continue
-        kl = f"{_power(run['mismatch_kl_median'])}; {_power(run['mismatch_kl_max'])}"
-        lines.append(f"| {name} | {run['accuracy_before']:.1%} | {run['accuracy_after']:.1%} | {kl} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_trained_rows(rows)])
 
 
 def pictures() -> str:
@@ -352,14 +358,7 @@ def pictures() -> str:
         "|---|---|---|---|",
     ]
     names = {"colocate": "in one process", "server": "through a server", "trl-merge": "TRL 1.16: merge, push, unmerge"}
-    for way, name in names.items():
-        run = result[way]
-        if "error" in run:
-            lines.append(f"| {name} | failed: `{run['error']}` | | |")
-            continue
-        kl = f"{_power(run['mismatch_kl_median'])}; {_power(run['mismatch_kl_max'])}"
-        lines.append(f"| {name} | {run['accuracy_before']:.1%} | {run['accuracy_after']:.1%} | {kl} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_trained_rows({name: result[way] for way, name in names.items()})])
 
 
 def mixture_routing() -> str:

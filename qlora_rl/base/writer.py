@@ -19,6 +19,7 @@ from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, Unsupporte
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Linears of one input that vLLM holds as one.
 _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
     ("gate_proj", "up_proj"), "gate_up_proj"
 )

@@ -43,8 +43,6 @@ class OfflineTrainer(TrainedRun):
 
     # TRL makes a frozen copy of a PeftModel's adapter, to refer to.
     _refers = False
-    # Why its rows hold no images; empty where they may.
-    _why_no_images = "this trainer takes text only"
 
     def set_up(
         self,
@@ -73,7 +71,7 @@ class OfflineTrainer(TrainedRun):
         args = settings.own_copy(args)
         check_processes(args, "starting the training")
         peft_config, start = settle(model, peft_config)
-        images = settings.check_datasets(train_dataset, eval_dataset, why=self._why_no_images)
+        images = settings.check_datasets(train_dataset, eval_dataset, why="")
         if images and not may_take_images(model):
             settings.reject_images(images, f"{model} takes none")
         with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
@@ -210,7 +208,6 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
     _tag_names = ["trl", "sft", "qlora-rl"]
     _name = "SFT"
     _config_name = "sft"
-    _why_no_images = ""
 
     def __init__(
         self,
@@ -275,7 +272,6 @@ class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):
     _name = "DPO"
     _config_name = "dpo"
     _refers = True
-    _why_no_images = ""
 
     def _outputs(self) -> set[str]:
         return super()._outputs() | {"mean_logits"} | ({"log_sum_sq_probs"} if self.use_weighting else set())

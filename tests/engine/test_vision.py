@@ -25,7 +25,7 @@ from qlora_rl import (
     verify_base,
 )
 from qlora_rl.adapter.delta import iter_weights
-from qlora_rl.base.kinds import image_tokens_of
+from qlora_rl.base.kinds import attends_both_ways, image_tokens_of
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.engine.options import check_both_ways, start_options
 from qlora_rl.sync.in_place import InPlaceTransport
@@ -196,7 +196,11 @@ def test_full_weights_reach_the_tower_and_nothing_is_taken_from_a_stale_encoder_
 def test_images_that_vllm_would_not_see_as_a_whole_are_rejected_before_it_starts(base):
     """Larger than the sliding window, vLLM attends causally in them without an error; split over two steps, on a CPU, in part."""
     config = AutoConfig.from_pretrained(base.path)
+    assert attends_both_ways(base.path) is (config.model_type == "gemma3")
     if config.model_type != "gemma3":
+        assert start_options(base, max_model_length=128, enable_chunked_prefill=True).arguments[
+            "enable_chunked_prefill"
+        ]
         return
     with pytest.raises(EngineUnsupportedError, match="enable_chunked_prefill=True with gemma3: an image"):
         start_options(base, max_model_length=128, enable_chunked_prefill=True)

@@ -152,6 +152,10 @@ def link_policy(
         canary = None
         if canary_every and admission.is_verified:
             image = canary_image(base) if engine.capabilities().takes_images else None
+            if image is None and engine.capabilities().takes_images:
+                logger.warning(
+                    "the canary scores text alone: %s has no chat template, which says how an image is written", base
+                )
             canary = Canary(model, engine, image=image, every=canary_every, autocast=autocast_dtype(args))
             canary.calibrate()
         strategy = (
