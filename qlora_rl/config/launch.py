@@ -122,13 +122,13 @@ def check_model(config: RunConfig) -> str:
         and config.adapter.start_from is None
         and config.adapter.kind == "lora"
         and (better := adaptable(found, targets)) != targets
-        and ((is_text := isinstance(better, list)) or config.sync.how != "weights")
+        and ((has_experts := isinstance(better, list)) or config.sync.how != "weights")
     ):
         raise NotYetSupportedError(
-            f"reading the config: {held.model} is a {'mixture of experts' if is_text else 'vision-language model'}, and target_modules = {targets!r} also "
-            f"adapts {'experts and routers' if is_text else 'the vision tower'}, whose adapters the engine does not apply. Adapt the "
-            f"{'attention' if is_text else 'language model'} alone: target_modules = {value(better)}"
-            + ("" if is_text else ", or send full weights: [sync] how = 'weights'")
+            f"reading the config: {held.model} is a {'mixture of experts' if has_experts else 'vision-language model'}, and target_modules = {targets!r} also "
+            f"adapts {'experts and routers' if has_experts else 'the vision tower'}, whose adapters the engine does not apply. Adapt the "
+            f"{'attention' if has_experts else 'language model'} alone: target_modules = {value(better)}"
+            + ("" if has_experts else ", or send full weights: [sync] how = 'weights'")
         )
     return ""
 

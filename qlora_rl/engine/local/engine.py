@@ -47,7 +47,7 @@ class LocalEngine:
         max_num_seqs: sequences in flight.
         tensor_parallel_size: processes that hold a part of the base each, on a GPU each; a 4-bit base is served in its baked form then.
         gpu_memory_utilization: share of the card that vLLM may fill (weights and KV cache).
-        kv_cache_gib: of the KV cache; on a GPU in the place of `gpu_memory_utilization`. On the CPU by default for `max_num_seqs`, at most 4.
+        kv_cache_gib: size of the KV cache; on a GPU instead of `gpu_memory_utilization`. On the CPU by default what `max_num_seqs` need, up to 4.
         enforce_eager: no CUDA graphs; default true on the CPU.
         enable_sleep: `sleep()` gives memory back between rollouts (GPU; a no-op on the CPU).
         enable_prefix_caching: share the KV cache of common prompt beginnings, within one adapter version.
