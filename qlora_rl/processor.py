@@ -49,6 +49,17 @@ class Processor:
             return dtype
         return dtype if self.setting == "auto" and _name(dtype) in self.native else torch.float32
 
+    @property
+    def codes_kernel(self) -> str:
+        """Instructions for which `engine/linears/codes.cpp` is built: "avx512_bf16", "avx2", or "" where torch multiplies alone."""
+        import torch
+
+        if self.setting == "native" or self.architecture not in ("x86_64", "AMD64"):
+            return ""
+        if self.torch_kernels == "AVX512" and self._bf16_in == "bfloat16" and torch.cpu._is_avx512_bf16_supported():
+            return "avx512_bf16"
+        return "avx2" if self.torch_kernels in ("AVX2", "AVX512") else ""
+
     def __str__(self) -> str:
         is_native = self._bf16_in == "bfloat16"
         how = "natively" if is_native else "in float32 and rounded once"

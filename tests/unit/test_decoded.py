@@ -7,10 +7,11 @@ import torch
 
 from qlora_rl.base.decode import decode_plainly
 from qlora_rl.base.quant import dequantize_exactly, require_bitsandbytes
-from qlora_rl.engine.linears import decoded
+from qlora_rl.engine.linears import decoded, native
 from qlora_rl.engine.linears.base_compute import BaseCompute, check_wish, choose
 from qlora_rl.engine.linears.decoded import DecodedLinear
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.processor import processor
 
 IN = 128
 LAYER = SimpleNamespace()
@@ -52,11 +53,25 @@ def close(one, other):
     return torch.allclose(one.float(), other.float(), rtol=2**-7, atol=2**-6)
 
 
-@pytest.fixture(params=["in bf16", "in float32", "in float32, by table"], autouse=True)
+KERNELS = {f"by the kernel for {name}": name for name in ("avx512_bf16", "avx2")}
+
+
+@pytest.fixture(params=["in bf16", "in float32", "in float32, by table", *KERNELS], autouse=True)
 def way(request, monkeypatch):
-    """How this processor, one without bf16 instructions, and one without AVX-512 either make a product."""
+    """How this processor, one without bf16 instructions, and one without AVX-512 either make a product; and both of our kernels."""
     monkeypatch.setattr(decoded, "uses_avx512", lambda: "table" not in request.param)
+    if request.param in KERNELS and built(KERNELS[request.param]) is None:
+        pytest.skip("this processor lacks the instructions")
     return request.param
+
+
+def built(instructions):
+    """The kernel, where this processor has the instructions."""
+    if processor().architecture != "x86_64" or (instructions != "avx2" and processor().codes_kernel != instructions):
+        return None
+    found = native._built(instructions)
+    assert not isinstance(found, str), found
+    return found
 
 
 @pytest.fixture(params=[1, 2])
@@ -68,8 +83,11 @@ def threads(request):
 
 
 def linear_of(weight, slice_size=2**12, way="in bf16"):
-    lifted = None if way == "in bf16" else torch.empty(slice_size)
-    return DecodedLinear(weight, torch.empty(slice_size, dtype=torch.bfloat16), lifted)
+    kernel = built(KERNELS[way]) if way in KERNELS else None
+    lifted = torch.empty(slice_size) if "float32" in way or "avx2" in way else None
+    linear = DecodedLinear(weight, torch.empty(slice_size, dtype=torch.bfloat16), lifted, kernel)
+    assert linear.has_kernel == (kernel is not None)
+    return linear
 
 
 @pytest.mark.parametrize("quant", ["nf4", "fp4"])
@@ -93,7 +111,7 @@ def test_decoded_and_baked_are_bitsandbytes_own_weights_bit_for_bit(quant, way, 
     linear, eye = linear_of(weight, way=way), torch.eye(IN, dtype=torch.bfloat16)
     wanted = plain(weight, eye)
     assert torch.equal(linear(LAYER, eye), wanted)
-    assert linear.bake(pack) == (2 if way == "in bf16" else 4) * 160 * IN
+    assert linear.bake(pack) == (4 if "float32" in way or "avx2" in way else 2) * 160 * IN
     assert torch.equal(linear(LAYER, eye), wanted)
     linear.unbake()
     assert torch.equal(linear(LAYER, eye), wanted)
@@ -101,11 +119,11 @@ def test_decoded_and_baked_are_bitsandbytes_own_weights_bit_for_bit(quant, way, 
 
 @pytest.mark.parametrize("columns", [IN, 768])
 def test_a_token_gives_the_same_bits_in_any_company(columns, threads, way):
-    """In float32; torch's bf16 kernels keep their own rules."""
+    """torch's bf16 kernels keep their own rules."""
     if way == "in bf16":
         return
     linear = linear_of(fused(columns=columns), 2**15, way)
-    x = torch.randn(70, columns).to(torch.bfloat16)
+    x = torch.randn(64 if "avx512" in way else 150, columns).to(torch.bfloat16)
     together = linear(LAYER, x)
     for count in (1, 2, 7, 8, 9, 16, 17, 33):
         found = linear(LAYER, x[30 : 30 + count])

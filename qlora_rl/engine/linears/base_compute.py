@@ -17,6 +17,7 @@ import torch
 
 from qlora_rl.engine.linears import kernels
 from qlora_rl.engine.linears.decoded import LIFTED_SLICE, SLICE, DecodedLinear
+from qlora_rl.engine.linears.native import CodesKernel, codes_kernel
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.processor import processor
 
@@ -40,6 +41,7 @@ class BaseCompute:
         left: why a layer, or the adapter, stays with vLLM's own way.
         seconds: what one pass over all 4-bit linears was measured to take, where it was, by way.
         ways: on a GPU, the rules of each shape of a linear; see `ways.choose_rules`.
+        kernel: on a CPU, instructions of `native`'s kernel, which multiplies the codes, or why there is none.
     """
 
     base: str = "vllm"
@@ -49,12 +51,14 @@ class BaseCompute:
     left: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     ways: Mapping[str, str] = field(default_factory=dict)
+    kernel: str = ""
 
     def __str__(self) -> str:
         left = "".join(f"; {what} is left to vLLM: {why}" for what, why in self.left.items())
         copies = f", {self.baked_bytes / GIB:.2f} GiB of copies" if self.baked_bytes else ""
         ways = "".join(f"; {shape}: {rules}" for shape, rules in self.ways.items())
-        return f"linears multiply with: {self.base}{copies} ({self.reason}){ways}; adapters: {self.adapter}{left}"
+        kernel = f"; kernel for codes: {self.kernel}" if self.kernel else ""
+        return f"linears multiply with: {self.base}{copies} ({self.reason}){kernel}{ways}; adapters: {self.adapter}{left}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that are also sent between processes."""
@@ -94,7 +98,8 @@ def install(
         return BaseCompute(
             adapter=adapter, reason="enforce_eager is off: the graph holds vLLM's own way", left=left
         ), []
-    linears, layers = _decoded(runner.get_model(), left)
+    kernel = codes_kernel()
+    linears, layers = _decoded(runner.get_model(), left, None if isinstance(kernel, str) else kernel)
     if not linears:
         return BaseCompute(adapter=adapter, reason="no 4-bit layer on the CPU can be decoded here", left=left), []
     base, reason, seconds = wish, "asked for", {}
@@ -113,7 +118,8 @@ def install(
             if base == "baked":
                 nbytes += linear.bake(kernels.pack)
             layer.quant_method.apply = linear
-    return BaseCompute(base, adapter, reason, nbytes, left, seconds), linears
+    said = kernel if isinstance(kernel, str) else _shown(kernel, linears)
+    return BaseCompute(base, adapter, reason, nbytes, left, seconds, kernel=said), linears
 
 
 def choose(seconds: Mapping[str, float], *, baked_gib: float, planned_gib: float, limit_gib: float) -> tuple[str, str]:
@@ -136,7 +142,9 @@ def choose(seconds: Mapping[str, float], *, baked_gib: float, planned_gib: float
     return order[1], f"baked would be faster ({shown}), but {room}, less than {HEADROOM:.0%}"
 
 
-def _decoded(model: torch.nn.Module, left: dict[str, str]) -> tuple[list[DecodedLinear], list[torch.nn.Module]]:
+def _decoded(
+    model: torch.nn.Module, left: dict[str, str], kernel: CodesKernel | None
+) -> tuple[list[DecodedLinear], list[torch.nn.Module]]:
     buffer: torch.Tensor | None = None
     lifted: torch.Tensor | None = None
     linears: list[DecodedLinear] = []
@@ -147,12 +155,17 @@ def _decoded(model: torch.nn.Module, left: dict[str, str]) -> tuple[list[Decoded
             buffer = torch.empty(SLICE if is_native else LIFTED_SLICE, dtype=torch.bfloat16)
             lifted = None if is_native else torch.empty(LIFTED_SLICE, dtype=torch.float32)
         try:
-            linears.append(DecodedLinear(layer.weight, buffer, lifted))
+            linears.append(DecodedLinear(layer.weight, buffer, lifted, kernel))
         except ValueError as why:
             left[name] = str(why)
             continue
         layers.append(layer)
     return linears, layers
+
+
+def _shown(kernel: CodesKernel, linears: Sequence[DecodedLinear]) -> str:
+    without = sum(not linear.has_kernel for linear in linears)
+    return f"{kernel.instructions}, not for {without} of {len(linears)} layers" if without else kernel.instructions
 
 
 def _measure(linears: list[DecodedLinear], layers: list[torch.nn.Module], rows: int) -> dict[str, float]:

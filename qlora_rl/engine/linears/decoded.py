@@ -1,6 +1,7 @@
 """A 4-bit base multiplied with less work than vLLM's bitsandbytes layers do on the CPU.
 
-"nf4": the parts of a fused linear are one weight, decoded slice by slice into one buffer that stays in the processor's cache.
+"nf4": the parts of a fused linear are one weight. `native`'s kernel decodes it in registers; for many tokens, and where it cannot be built, it
+is decoded slice by slice into one buffer that stays in the processor's cache.
 "baked": the decoded weight is kept next to the codes, packed as vLLM packs a 16-bit one. Both multiply with the numbers that
 bitsandbytes decodes, bit for bit but for the sign of a zero, which is checked for every weight before its layer is changed.
 
@@ -17,6 +18,7 @@ import torch
 from qlora_rl.base.decode import Decode, TableDecoder, decode_plainly, decoder, uses_avx512
 from qlora_rl.engine.linears.joined import Joined
 from qlora_rl.engine.linears.linear import Pack, Product
+from qlora_rl.engine.linears.native import CodesKernel
 from qlora_rl.products import COLUMNS_ALIKE, lifted_rows
 
 # Weights that are decoded at a time: 4 MiB in bf16, so that the product reads them out of the cache.
@@ -44,20 +46,34 @@ class DecodedLinear:
         weight: vLLM's parameter: codes [bytes, 1], a QuantState per part.
         buffer: bf16, as many elements as are decoded at a time; every layer of the engine may have the same.
         lifted: float32, as large: products are made in float32 and rounded once. Without it in bf16.
+        kernel: multiplies codes where it takes less time; it is left out for a weight that it would change.
 
     Raises:
         ValueError: says why this weight is left to vLLM.
     """
 
-    def __init__(self, weight: torch.nn.Parameter, buffer: torch.Tensor, lifted: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        buffer: torch.Tensor,
+        lifted: torch.Tensor | None = None,
+        kernel: CodesKernel | None = None,
+    ) -> None:
         self._joined, self._buffer, self._lifted = Joined(weight), buffer, lifted
         self.shape, self.parts = self._joined.shape, len(self._joined.sizes)
         self._columns = self.shape[1]
+        self._packed: Product | None = None
+        self._kernel: CodesKernel | None = None
+        if kernel is not None and kernel.takes(self._columns, self._joined.blocksize):
+            self._cut()
+            self._decode: Decode = self._by_kernel(kernel)
+            if self._is_exact() and self._multiplies_exactly(kernel):
+                self._kernel = kernel
+                return
         decode = decoder(self._joined.quant_type, self._joined.blocksize)
         if decode is None:
             raise ValueError("bitsandbytes has no kernel for it")
-        self._decode: Decode = decode
-        self._packed: Product | None = None
+        self._decode = decode
         self._cut()
         if lifted is not None and not uses_avx512():
             self._decode = TableDecoder(self._joined.values, self._joined.blocksize, lifted)
@@ -81,6 +97,30 @@ class DecodedLinear:
             low, high = start * self._columns, (start + size) * self._columns
             found.append(Slice(codes[low // 2 : high // 2], absmax[low // blocksize : high // blocksize], start, size))
         self._slices = found
+        self._addresses = [codes.data_ptr()], [absmax.data_ptr()]
+
+    def _by_kernel(self, kernel: CodesKernel) -> Decode:
+        values, blocksize = self._joined.values, self._joined.blocksize
+        return lambda codes, absmax, out: kernel.decode(codes, absmax, values, out, blocksize)
+
+    def _multiply_codes(self, kernel: CodesKernel, x_TI: torch.Tensor) -> torch.Tensor:
+        return kernel.multiply(
+            x_TI.contiguous(),
+            *self._addresses,
+            (0, len(x_TI)),
+            self._joined.values,
+            self.shape[0],
+            self._joined.blocksize,
+        )
+
+    def _multiplies_exactly(self, kernel: CodesKernel) -> bool:
+        """The first columns come out of its product as they are decoded: with one 1 and else zeros it is exact."""
+        columns = torch.arange(min(CHECKED_COLUMNS, self._columns))
+        found = self._multiply_codes(kernel, _one_hot(columns, self._columns)).t()
+        return all(
+            torch.equal(found[part.first : part.first + part.rows], self._decoded(part)[:, columns])
+            for part in self._slices
+        )
 
     def _decoded(self, part: Slice) -> torch.Tensor:
         out = self._buffer[: part.rows * self._columns].view(part.rows, self._columns)
@@ -128,6 +168,11 @@ class DecodedLinear:
             self.bake(self._pack)
 
     @property
+    def has_kernel(self) -> bool:
+        """`native`'s kernel multiplies its codes."""
+        return self._kernel is not None
+
+    @property
     def is_baked(self) -> bool:
         """A decoded copy is multiplied, in the place of the codes."""
         return self._packed is not None
@@ -145,9 +190,7 @@ class DecodedLinear:
         if self._joined.renew():
             self._cut()
         columns = torch.arange(start, start + min(CHECKED_COLUMNS, self._columns)) % self._columns
-        one_hot = torch.zeros(len(columns), self._columns, dtype=torch.bfloat16)
-        one_hot[torch.arange(len(columns)), columns] = 1
-        held = self._packed(one_hot, None)
+        held = self._packed(_one_hot(columns, self._columns), None)
         wanted = torch.cat([self._decoded(part)[:, columns] for part in self._slices]).t()
         differs = (held != wanted).any(dim=1)
         return int(columns[differs][0]) if bool(differs.any()) else None
@@ -173,7 +216,10 @@ class DecodedLinear:
         if self._joined.renew():
             self._cut()
         flat = x.reshape(-1, self._columns).to(torch.bfloat16)
-        out = self._product(flat) if self._lifted is None else self._lifted_product(flat, self._lifted)
+        if self._kernel is not None and self._kernel.is_best_for(len(flat)):
+            out = self._multiply_codes(self._kernel, flat)
+        else:
+            out = self._product(flat) if self._lifted is None else self._lifted_product(flat, self._lifted)
         return out.to(x.dtype).view(*x.shape[:-1], self.shape[0])
 
     def _product(self, x_TI: torch.Tensor) -> torch.Tensor:
@@ -191,3 +237,10 @@ class DecodedLinear:
             weight = lifted[: weight.numel()].view_as(weight).copy_(weight)
             torch.mm(weight, x_IT, out=out_OT[part.first : part.first + part.rows])
         return out_OT[:, : len(x_TI)].t().to(torch.bfloat16, memory_format=torch.contiguous_format)
+
+
+def _one_hot(columns: torch.Tensor, width: int) -> torch.Tensor:
+    """bf16 [T, I], in row t a 1 in the t-th of the columns."""
+    rows = torch.zeros(len(columns), width, dtype=torch.bfloat16)
+    rows[torch.arange(len(columns)), columns] = 1
+    return rows

@@ -1,0 +1,221 @@
+// Products of a few tokens with 4-bit weights: codes are decoded in registers, rows of GROUP at a time, so that memory gives half a byte
+// for a weight. Built by `native.py` for the processor, without headers of torch.
+//
+// A weight is bf16(value[code] * scale), as bitsandbytes decodes it; products are added up in float32 and rounded once to bf16. The
+// bits of a token's result depend neither on the other tokens nor on the number of threads.
+//
+// Letters: T tokens, I and O columns and rows of a weight.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+constexpr int GROUP = 4;             // rows of a weight that are decoded together
+constexpr int64_t TOKENS_READ = 64;  // tokens after which rows are decoded again: these stay in the second cache
+
+struct alignas(64) Line {
+    char bytes[64];
+};
+
+#ifdef __AVX512BF16__
+
+using Number = uint16_t;  // bf16
+constexpr int TOKENS = 4;
+struct Values {
+    __m512 all;
+};
+
+inline Values values_of(const float* table) { return {_mm512_loadu_ps(table)}; }
+
+// One row [I]. The 16 weights that a block can have are rounded once; a code of 4 bits picks one of them, whatever stands above it.
+inline void decode(const uint8_t* codes, const float* scales, Values values, int64_t columns, int64_t block, Number* out) {
+    for (int64_t start = 0; start < columns; start += block) {
+        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(values.all, _mm512_set1_ps(*scales++)));
+        const __m512i weights = _mm512_broadcast_i64x4(rounded);
+        for (int64_t i = start; i < start + block; i += 32) {
+            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(codes + i / 2)));
+            const __m512i both = _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
+            _mm512_storeu_si512(out + i, _mm512_permutexvar_epi16(both, weights));
+        }
+    }
+}
+
+inline __m256 halved(__m512 x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
+
+// T tokens and GROUP rows.
+template <int T>
+inline void tile(const Number* x, const Number* weights, int64_t columns, int64_t width, uint16_t* out, int64_t stride, int rows) {
+    __m512 sum[T][GROUP];
+    for (int t = 0; t < T; t++)
+        for (int o = 0; o < GROUP; o++) sum[t][o] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < columns; i += 32) {
+        __m512bh weight[GROUP];
+        for (int o = 0; o < GROUP; o++) weight[o] = (__m512bh)_mm512_loadu_si512(weights + o * width + i);
+        for (int t = 0; t < T; t++) {
+            const __m512bh token = (__m512bh)_mm512_loadu_si512(x + t * columns + i);
+            for (int o = 0; o < GROUP; o++) sum[t][o] = _mm512_dpbf16_ps(sum[t][o], token, weight[o]);
+        }
+    }
+    for (int t = 0; t < T; t++) {
+        const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(halved(sum[t][0]), halved(sum[t][1])), _mm256_hadd_ps(halved(sum[t][2]), halved(sum[t][3])));
+        uint16_t found[8];
+        _mm_storeu_si128((__m128i*)found, (__m128i)_mm_cvtneps_pbh(_mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1))));
+        for (int o = 0; o < rows; o++) out[t * stride + o] = found[o];
+    }
+}
+
+inline const Number* prepared(const uint16_t* x, Number*, int64_t, int64_t) { return x; }
+
+inline void in_order(const Number* row, int64_t columns, uint16_t* out) { std::copy(row, row + columns, out); }
+
+#else
+
+using Number = float;
+constexpr int TOKENS = 3;
+struct Values {
+    __m256 low, high;
+};
+
+inline Values values_of(const float* table) { return {_mm256_loadu_ps(table), _mm256_loadu_ps(table + 8)}; }
+
+// To the nearest bf16, ties to even.
+inline __m256 rounded(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32((int)0xffff0000)));
+}
+
+inline __m256 picked(Values weights, __m256i codes, __m256i sign) {
+    const __m256 low = _mm256_permutevar8x32_ps(weights.low, codes), high = _mm256_permutevar8x32_ps(weights.high, codes);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(sign));
+}
+
+// One row [I], in an order of its own: of each 16, the even ones before the odd ones. `prepared` puts tokens into the same.
+inline void decode(const uint8_t* codes, const float* scales, Values values, int64_t columns, int64_t block, Number* out) {
+    for (int64_t start = 0; start < columns; start += block) {
+        const __m256 scale = _mm256_set1_ps(*scales++);
+        const Values weights = {rounded(_mm256_mul_ps(values.low, scale)), rounded(_mm256_mul_ps(values.high, scale))};
+        for (int64_t i = start; i < start + block; i += 16) {
+            const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(codes + i / 2)));
+            _mm256_storeu_ps(out + i, picked(weights, _mm256_srli_epi32(bytes, 4), _mm256_slli_epi32(bytes, 24)));
+            _mm256_storeu_ps(out + i + 8, picked(weights, bytes, _mm256_slli_epi32(bytes, 28)));
+        }
+    }
+}
+
+template <int T>
+inline void tile(const Number* x, const Number* weights, int64_t columns, int64_t width, uint16_t* out, int64_t stride, int rows) {
+    __m256 sum[T][GROUP];
+    for (int t = 0; t < T; t++)
+        for (int o = 0; o < GROUP; o++) sum[t][o] = _mm256_setzero_ps();
+    for (int64_t i = 0; i < columns; i += 8) {
+        __m256 token[T];
+        for (int t = 0; t < T; t++) token[t] = _mm256_loadu_ps(x + t * columns + i);
+        for (int o = 0; o < GROUP; o++) {
+            const __m256 weight = _mm256_loadu_ps(weights + o * width + i);
+            for (int t = 0; t < T; t++) sum[t][o] = _mm256_fmadd_ps(token[t], weight, sum[t][o]);
+        }
+    }
+    for (int t = 0; t < T; t++) {
+        const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(sum[t][0], sum[t][1]), _mm256_hadd_ps(sum[t][2], sum[t][3]));
+        uint32_t found[8];
+        _mm256_storeu_ps((float*)found, rounded(_mm256_add_ps(all, _mm256_permute2f128_ps(all, all, 1))));
+        for (int o = 0; o < rows; o++) out[t * stride + o] = (uint16_t)(found[o] >> 16);
+    }
+}
+
+inline const Number* prepared(const uint16_t* x, Number* room, int64_t tokens, int64_t columns) {
+#pragma omp for
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t i = t * columns; i < (t + 1) * columns; i += 16) {
+            const __m256i pairs = _mm256_loadu_si256((const __m256i*)(x + i));
+            _mm256_storeu_ps(room + i, _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)));
+            _mm256_storeu_ps(room + i + 8, _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000))));
+        }
+    return room;
+}
+
+inline void in_order(const Number* row, int64_t columns, uint16_t* out) {
+    for (int64_t i = 0; i < columns; i += 16)
+        for (int64_t k = 0; k < 8; k++) {
+            out[i + 2 * k] = (uint16_t)(((const uint32_t*)row)[i + k] >> 16);
+            out[i + 2 * k + 1] = (uint16_t)(((const uint32_t*)row)[i + 8 + k] >> 16);
+        }
+}
+
+#endif
+
+// The last tokens, fewer than TOKENS.
+template <int T>
+inline void rest(int64_t left, const Number* x, const Number* weights, int64_t columns, int64_t width, uint16_t* out, int64_t stride, int rows) {
+    if constexpr (T > 0) {
+        if (left == T)
+            tile<T>(x, weights, columns, width, out, stride, rows);
+        else
+            rest<T - 1>(left, x, weights, columns, width, out, stride, rows);
+    }
+}
+
+// Memory of this thread, kept from call to call.
+inline Number* room_for(std::vector<Line>& lines, int64_t numbers) {
+    const size_t needed = (numbers * sizeof(Number) + sizeof(Line) - 1) / sizeof(Line);
+    if (lines.size() < needed) lines.resize(needed);
+    return (Number*)lines.data();
+}
+
+thread_local std::vector<Line> decoded_rows, prepared_tokens;
+
+}  // namespace
+
+extern "C" {
+
+// Each of several weights [O, I] of one shape times its own tokens: weight p those from starts[p] to starts[p + 1].
+//
+// codes, scales: by weight, O * I / 2 bytes and O * I / block numbers; table: what the 16 codes mean; x: bf16 [T, I]; out: bf16 [T, O].
+void qlora_rl_multiply(int64_t weights, const uint8_t* const* codes, const float* const* scales, const int64_t* starts, const float* table,
+                       const uint16_t* x, uint16_t* out, int64_t rows, int64_t columns, int64_t block, int threads) {
+    const int64_t groups = (rows + GROUP - 1) / GROUP, width = columns + 64 / (int64_t)sizeof(Number), tokens = starts[weights];
+    Number* shared = sizeof(Number) == sizeof(float) ? room_for(prepared_tokens, tokens * columns) : nullptr;
+#pragma omp parallel num_threads(threads)
+    {
+        Number* own = room_for(decoded_rows, GROUP * width);
+        const Number* all = prepared(x, shared, tokens, columns);
+        const Values values = values_of(table);
+#pragma omp for schedule(dynamic, 8)
+        for (int64_t number = 0; number < weights * groups; number++) {
+            const int64_t weight = number / groups, first = number % groups * GROUP;
+            const int here = (int)std::min<int64_t>(GROUP, rows - first);
+            for (int64_t from = starts[weight]; from < starts[weight + 1]; from += TOKENS_READ) {
+                const int64_t to = std::min(from + TOKENS_READ, starts[weight + 1]);
+                for (int o = 0; o < here; o++) {
+                    const int64_t begin = (first + o) * columns;
+                    decode(codes[weight] + begin / 2, scales[weight] + begin / block, values, columns, block, own + o * width);
+                }
+                int64_t t = from;
+                for (; t + TOKENS <= to; t += TOKENS) tile<TOKENS>(all + t * columns, own, columns, width, out + t * rows + first, rows, here);
+                rest<TOKENS - 1>(to - t, all + t * columns, own, columns, width, out + t * rows + first, rows, here);
+            }
+        }
+    }
+}
+
+// The weight itself, bf16 [O, I].
+void qlora_rl_decode(const uint8_t* codes, const float* scales, const float* table, uint16_t* out, int64_t rows, int64_t columns, int64_t block,
+                     int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        Number* own = room_for(decoded_rows, columns);
+        const Values values = values_of(table);
+#pragma omp for
+        for (int64_t o = 0; o < rows; o++) {
+            decode(codes + o * columns / 2, scales + o * columns / block, values, columns, block, own);
+            in_order(own, columns, out + o * columns);
+        }
+    }
+}
+}

@@ -1,0 +1,147 @@
+"""`codes.cpp`, built for this processor when it is first needed, and called without torch's dispatcher.
+
+The library is kept in the cache directory under a digest of its source and of the command that builds it. It shares torch's OpenMP, so that
+there is one set of threads. Without a compiler callers fall back to decoding and then multiplying, and say why.
+
+Letters: T tokens, I and O in- and out-features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from qlora_rl.base.checkpoint import cache_root
+from qlora_rl.processor import processor
+
+SOURCE = Path(__file__).with_name("codes.cpp")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-mavx2", "-mfma")
+AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16")
+# Up to so many tokens it takes less time than decoding and torch's product; by instructions, where that is faster for more.
+MOST_TOKENS = {"avx512_bf16": 64}
+BUILD_TIMEOUT_S = 120.0
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+
+
+class CodesKernel:
+    """The built library.
+
+    Args:
+        path: of the library.
+        instructions: for which it was built; see `Processor.codes_kernel`.
+    """
+
+    def __init__(self, path: Path, instructions: str) -> None:
+        library = ctypes.CDLL(str(path))
+        self._multiply, self._decode = library.qlora_rl_multiply, library.qlora_rl_decode
+        self._multiply.argtypes = [_NUMBER, *[_POINTER] * 6, *[_NUMBER] * 3, ctypes.c_int]
+        self._decode.argtypes = [*[_POINTER] * 4, *[_NUMBER] * 3, ctypes.c_int]
+        self._multiply.restype = self._decode.restype = None
+        self.instructions = instructions
+
+    def takes(self, columns: int, blocksize: int) -> bool:
+        """It multiplies weights with rows of so many columns in blocks of this size."""
+        return blocksize % 32 == 0 and columns % blocksize == 0
+
+    def is_best_for(self, tokens: int) -> bool:
+        """It takes less time for so many tokens of a weight than decoding it and torch's product."""
+        return tokens <= MOST_TOKENS.get(self.instructions, tokens)
+
+    def decode(
+        self, codes: torch.Tensor, absmax: torch.Tensor, values: torch.Tensor, out_OI: torch.Tensor, blocksize: int
+    ) -> None:
+        """Write the weight into `out_OI`, bf16 and contiguous; `values` is what the 16 codes mean, float32."""
+        self._decode(
+            codes.data_ptr(), absmax.data_ptr(), values.data_ptr(), out_OI.data_ptr(), *out_OI.shape, blocksize, _threads()
+        )  # fmt: skip
+
+    def multiply(
+        self,
+        x_TI: torch.Tensor,
+        codes: Sequence[int],
+        absmax: Sequence[int],
+        starts: Sequence[int],
+        values: torch.Tensor,
+        rows: int,
+        blocksize: int,
+    ) -> torch.Tensor:
+        """Several weights [O, I] of one shape, each times some of the tokens; bf16 [T, O].
+
+        Args:
+            x_TI: bf16, contiguous; those of the first weight first.
+            codes, absmax: addresses, of each weight.
+            starts: number of the first token of each weight, and T.
+            values: what the 16 codes mean, float32 [16].
+            rows: O.
+            blocksize: weights per scale.
+        """
+        out_TO = torch.empty(len(x_TI), rows, dtype=torch.bfloat16)
+        count = len(codes)
+        self._multiply(
+            count,
+            (_POINTER * count)(*codes),
+            (_POINTER * count)(*absmax),
+            (_NUMBER * (count + 1))(*starts),
+            values.data_ptr(),
+            x_TI.data_ptr(),
+            out_TO.data_ptr(),
+            rows,
+            x_TI.shape[1],
+            blocksize,
+            _threads(),
+        )
+        return out_TO
+
+
+def codes_kernel() -> CodesKernel | str:
+    """The kernel for this processor, built at the first call; or why there is none."""
+    instructions = processor().codes_kernel
+    if not instructions:
+        return "it is not written for this processor, or its setting says that torch multiplies"
+    return _built(instructions)
+
+
+@functools.cache
+def _built(instructions: str) -> CodesKernel | str:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        return "there is no C++ compiler; install g++, or set CXX"
+    command = [compiler, *FLAGS, *(AVX512_FLAGS if instructions == "avx512_bf16" else ())]
+    digest = hashlib.sha256("\n".join([*command, SOURCE.read_text()]).encode()).hexdigest()[:16]
+    folder = cache_root() / "kernels"
+    path = folder / f"codes-{digest}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+            return f"others may write into {folder}, from where it would be loaded; chmod 700 it"
+        if not path.is_file():
+            _build(command, path)
+        return CodesKernel(path, instructions)
+    except subprocess.CalledProcessError as failed:
+        said = failed.stderr.decode(errors="replace").strip().splitlines()
+        return f"{compiler} could not build it: {said[0] if said else f'exit status {failed.returncode}'}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{compiler} could not build it: {error}"
+
+
+def _build(command: Sequence[str], path: Path) -> None:
+    """Whole or not at all: others may be building the same."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as room:
+        made = Path(room) / path.name
+        subprocess.run(
+            [*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=BUILD_TIMEOUT_S
+        )
+        made.replace(path)
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
