@@ -1,0 +1,184 @@
+"""The kernel for 4-bit codes: exact, the same bits in any company, and every reason why there is none is said."""
+
+import os
+
+import pytest
+import torch
+
+from qlora_rl.base.quant import require_bitsandbytes
+from qlora_rl.engine.linears import native
+from qlora_rl.engine.linears.native import CodesKernel, codes_kernel
+from qlora_rl.processor import SETTING, Processor, processor
+
+BF16 = torch.bfloat16
+needs_x86 = pytest.mark.skipif(processor().architecture != "x86_64", reason="the kernel is written for x86-64")
+
+
+@pytest.fixture(params=["avx512_bf16", "avx2"])
+def kernel(request):
+    if processor().architecture != "x86_64" or request.param == "avx512_bf16" != processor().codes_kernel:
+        pytest.skip("this processor lacks the instructions")
+    found = native._built(request.param)
+    assert isinstance(found, CodesKernel), found
+    return found
+
+
+@pytest.fixture
+def fresh():
+    """Nothing is remembered of other tests."""
+    native._built.cache_clear()
+    yield
+    native._built.cache_clear()
+
+
+def quantised(rows, columns, blocksize=64, quant="nf4", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator).to(BF16)
+    codes, state = require_bitsandbytes().functional.quantize_4bit(weight, blocksize=blocksize, quant_type=quant)
+    exact = require_bitsandbytes().functional.dequantize_4bit(codes, state).to(BF16)
+    return codes, state.absmax.float(), state.code.float(), exact
+
+
+def multiply(kernel, x, weights, starts, blocksize=64):
+    codes, absmax = [w[0].data_ptr() for w in weights], [w[1].data_ptr() for w in weights]
+    return kernel.multiply(x, codes, absmax, starts, weights[0][2], weights[0][3].shape[0], blocksize)
+
+
+@pytest.mark.parametrize("quant", ["nf4", "fp4"])
+@pytest.mark.parametrize("blocksize", [32, 64, 256])
+@pytest.mark.parametrize("rows", [1, 3, 4, 37])
+def test_what_it_decodes_and_multiplies_with_is_bitsandbytes_weight(kernel, quant, blocksize, rows):
+    codes, absmax, values, exact = weight = quantised(rows, 512, blocksize, quant)
+    assert kernel.takes(512, blocksize)
+    out = torch.empty_like(exact)
+    kernel.decode(codes, absmax, values, out, blocksize)
+    assert torch.equal(out, exact)
+    eye = torch.eye(512, dtype=BF16)
+    assert torch.equal(multiply(kernel, eye, [weight], (0, 512), blocksize).t(), exact)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 63, 64, 65, 130])
+def test_sums_are_those_of_float32_rounded_once(kernel, tokens):
+    """Half a unit of bf16's last place for the rounding, and what float32 sums of 768 products may be off."""
+    weight = quantised(70, 768)
+    x = torch.randn(tokens, 768, generator=torch.Generator().manual_seed(1)).to(BF16)
+    found, exact = multiply(kernel, x, [weight], (0, tokens)), x.double() @ weight[3].double().t()
+    room = exact.abs() * 2**-8 + (x.double().abs() @ weight[3].double().abs().t()) * 768 * 2**-24
+    assert ((found.double() - exact).abs() <= room).all()
+
+
+def test_a_token_has_the_same_bits_in_any_company_with_any_number_of_threads(kernel):
+    weight = quantised(70, 768)
+    x = torch.randn(130, 768, generator=torch.Generator().manual_seed(1)).to(BF16)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        together = multiply(kernel, x, [weight], (0, 130))
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for first, count in ((0, 130), (5, 1), (17, 2), (30, 67), (129, 1)):
+                alone = multiply(kernel, x[first : first + count], [weight], (0, count))
+                assert torch.equal(alone, together[first : first + count])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_several_weights_each_take_their_own_tokens(kernel):
+    weights = [quantised(37, 256, seed=seed) for seed in range(5)]
+    x = torch.randn(80, 256, generator=torch.Generator().manual_seed(1)).to(BF16)
+    starts = (0, 3, 3, 4, 79, 80)  # one has none
+    found = multiply(kernel, x, weights, starts)
+    for i, weight in enumerate(weights):
+        own = slice(starts[i], starts[i + 1])
+        assert torch.equal(found[own], multiply(kernel, x[own].contiguous(), [weight], (0, starts[i + 1] - starts[i])))
+
+
+def test_infinity_and_nan_stay_with_their_token(kernel):
+    weight = quantised(40, 128)
+    x = torch.ones(5, 128, dtype=BF16)
+    clean = multiply(kernel, x, [weight], (0, 5))
+    x[2, 7] = float("nan")
+    found = multiply(kernel, x, [weight], (0, 5))
+    assert found[2].isnan().all()
+    assert torch.equal(found[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize(("columns", "blocksize", "takes"), [(96, 64, False), (128, 64, True), (64, 16, False)])
+def test_blocks_must_fill_rows_and_vectors(kernel, columns, blocksize, takes):
+    assert kernel.takes(columns, blocksize) is takes
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernels", "native_dtypes", "setting", "found"),
+    [
+        ("x86_64", "AVX2", (), "auto", "avx2"),
+        ("x86_64", "AVX2", (), "native", ""),
+        ("x86_64", "DEFAULT", (), "auto", ""),
+        ("x86_64", "AVX512", ("bfloat16",), "float32", "avx2"),
+        ("x86_64", "AVX512", (), "auto", "avx2"),
+        ("aarch64", "DEFAULT", ("bfloat16",), "auto", ""),
+    ],
+)
+def test_which_kernel_a_processor_takes(architecture, kernels, native_dtypes, setting, found):
+    assert Processor("some", architecture, kernels, native_dtypes, setting).codes_kernel == found
+
+
+@pytest.mark.parametrize(("has_instructions", "found"), [(True, "avx512_bf16"), (False, "avx2")])
+def test_avx512_alone_is_not_enough_for_bf16(monkeypatch, has_instructions, found):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    assert Processor("some", "x86_64", "AVX512", ("bfloat16",)).codes_kernel == found
+
+
+@needs_x86
+def test_it_is_built_once_and_loaded_afterwards(tmp_path, monkeypatch, fresh):
+    monkeypatch.setenv("QLORA_RL_CACHE", str(tmp_path))
+    assert isinstance(native._built("avx2"), CodesKernel)
+    (path,) = (tmp_path / "kernels").iterdir()
+    written = path.stat().st_mtime_ns
+    native._built.cache_clear()
+    assert isinstance(native._built("avx2"), CodesKernel)
+    assert path.stat().st_mtime_ns == written
+
+
+@needs_x86
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [("no-such-compiler", "no-such-compiler could not build it"), ("false", "false could not build it: exit status 1")],
+)
+def test_a_compiler_that_fails_is_named(tmp_path, monkeypatch, fresh, compiler, said):
+    monkeypatch.setenv("QLORA_RL_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    found = native._built("avx2")
+    assert isinstance(found, str)
+    assert said in found
+    assert not list((tmp_path / "kernels").iterdir())
+
+
+def test_without_a_compiler_the_reason_is_said(tmp_path, monkeypatch, fresh):
+    monkeypatch.setenv("QLORA_RL_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert native._built("avx2") == "there is no C++ compiler; install g++, or set CXX"
+
+
+@needs_x86
+def test_a_directory_that_others_may_write_into_is_not_loaded_from(tmp_path, monkeypatch, fresh):
+    monkeypatch.setenv("QLORA_RL_CACHE", str(tmp_path))
+    (tmp_path / "kernels").mkdir()
+    os.chmod(tmp_path / "kernels", 0o777)
+    found = native._built("avx2")
+    assert isinstance(found, str)
+    assert "chmod 700" in found
+
+
+def test_the_setting_that_leaves_products_to_torch_leaves_it_out(monkeypatch):
+    monkeypatch.setenv(SETTING, "native")
+    assert isinstance(codes_kernel(), str)
+
+
+@needs_x86
+def test_it_has_torchs_threads(kernel):
+    """One OpenMP in the process: two would have their threads wait for each other's."""
+    with open("/proc/self/maps") as maps:
+        names = {line.split()[-1] for line in maps if "omp" in line.rsplit("/", 1)[-1] and "/" in line}
+    assert len({os.path.realpath(name) for name in names if "gomp" in name or "iomp" in name}) == 1
