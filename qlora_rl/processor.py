@@ -100,8 +100,11 @@ def processor() -> Processor:
 
 
 def copies_dtype() -> str:
-    """Torch name of the dtype in which an engine on this processor keeps dequantised copies of 4-bit weights."""
-    return processor()._bf16_in
+    """Torch name of the dtype in which an engine on this processor keeps dequantised copies of 4-bit weights; without a compiler for its kernel
+    that is `multiplies_in`'s.
+    """
+    here = processor()
+    return "bfloat16" if here.codes_kernel else here._bf16_in
 
 
 def _native_dtypes() -> tuple[str, ...]:

@@ -195,3 +195,35 @@ def forking():
     finally:
         os.environ.pop("PYTHONPATH") if kept is None else os.environ.update(PYTHONPATH=kept)
     return context
+
+
+def fused(sizes=(96, 32, 32), quant="nf4", blocksize=64, columns=128, seed=0):
+    """A parameter as vLLM's plugin holds a fused linear, and its parts' own codes and states."""
+    import torch
+
+    from qlora_rl.base.quant import require_bitsandbytes
+
+    functional = require_bitsandbytes().functional
+    generator = torch.Generator().manual_seed(seed)
+    pairs = [
+        functional.quantize_4bit(
+            torch.randn(size, columns, generator=generator).to(torch.bfloat16), blocksize=blocksize, quant_type=quant
+        )
+        for size in sizes
+    ]
+    weight = torch.nn.Parameter(torch.cat([codes for codes, _ in pairs]), requires_grad=False)
+    weight.bnb_quant_state = {i: state for i, (_, state) in enumerate(pairs)}
+    weight.bnb_shard_offsets = torch.tensor([0, *torch.tensor([len(codes) for codes, _ in pairs]).cumsum(0).tolist()])
+    return weight
+
+
+def built(instructions):
+    """The kernel for 4-bit codes, where this processor has the instructions."""
+    from qlora_rl.engine.linears import native
+    from qlora_rl.processor import processor
+
+    if processor().architecture != "x86_64" or (instructions != "avx2" and processor().codes_kernel != instructions):
+        return None
+    found = native._built(instructions)
+    assert not isinstance(found, str), found
+    return found

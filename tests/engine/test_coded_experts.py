@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from pair import OPTIONS, Pair
 from peft import LoraConfig
-from support import MIXTURES, make_model, tiny_training
+from support import MIXTURES, built, fused, make_model, tiny_training
 from trl import GRPOConfig
 
 from qlora_rl import (
@@ -22,11 +22,14 @@ from qlora_rl import (
     prepare_base,
     verify_base,
 )
-from qlora_rl.base.experts import ATTENTION, mixtures_in
+from qlora_rl.base.experts import ATTENTION, mix, mixtures_in
+from qlora_rl.engine.linears.decoded import DecodedLinear
 from qlora_rl.engine.options import start_options
+from qlora_rl.engine.worker.coded_experts import TogetherExperts
 from qlora_rl.ledger.lines import engine_base
 from qlora_rl.ledger.shape import read_config, read_shape
 
+SHAPES = ((64, 64), 128), ((128,), 64)  # gate and up, down
 SMALL = OPTIONS | {"max_lora_rank": 8}
 EXACT = 1e-5  # nats, in float32
 STEPS = 3
@@ -67,6 +70,34 @@ def test_the_base_is_held_once_and_a_flipped_bit_of_an_expert_is_named(mixture):
         assert name.startswith("model.layers.0.")
         assert name.endswith(f".experts.3.{naming[2]}.weight")
         del model
+
+
+@pytest.mark.parametrize("instructions", ["avx512_bf16", "avx2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_chosen_experts_at_once_give_the_bits_of_one_after_another(instructions, dtype):
+    """Weights of the choice in either dtype, as the architectures have them."""
+    kernel = built(instructions)
+    if kernel is None:
+        pytest.skip("this processor lacks the instructions")
+    buffers = torch.empty(2**12, dtype=torch.bfloat16), torch.empty(2**12)
+    pairs = [
+        [DecodedLinear(fused(sizes, columns=columns, seed=seed), *buffers, kernel) for sizes, columns in SHAPES]
+        for seed in range(7)
+    ]
+
+    def one(number, x):
+        gate, up = pairs[number][0].multiply(x).chunk(2, dim=-1)
+        return pairs[number][1].multiply(torch.nn.functional.silu(gate) * up)
+
+    together = TogetherExperts(kernel, *([pair[i] for pair in pairs] for i in (0, 1)))
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (1, 2, 37):
+        x = torch.randn(tokens, 128, generator=generator).to(torch.bfloat16)
+        logits = torch.randn(tokens, 7, generator=generator)
+        logits[:, 3] = -100  # nobody chooses this one
+        weights, chosen = logits.softmax(dim=-1).topk(3)
+        found = together(x, chosen, weights.to(dtype), torch.nn.functional.silu)
+        assert torch.equal(found, mix(x, chosen, weights.to(dtype), one))
 
 
 def test_in_float32_their_dequantised_copy_is_served_exactly(mixture, tmp_path):

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import built, fused
 
 from qlora_rl.base.decode import decode_plainly
 from qlora_rl.base.quant import dequantize_exactly, require_bitsandbytes
-from qlora_rl.engine.linears import decoded, native
+from qlora_rl.engine.linears import decoded
 from qlora_rl.engine.linears.base_compute import BaseCompute, check_wish, choose
 from qlora_rl.engine.linears.decoded import DecodedLinear
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.processor import processor
 
 IN = 128
 LAYER = SimpleNamespace()
@@ -19,22 +19,6 @@ LAYER = SimpleNamespace()
 
 def pack(weight):
     return lambda x, bias: torch.nn.functional.linear(x, weight, bias)
-
-
-def fused(sizes=(96, 32, 32), quant="nf4", blocksize=64, columns=IN, seed=0):
-    """A parameter as vLLM's plugin holds a fused linear, and its parts' own codes and states."""
-    functional = require_bitsandbytes().functional
-    generator = torch.Generator().manual_seed(seed)
-    pairs = [
-        functional.quantize_4bit(
-            torch.randn(size, columns, generator=generator).to(torch.bfloat16), blocksize=blocksize, quant_type=quant
-        )
-        for size in sizes
-    ]
-    weight = torch.nn.Parameter(torch.cat([codes for codes, _ in pairs]), requires_grad=False)
-    weight.bnb_quant_state = {i: state for i, (_, state) in enumerate(pairs)}
-    weight.bnb_shard_offsets = torch.tensor([0, *torch.tensor([len(codes) for codes, _ in pairs]).cumsum(0).tolist()])
-    return weight
 
 
 def plain(weight, x):
@@ -63,15 +47,6 @@ def way(request, monkeypatch):
     if request.param in KERNELS and built(KERNELS[request.param]) is None:
         pytest.skip("this processor lacks the instructions")
     return request.param
-
-
-def built(instructions):
-    """The kernel, where this processor has the instructions."""
-    if processor().architecture != "x86_64" or (instructions != "avx2" and processor().codes_kernel != instructions):
-        return None
-    found = native._built(instructions)
-    assert not isinstance(found, str), found
-    return found
 
 
 @pytest.fixture(params=[1, 2])
@@ -111,7 +86,7 @@ def test_decoded_and_baked_are_bitsandbytes_own_weights_bit_for_bit(quant, way, 
     linear, eye = linear_of(weight, way=way), torch.eye(IN, dtype=torch.bfloat16)
     wanted = plain(weight, eye)
     assert torch.equal(linear(LAYER, eye), wanted)
-    assert linear.bake(pack) == (4 if "float32" in way or "avx2" in way else 2) * 160 * IN
+    assert linear.bake(pack) == (4 if "float32" in way else 2) * 160 * IN
     assert torch.equal(linear(LAYER, eye), wanted)
     linear.unbake()
     assert torch.equal(linear(LAYER, eye), wanted)

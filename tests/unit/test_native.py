@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from support import built
 
 from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.engine.linears import native
@@ -16,10 +17,9 @@ needs_x86 = pytest.mark.skipif(processor().architecture != "x86_64", reason="the
 
 @pytest.fixture(params=["avx512_bf16", "avx2"])
 def kernel(request):
-    if processor().architecture != "x86_64" or request.param == "avx512_bf16" != processor().codes_kernel:
+    found = built(request.param)
+    if found is None:
         pytest.skip("this processor lacks the instructions")
-    found = native._built(request.param)
-    assert isinstance(found, CodesKernel), found
     return found
 
 
@@ -81,6 +81,22 @@ def test_a_token_has_the_same_bits_in_any_company_with_any_number_of_threads(ker
                 assert torch.equal(alone, together[first : first + count])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("columns", [16, 48, 768])
+def test_bf16_weights_are_multiplied_as_4_bit_ones(columns):
+    """Half a unit of bf16's last place for the rounding, and what float32 sums may be off; a weight comes out as it is."""
+    kernel = built("avx2")
+    if kernel is None:
+        pytest.skip("this processor lacks the instructions")
+    assert kernel.takes_plain(columns)
+    assert not kernel.takes_plain(columns + 8)
+    generator = torch.Generator().manual_seed(1)
+    weight, x = (torch.randn(rows, columns, generator=generator).to(BF16) for rows in (37, 70))
+    assert torch.equal(kernel.multiply_plain(torch.eye(columns, dtype=BF16), weight).t(), weight)
+    found, exact = kernel.multiply_plain(x, weight), x.double() @ weight.double().t()
+    room = exact.abs() * 2**-8 + (x.double().abs() @ weight.double().abs().t()) * columns * 2**-24
+    assert ((found.double() - exact).abs() <= room).all()
 
 
 def test_several_weights_each_take_their_own_tokens(kernel):

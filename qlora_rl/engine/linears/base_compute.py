@@ -58,7 +58,9 @@ class BaseCompute:
         copies = f", {self.baked_bytes / GIB:.2f} GiB of copies" if self.baked_bytes else ""
         ways = "".join(f"; {shape}: {rules}" for shape, rules in self.ways.items())
         kernel = f"; kernel for codes: {self.kernel}" if self.kernel else ""
-        return f"linears multiply with: {self.base}{copies} ({self.reason}){kernel}{ways}; adapters: {self.adapter}{left}"
+        return (
+            f"linears multiply with: {self.base}{copies} ({self.reason}){kernel}{ways}; adapters: {self.adapter}{left}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that are also sent between processes."""

@@ -1,5 +1,5 @@
-// Products of a few tokens with 4-bit weights: codes are decoded in registers, rows of GROUP at a time, so that memory gives half a byte
-// for a weight. Built by `native.py` for the processor, without headers of torch.
+// Products of a few tokens with 4-bit weights: rows are decoded in registers, GROUP at a time, so that memory gives half a byte for a weight.
+// The same with bf16 weights, for a processor that has no instructions for those. Built by `native.py`, without headers of torch.
 //
 // A weight is bf16(value[code] * scale), as bitsandbytes decodes it; products are added up in float32 and rounded once to bf16. The
 // bits of a token's result depend neither on the other tokens nor on the number of threads.
@@ -70,6 +70,8 @@ inline void tile(const Number* x, const Number* weights, int64_t columns, int64_
 
 inline const Number* prepared(const uint16_t* x, Number*, int64_t, int64_t) { return x; }
 
+inline void read_plain(const uint16_t* row, int64_t columns, Number* out) { std::copy(row, row + columns, out); }
+
 inline void in_order(const Number* row, int64_t columns, uint16_t* out) { std::copy(row, row + columns, out); }
 
 #else
@@ -95,7 +97,7 @@ inline __m256 picked(Values weights, __m256i codes, __m256i sign) {
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(sign));
 }
 
-// One row [I], in an order of its own: of each 16, the even ones before the odd ones. `prepared` puts tokens into the same.
+// One row [I], in an order of its own: of each 16, the even ones before the odd ones; `read_plain` puts tokens into the same.
 inline void decode(const uint8_t* codes, const float* scales, Values values, int64_t columns, int64_t block, Number* out) {
     for (int64_t start = 0; start < columns; start += block) {
         const __m256 scale = _mm256_set1_ps(*scales++);
@@ -129,14 +131,18 @@ inline void tile(const Number* x, const Number* weights, int64_t columns, int64_
     }
 }
 
+// A row of bf16 in the order of `decode`.
+inline void read_plain(const uint16_t* row, int64_t columns, Number* out) {
+    for (int64_t i = 0; i < columns; i += 16) {
+        const __m256i pairs = _mm256_loadu_si256((const __m256i*)(row + i));
+        _mm256_storeu_ps(out + i, _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)));
+        _mm256_storeu_ps(out + i + 8, _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000))));
+    }
+}
+
 inline const Number* prepared(const uint16_t* x, Number* room, int64_t tokens, int64_t columns) {
 #pragma omp for
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t i = t * columns; i < (t + 1) * columns; i += 16) {
-            const __m256i pairs = _mm256_loadu_si256((const __m256i*)(x + i));
-            _mm256_storeu_ps(room + i, _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)));
-            _mm256_storeu_ps(room + i + 8, _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000))));
-        }
+    for (int64_t t = 0; t < tokens; t++) read_plain(x + t * columns, columns, room + t * columns);
     return room;
 }
 
@@ -170,38 +176,50 @@ inline Number* room_for(std::vector<Line>& lines, int64_t numbers) {
 
 thread_local std::vector<Line> decoded_rows, prepared_tokens;
 
-}  // namespace
-
-extern "C" {
-
-// Each of several weights [O, I] of one shape times its own tokens: weight p those from starts[p] to starts[p + 1].
-//
-// codes, scales: by weight, O * I / 2 bytes and O * I / block numbers; table: what the 16 codes mean; x: bf16 [T, I]; out: bf16 [T, O].
-void qlora_rl_multiply(int64_t weights, const uint8_t* const* codes, const float* const* scales, const int64_t* starts, const float* table,
-                       const uint16_t* x, uint16_t* out, int64_t rows, int64_t columns, int64_t block, int threads) {
+// Weights [O, I], each times tokens starts[p] to starts[p + 1]; read(p, row, out) gives one of its rows.
+template <typename Read>
+void multiply(int64_t weights, Read read, const int64_t* starts, const uint16_t* x, uint16_t* out, int64_t rows, int64_t columns, int threads) {
     const int64_t groups = (rows + GROUP - 1) / GROUP, width = columns + 64 / (int64_t)sizeof(Number), tokens = starts[weights];
     Number* shared = sizeof(Number) == sizeof(float) ? room_for(prepared_tokens, tokens * columns) : nullptr;
 #pragma omp parallel num_threads(threads)
     {
         Number* own = room_for(decoded_rows, GROUP * width);
         const Number* all = prepared(x, shared, tokens, columns);
-        const Values values = values_of(table);
 #pragma omp for schedule(dynamic, 8)
         for (int64_t number = 0; number < weights * groups; number++) {
             const int64_t weight = number / groups, first = number % groups * GROUP;
             const int here = (int)std::min<int64_t>(GROUP, rows - first);
             for (int64_t from = starts[weight]; from < starts[weight + 1]; from += TOKENS_READ) {
                 const int64_t to = std::min(from + TOKENS_READ, starts[weight + 1]);
-                for (int o = 0; o < here; o++) {
-                    const int64_t begin = (first + o) * columns;
-                    decode(codes[weight] + begin / 2, scales[weight] + begin / block, values, columns, block, own + o * width);
-                }
+                for (int o = 0; o < here; o++) read(weight, first + o, own + o * width);
                 int64_t t = from;
                 for (; t + TOKENS <= to; t += TOKENS) tile<TOKENS>(all + t * columns, own, columns, width, out + t * rows + first, rows, here);
                 rest<TOKENS - 1>(to - t, all + t * columns, own, columns, width, out + t * rows + first, rows, here);
             }
         }
     }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Each of several 4-bit weights [O, I] of one shape times its own tokens: weight p those from starts[p] to starts[p + 1].
+//
+// codes, scales: by weight, O * I / 2 bytes and O * I / block numbers; table: what the 16 codes mean; x: bf16 [T, I]; out: bf16 [T, O].
+void qlora_rl_multiply(int64_t weights, const uint8_t* const* codes, const float* const* scales, const int64_t* starts, const float* table,
+                       const uint16_t* x, uint16_t* out, int64_t rows, int64_t columns, int64_t block, int threads) {
+    const Values values = values_of(table);
+    const auto read = [=](int64_t weight, int64_t row, Number* to) {
+        decode(codes[weight] + row * columns / 2, scales[weight] + row * columns / block, values, columns, block, to);
+    };
+    multiply(weights, read, starts, x, out, rows, columns, threads);
+}
+
+// A bf16 weight [O, I] times tokens [T, I].
+void qlora_rl_multiply_plain(const uint16_t* weight, const uint16_t* x, uint16_t* out, int64_t tokens, int64_t rows, int64_t columns, int threads) {
+    const int64_t starts[2] = {0, tokens};
+    multiply(1, [=](int64_t, int64_t row, Number* to) { read_plain(weight + row * columns, columns, to); }, starts, x, out, rows, columns, threads);
 }
 
 // The weight itself, bf16 [O, I].

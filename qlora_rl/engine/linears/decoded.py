@@ -160,7 +160,8 @@ class DecodedLinear:
     @property
     def baked_bytes(self) -> int:
         """What the decoded weight takes."""
-        return math.prod(self.shape) * (2 if self._lifted is None else 4)
+        is_wide = self._lifted is not None and not (self._kernel and self._kernel.takes_plain(self._columns))
+        return math.prod(self.shape) * (4 if is_wide else 2)
 
     def refresh(self) -> None:
         """Make the copy again, where there is one: the codes or scales under it have changed."""
@@ -171,6 +172,21 @@ class DecodedLinear:
     def has_kernel(self) -> bool:
         """`native`'s kernel multiplies its codes."""
         return self._kernel is not None
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where its codes and scales are, for `native`'s kernel; until other ones are put in their place."""
+        return self._addresses[0][0], self._addresses[1][0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the 16 codes mean, float32 [16]."""
+        return self._joined.values
+
+    @property
+    def blocksize(self) -> int:
+        """Weights per scale."""
+        return self._joined.blocksize
 
     @property
     def is_baked(self) -> bool:

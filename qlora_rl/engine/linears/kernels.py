@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from qlora_rl.engine.linears.native import CodesKernel, codes_kernel
 from qlora_rl.processor import processor
 
 
@@ -90,12 +91,25 @@ def pack(weight_OI: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor | None
     dtype = weight_OI.dtype
     if processor().multiplies_in(dtype) == dtype:
         return pack_as_vllm(weight_OI)
+    kernel = codes_kernel()
+    if not isinstance(kernel, str) and dtype == torch.bfloat16 and kernel.takes_plain(weight_OI.shape[1]):
+        return _by_kernel(kernel, weight_OI.contiguous())
     in_float32 = pack_as_vllm(weight_OI.float())
 
     def lifted(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return in_float32(x.float(), None if bias is None else bias.float()).to(dtype)
 
     return lifted
+
+
+def _by_kernel(
+    kernel: CodesKernel, weight_OI: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    def multiplied(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = kernel.multiply_plain(x.reshape(-1, x.shape[-1]).contiguous(), weight_OI).view(*x.shape[:-1], -1)
+        return out if bias is None else out.add_(bias)
+
+    return multiplied
 
 
 def pack_as_vllm(weight_OI: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:

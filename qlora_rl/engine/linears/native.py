@@ -45,7 +45,9 @@ class CodesKernel:
         self._multiply, self._decode = library.qlora_rl_multiply, library.qlora_rl_decode
         self._multiply.argtypes = [_NUMBER, *[_POINTER] * 6, *[_NUMBER] * 3, ctypes.c_int]
         self._decode.argtypes = [*[_POINTER] * 4, *[_NUMBER] * 3, ctypes.c_int]
-        self._multiply.restype = self._decode.restype = None
+        self._plain = library.qlora_rl_multiply_plain
+        self._plain.argtypes = [*[_POINTER] * 3, *[_NUMBER] * 3, ctypes.c_int]
+        self._multiply.restype = self._decode.restype = self._plain.restype = None
         self.instructions = instructions
 
     def takes(self, columns: int, blocksize: int) -> bool:
@@ -99,6 +101,18 @@ class CodesKernel:
             blocksize,
             _threads(),
         )
+        return out_TO
+
+    def takes_plain(self, columns: int) -> bool:
+        """It multiplies bf16 weights with rows of so many columns, and torch has no instructions for that."""
+        return self.instructions == "avx2" and columns % 16 == 0
+
+    def multiply_plain(self, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        """The product [T, O] of two contiguous bf16 matrices."""
+        out_TO = torch.empty(len(x_TI), len(weight_OI), dtype=torch.bfloat16)
+        self._plain(
+            weight_OI.data_ptr(), x_TI.data_ptr(), out_TO.data_ptr(), len(x_TI), *weight_OI.shape, _threads()
+        )  # fmt: skip
         return out_TO
 
 

@@ -1,4 +1,5 @@
-"""A mixture's experts in 4 bits in vLLM, which has no kernel for them: the chosen experts are decoded and multiplied one after another.
+"""A mixture's experts in 4 bits in vLLM, which has no kernel for them: `native`'s multiplies all that are chosen at once; without it they are decoded
+and multiplied one after another.
 
 Imports vLLM; named by `experts` when a base has such experts. Runs inside vLLM's worker.
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,6 +22,7 @@ from qlora_rl.base.experts import NAMINGS, mix
 from qlora_rl.base.quant import dequantize_exactly, require_bitsandbytes
 from qlora_rl.base.stored import Stored4bit, StoredTensors
 from qlora_rl.engine.linears.decoded import LIFTED_SLICE, SLICE, DecodedLinear
+from qlora_rl.engine.linears.native import CodesKernel, codes_kernel
 from qlora_rl.errors import EngineUnsupportedError
 from qlora_rl.processor import processor
 
@@ -38,6 +41,7 @@ class CodedExperts(FusedMoEMethodBase):
         self._model, self._naming = whole.model_config, NAMINGS[whole.model_config.hf_config.model_type]
         self._device, self._layer = torch.device(whole.device_config.device), prefix.removesuffix(".routed_experts")
         self._experts: list[tuple[Weights, Weights]] = []
+        self._together: TogetherExperts | None = None
 
     def create_weights(self, layer: Any, *_: Any, **__: Any) -> None:
         """None that vLLM would load."""
@@ -71,6 +75,15 @@ class CodedExperts(FusedMoEMethodBase):
                 )
             )
 
+        kernel = codes_kernel()
+        both = [self._with_kernel(which) for which in (0, 1)]
+        if not isinstance(kernel, str) and {len(products) for products in both} == {len(self._experts)}:
+            self._together = TogetherExperts(kernel, *both)
+
+    def _with_kernel(self, which: int) -> list[DecodedLinear]:
+        products = [both[which].product for both in self._experts]
+        return [product for product in products if product is not None and product.has_kernel]
+
     def parts(self) -> Iterator[tuple[str, torch.Tensor, Any]]:
         """Name, packed codes and QuantState of every matrix."""
         for both in self._experts:
@@ -82,7 +95,12 @@ class CodedExperts(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """The experts [T, K] of x [T, H], as the trainer computes them."""
         weights = topk_weights.to(x.dtype) if self._naming.rounds_weights else topk_weights
-        return mix(x, topk_ids, weights, functools.partial(self._expert, _ACTIVATIONS[layer.activation.value]))
+        activation = _ACTIVATIONS[layer.activation.value]
+        if self._together is not None and x.dtype == torch.bfloat16:
+            found = self._together(x, topk_ids, weights, activation)
+            if found is not None:
+                return found
+        return mix(x, topk_ids, weights, functools.partial(self._expert, activation))
 
     def _expert(self, activation: Any, number: int, x: torch.Tensor) -> torch.Tensor:
         gate_up, down = self._experts[number]
@@ -109,10 +127,10 @@ class Weights:
         self.data = torch.cat([part.codes.flatten() for part in matrices.values()]).view(-1, 1).to(device)
         self.bnb_shard_offsets = torch.tensor([0, *sizes]).cumsum(0)
         self.bnb_quant_state = {i: _state(part, device, dtype) for i, part in enumerate(matrices.values())}
-        self._product: DecodedLinear | None = None
+        self.product: DecodedLinear | None = None
         if device.type == "cpu" and dtype == torch.bfloat16:
             with contextlib.suppress(ValueError):  # bitsandbytes has no kernel for it: decoded in plain torch
-                self._product = DecodedLinear(cast(torch.nn.Parameter, self), *_buffers())
+                self.product = DecodedLinear(cast(torch.nn.Parameter, self), *_buffers(), *_kernel())
 
     def data_ptr(self) -> int:
         """As of a parameter."""
@@ -126,13 +144,57 @@ class Weights:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, I] times the matrices, [T, O]."""
-        if self._product is not None:
-            return self._product.multiply(x)
+        if self.product is not None:
+            return self.product.multiply(x)
         weights = [
             dequantize_exactly(codes, state.absmax, state.code, state.blocksize, state.shape).to(x.dtype)
             for _, codes, state in self.parts()
         ]
         return torch.cat([torch.nn.functional.linear(x, weight) for weight in weights], dim=-1)
+
+
+class TogetherExperts:
+    """All chosen experts of a layer in two calls of the kernel; what `mix` gives, bit for bit where that multiplies with the same kernel.
+
+    Args:
+        kernel: of `native`.
+        gate_up, down: of each expert.
+    """
+
+    def __init__(self, kernel: CodesKernel, gate_up: Sequence[DecodedLinear], down: Sequence[DecodedLinear]) -> None:
+        self._kernel, self._both = kernel, (gate_up, down)
+
+    def __call__(
+        self, x_TH: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor, activation: Any
+    ) -> torch.Tensor | None:
+        """As `mix`; `None` where experts have so many tokens that decoding them takes less time."""
+        choices = chosen_TK.flatten()
+        counts = choices.bincount(minlength=len(self._both[0])).tolist()
+        hit = [number for number, count in enumerate(counts) if count]
+        if not self._kernel.is_best_for(choices.numel() // max(1, len(hit))):
+            return None
+        order = choices.argsort(stable=True)
+        token = order // chosen_TK.shape[1]
+        starts = list(itertools.accumulate((counts[number] for number in hit), initial=0))
+        gate, up = self._multiply(0, x_TH[token], hit, starts).chunk(2, dim=-1)
+        found = self._multiply(1, activation(gate) * up, hit, starts)
+        weighted = found * weights_TK.flatten()[order, None]
+        return _added_up(weighted.to(x_TH.dtype), order.argsort().view_as(chosen_TK))
+
+    def _multiply(self, which: int, x: torch.Tensor, hit: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
+        linears = self._both[which]
+        codes, absmax = zip(*(linears[number].addresses for number in hit), strict=True)
+        first = linears[0]
+        return self._kernel.multiply(x, codes, absmax, starts, first.values, first.shape[0], first.blocksize)
+
+
+def _added_up(found: torch.Tensor, places_TK: torch.Tensor) -> torch.Tensor:
+    """The sum of K rows for each token, in the order of their places: each addition rounds."""
+    first, *others = places_TK.sort(dim=1).values.unbind(1)
+    out_TH = found[first]
+    for place in others:
+        out_TH += found[place]
+    return out_TH
 
 
 def _read(stored: StoredTensors, names: list[str]) -> dict[str, Stored4bit]:
@@ -152,6 +214,12 @@ def _state(part: Stored4bit, device: torch.device, dtype: torch.dtype) -> Any:
         quant_type=part.kind,
         dtype=dtype,
     )
+
+
+def _kernel() -> tuple[CodesKernel, ...]:
+    """The one for this processor, if there is one."""
+    found = codes_kernel()
+    return () if isinstance(found, str) else (found,)
 
 
 @functools.cache
