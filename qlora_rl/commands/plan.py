@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT
+from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, POSITIVE, UsageError
 from qlora_rl.contracts import QUANT_TYPES
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.cards import card_size
+from qlora_rl.ledger.methods import METHODS, OFFLINE
 
 
 def add(commands: Any) -> None:
@@ -20,6 +21,18 @@ def add(commands: Any) -> None:
         type=card_size,
         metavar="SIZE",
         help="size of the card, such as 24 or 24GB; another number is GiB that the run may use (default: no limit)",
+    )
+    plan.add_argument(
+        "--host-memory",
+        type=POSITIVE,
+        metavar="GIB",
+        help="host memory that layer inputs may take, in GiB (default: no limit; the trainers take what is free)",
+    )
+    plan.add_argument(
+        "--method",
+        choices=METHODS,
+        default="grpo",
+        help="sft and dpo have no engine, and dpo two sequences a row (default: %(default)s)",
     )
     plan.add_argument(
         "--max-length",
@@ -116,8 +129,14 @@ def run(arguments: argparse.Namespace) -> int:
     targets = arguments.target_modules
     config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
     check_supported(config)
+    is_offline = arguments.method in OFFLINE
+    if is_offline and (said := _of_the_engine(arguments)):
+        raise UsageError(
+            f"planning the memory: {', '.join(said)} with --method {arguments.method}, which makes no engine. Leave it out."
+        )
     ledger = plan_memory(
         config,
+        method=arguments.method,
         rank=arguments.rank,
         target_modules=targets[0] if targets == ["all-linear"] else targets,
         spec=spec,
@@ -134,6 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
         device="cuda" if arguments.base_compute is None else "cpu",
         copies_dtype=copies_dtype() if arguments.base_compute == "baked" else None,
         gpu_memory_gib=arguments.gpu_memory,
+        host_memory_gib=arguments.host_memory,
     )
     longest = largest_length(ledger) if arguments.gpu_memory is not None else None
     if arguments.json:
@@ -144,10 +164,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.base_compute is not None:
         print(f"\nprocessor: {processor()}")
     sequences, tokens = ledger.cache_sequences, ledger.cache_tokens
-    print(f"\nKV cache: {sequences} sequences of {arguments.max_length} tokens at once, {tokens} tokens in all")
+    if not is_offline:
+        print(f"\nKV cache: {sequences} sequences of {arguments.max_length} tokens at once, {tokens} tokens in all")
     if longest is not None:
         print(f"longest --max-length that fits: {longest or 'none'}")
-    if not ledger.fits:
+    if not ledger.fits_host:
+        print(ledger.too_much_for_host())
+    elif not ledger.fits:
         savings = ledger.savings()
         one_does = any(saving.is_enough for saving in savings)
         print(
@@ -159,3 +182,13 @@ def run(arguments: argparse.Namespace) -> int:
             enough = ", which is enough" if saving.is_enough else ""
             print(f"  {saving.advice}: saves {saving.nbytes / 2**30:.2f} GiB{enough}")
     return 0 if ledger.fits else DOES_NOT_FIT
+
+
+def _of_the_engine(arguments: argparse.Namespace) -> list[str]:
+    """Options that say something of an engine."""
+    said = {
+        "--two-copies": arguments.two_copies,
+        "--sleep": arguments.sleep is not None,
+        "--base-compute baked": arguments.base_compute == "baked",
+    }
+    return [option for option, is_there in said.items() if is_there]

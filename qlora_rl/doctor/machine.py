@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from qlora_rl.doctor.finding import Finding
+from qlora_rl.ledger.host import memory_gib
 
 PART = "machine"
 GIB = 2**30
@@ -43,21 +44,6 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _plain(value: str, home: str) -> str:
     return "~" + value.removeprefix(home) if len(home) > 1 and value.startswith(home) else value
-
-
-def memory_gib(root: Path = Path("/")) -> tuple[float, float]:
-    """GiB of the machine, or of the container where that has less; and how much of it is available."""
-    pages = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line)
-    total, free = (int(pages[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
-    group = root / "sys/fs/cgroup"
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit.isdigit() and int(limit) / GIB < total:
-            held = int((group / "memory.current").read_text())
-            return int(limit) / GIB, min(free, (int(limit) - held) / GIB)
-    except OSError:  # no cgroup, or an older one
-        pass
-    return total, free
 
 
 def _memory() -> Finding:

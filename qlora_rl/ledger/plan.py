@@ -15,9 +15,11 @@ from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import rank_class
 from qlora_rl.errors import MemoryBudgetError
 from qlora_rl.ledger import lines as count
+from qlora_rl.ledger import step
 from qlora_rl.ledger.cards import usable_gib
 from qlora_rl.ledger.choice import OFFLOAD, SLEEPS, Way, describe, sets_of
 from qlora_rl.ledger.lines import Line, counted
+from qlora_rl.ledger.methods import OFFLINE
 from qlora_rl.ledger.request import MemoryRequest
 from qlora_rl.ledger.shape import ModelShape, read_shape, skeleton
 
@@ -74,6 +76,17 @@ class MemoryLedger:
     def rollout_bytes(self) -> int:
         """The peak of the engine's work, on top of what is held, without the KV cache."""
         return self._sum("rollout")
+
+    @property
+    def host_bytes(self) -> int:
+        """Layer inputs in host memory."""
+        return self._sum("host")
+
+    @property
+    def host_budget_bytes(self) -> int | None:
+        """All that they may take."""
+        limit = self.request.host_memory_gib
+        return None if limit is None or self.request.device != "cuda" else int(limit * GIB)
 
     @property
     def budget_bytes(self) -> int | None:
@@ -151,9 +164,22 @@ class MemoryLedger:
 
     @property
     def fits(self) -> bool:
-        """All of it is within the budget, with room for one sequence of full length in the KV cache."""
+        """All of it is within the budget, with room for one sequence of full length in the KV cache; and layer inputs within the host's memory."""
         within = self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
-        return within and self.cache_bytes >= self._least_cache
+        return within and self.cache_bytes >= self._least_cache and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """What waits in host memory has room there."""
+        return self.host_budget_bytes is None or self.host_bytes <= self.host_budget_bytes
+
+    def too_much_for_host(self) -> str:
+        """What to do where layer inputs have no room in host memory."""
+        asked = f"{self.request.rows} x {self.request.max_length} tokens"
+        return (
+            f"layer inputs of {asked} need {self.host_bytes / GIB:.2f} GiB of host memory > {self.request.host_memory_gib or 0:.2f} GiB, which are "
+            "free. Leave out offload=True (gradient_checkpointing_kwargs), lower max_length or the micro-batch, or free memory."
+        )
 
     def changed(self, **request: Any) -> MemoryLedger:
         """The estimate for the same model and adapter with other fields of the request, such as `shared=False`."""
@@ -183,6 +209,8 @@ class MemoryLedger:
                 f"planning the memory: kv_cache_gib={self.cache_gib:.3g} < {self._least_cache / GIB:.3g} GiB, which one sequence "
                 f"of {length} tokens needs. Raise it, or lower the length."
             )
+        if not self.fits_host:
+            raise MemoryBudgetError(f"planning the memory: {self.too_much_for_host()}")
         peak, budget = self.least_bytes / GIB, (self.budget_bytes or 0) / GIB
         savings = self.savings()
         ways = "".join(
@@ -204,10 +232,14 @@ class MemoryLedger:
     @property
     def choice(self) -> str:
         """What the plan has turned on, and why; empty where nothing was left to it."""
-        if self.budget_bytes is None or not _left_open(self.asked):
+        if self.budget_bytes is None or not (left := _left_open(self.asked)):
             return ""
         without = f"{self.unaided_bytes / GIB:.2f} GiB > {self.budget_bytes / GIB:.2f} GiB"
-        return describe(self.chosen, fits=self.fits, without=without)
+        said = describe(self.chosen, fits=self.fits, without=without)
+        moved = self.unaided_bytes > self.budget_bytes and OFFLOAD in left and OFFLOAD not in self.chosen
+        if moved and not (other := _with(self, offload=True)).fits_host:
+            said += f"; layer inputs stay on the GPU: {other.host_bytes / GIB:.2f} GiB > {other.request.host_memory_gib:.2f} GiB of host memory"
+        return said
 
     # --- for people -------------------------------------------------------------------------------------------------
 
@@ -231,6 +263,10 @@ class MemoryLedger:
             words = "left" if left >= 0 else "too much"
             said = f"{abs(left):.3f} GiB {words}{self._card_words}"
             text.append(f"  {'gpu_memory':<{names}}  {self.budget_bytes / GIB:8.3f} GiB  {said}")
+        if self.host_budget_bytes is not None:
+            left = (self.host_budget_bytes - self.host_bytes) / GIB
+            said = f"{abs(left):.3f} GiB {'left' if left >= 0 else 'too much'}"
+            text.append(f"  {'host_memory':<{names}}  {self.host_budget_bytes / GIB:8.3f} GiB  {said}")
         return "\n".join(text)
 
     def _peak_words(self) -> str:
@@ -242,9 +278,9 @@ class MemoryLedger:
         r = self.request
         head = (
             f"{verdict}{self.shape.name}, {counted(self.shape.parameters)} parameters as {r.spec.label}, "
-            f"{r.batch_size} x {r.max_length} tokens, {r.optimizer}, "
+            f"{'' if r.method == 'grpo' else f'{r.method}, '}{r.rows} x {r.max_length} tokens, {r.optimizer}, "
             f"gradient checkpointing {'on' if r.gradient_checkpointing else 'off'}{', layer inputs in host memory' if r.offload else ''}, "
-            f"{'one base' if r.shared else 'two bases'}"
+            f"{'one base' if r.shared or not r.has_engine else 'two bases'}"
         )
         return "\n".join(filter(None, [head, self.table(), self.choice]))
 
@@ -265,6 +301,8 @@ class MemoryLedger:
             "rollout_bytes": self.rollout_bytes,
             "peak_bytes": self.peak_bytes,
             "budget_bytes": self.budget_bytes,
+            "host_bytes": self.host_bytes,
+            "host_budget_bytes": self.host_budget_bytes,
             "fits": self.fits,
         }
 
@@ -278,7 +316,7 @@ def plan_memory(
     adapter: Mapping[str, tuple[int, ...]] | None = None,
     **request: Any,
 ) -> MemoryLedger:
-    """The memory of one GRPO run with trainer and engine on one device.
+    """The memory of one run: with trainer and engine on one device, or of a trainer alone (`method="sft"`, `"dpo"`).
 
     ::
 
@@ -298,6 +336,8 @@ def plan_memory(
         ConfigConflictError: a config that is no causal language model, an adapter that finds nothing, a number that makes
             no sense.
     """
+    if request.get("method") in OFFLINE:
+        request.setdefault("has_engine", False)
     wanted = MemoryRequest(**request)
     model = skeleton(config)
     shape = read_shape(config, model)
@@ -330,10 +370,13 @@ def _left_open(asked: MemoryRequest) -> list[Way]:
 
 def _ledger(shape: ModelShape, asked: MemoryRequest, adapter: Mapping[str, tuple[int, ...]]) -> MemoryLedger:
     """With the cheapest of what was left to the plan that lets it fit; with all of that where nothing does."""
-    tried = []
+    tried: list[MemoryLedger] = []
     for chosen in sets_of(_left_open(asked)):
-        tried.append(_settled(shape, asked, adapter, chosen))
-        if tried[-1].fits:
+        one = _settled(shape, asked, adapter, chosen)
+        if tried and OFFLOAD in chosen and not one.fits_host:
+            continue  # what has no room on the host stays where it is
+        tried.append(one)
+        if one.fits:
             break
     return replace(tried[-1], unaided_bytes=tried[0].least_bytes)
 
@@ -356,8 +399,8 @@ def _with(ledger: MemoryLedger, **change: Any) -> MemoryLedger:
 def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tuple[int, ...]]) -> tuple[Line, ...]:
     spec, device = request.spec, request.device
     trained = getattr(torch, request.adapter_dtype).itemsize
-    batch, length = request.batch_size, request.max_length
-    tiled = request.gradient_checkpointing and request.tiles and count.has_tiles(shape)
+    batch, length = request.rows, request.max_length
+    tiled = request.gradient_checkpointing and request.tiles and step.has_tiles(shape)
     tiled = tiled and batch * length > count.MLP_TILE[device]
     base = count.base_lines(shape, spec, request.shared and request.has_engine, request.baked, device)
     seen = min(request.image_tokens or count.ASSUMED_IMAGE_TOKENS, length)
@@ -365,7 +408,7 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
         *count.parted_base(base, shape, request.trainer_parts, request.engine_parts),
         *count.adapter_lines(shape, spec, adapter, trained, device, tiled=tiled),
         count.optimizer_line(adapter, trained, request.optimizer),
-        *count.activation_lines(
+        *step.activation_lines(
             shape,
             spec,
             adapter,
@@ -377,7 +420,7 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
             offload=bool(request.offload),
             tiles=request.tiles,
         ),
-        count.head_line(shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device),
+        step.head_line(shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device),
         *count.tower_lines(shape, spec, batch=batch, sequences=request.sequences, image_tokens=seen),
         count.rollout_line(shape, spec, sequences=request.sequences, length=length, image_tokens=seen),
     ]
@@ -387,6 +430,9 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
         overhead = int(count.OVERHEAD_GIB * GIB)
         lines.append(Line("CUDA and vLLM", overhead, "context, workspaces, CUDA graphs: assumed", is_exact=False))
     if not request.has_engine:
+        if device == "cuda" and request.method in OFFLINE:
+            context = int(count.CONTEXT_GIB * GIB)
+            lines.append(Line("CUDA", context, "context, workspaces: assumed", is_exact=False))
         lines = [line for line in lines if line.name not in count.OF_THE_ENGINE]
     return tuple(lines)
 
@@ -407,7 +453,7 @@ def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
         changes.append((f"vllm_max_model_length={length}", {"engine_length": length}))
     if not request.gradient_checkpointing:
         changes.append(("gradient_checkpointing=True", {"gradient_checkpointing": True}))
-    elif not request.offload and request.device == "cuda":
+    elif not request.offload and request.device == "cuda" and _with(ledger, offload=True).fits_host:
         changes.append((OFFLOAD.setting, {OFFLOAD.field: True}))
     if request.padded and not ledger.shape.needs_masks(length):
         changes.append(("remove_padding=True", {"padded": False}))

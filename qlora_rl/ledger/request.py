@@ -7,6 +7,7 @@ from typing import Any
 
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.ledger.methods import METHODS, OFFLINE, SEQUENCES
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class MemoryRequest:
 
     Attributes:
         spec: how the base is held.
+        method: "grpo", "rloo", "sft" or "dpo". The last two make no engine, and DPO has two sequences for every one of `batch_size`.
         max_length: prompt plus completion, in tokens.
         engine_length: the longest sequence that the engine admits, where that is more: its KV cache must hold one.
         image_tokens: of a sequence, those that stand for images, where the model takes them; `None` for an image of about 900 x 900 pixels.
@@ -40,6 +42,7 @@ class MemoryRequest:
         kv_cache_gib: size of the KV cache; by default what is left, up to what `sequences` of full length need.
         gpu_memory_gib: all that may be held; with device="cuda" the size of a card, such as 24, is what these cards have, less a
             reserve (`ledger/cards.py`); `None` for no limit.
+        host_memory_gib: that layer inputs may take in host memory; `None` for no limit.
         device: "cuda" or "cpu".
         has_engine: the run makes an engine; otherwise its lines are left out.
         trainer_parts: processes, with a GPU each, that the trainer's base is sharded over. The estimate is for one GPU.
@@ -47,6 +50,7 @@ class MemoryRequest:
     """
 
     spec: QuantSpec = field(default_factory=QuantSpec)
+    method: str = "grpo"
     max_length: int = 2048
     engine_length: int | None = None
     image_tokens: int | None = None
@@ -66,6 +70,7 @@ class MemoryRequest:
     cache_dtype: str = "auto"
     kv_cache_gib: float | None = None
     gpu_memory_gib: float | None = None
+    host_memory_gib: float | None = None
     device: str = "cuda"
     has_engine: bool = True
     trainer_parts: int = 1
@@ -74,10 +79,19 @@ class MemoryRequest:
     def __post_init__(self) -> None:
         counts = ("max_length", "batch_size", "sequences", "trainer_parts", "engine_parts")
         positive = {name: getattr(self, name) for name in counts}
-        positive |= {n: v for n in ("kv_cache_gib", "gpu_memory_gib") if (v := getattr(self, n)) is not None}
+        limits = ("kv_cache_gib", "gpu_memory_gib", "host_memory_gib")
+        positive |= {n: v for n in limits if (v := getattr(self, n)) is not None}
         wrong = [f"{name}={value} must be above 0" for name, value in positive.items() if not value > 0]
         if wrong:
             raise ConfigConflictError(f"planning the memory: {'; '.join(wrong)}.", reasons=wrong)
+        if self.method not in METHODS:
+            raise ConfigConflictError(
+                f"planning the memory: method={self.method!r} is none of {', '.join(METHODS)}. Plan online DPO as 'grpo' with twice the batch."
+            )
+        if self.has_engine and self.method in OFFLINE:
+            raise ConfigConflictError(
+                f"planning the memory: method={self.method!r} makes no engine. Pass has_engine=False, or leave it out."
+            )
         if self.device not in ("cuda", "cpu"):
             raise ConfigConflictError(f"planning the memory: device={self.device!r} is neither 'cuda' nor 'cpu'.")
         if self.copies_dtype and self.device != "cpu":
@@ -89,6 +103,11 @@ class MemoryRequest:
                 f"planning the memory: shared=True, and a base in {max(self.trainer_parts, self.engine_parts)} parts is held twice. Pass "
                 "shared=False."
             )
+
+    @property
+    def rows(self) -> int:
+        """Sequences of one forward and backward pass."""
+        return self.batch_size * SEQUENCES.get(self.method, 1)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""

@@ -106,14 +106,15 @@ def test_a_kv_cache_of_the_users_own_stays_his(fields, options, make_trainer, co
     assert colocate[0].get("kv_cache_gib") == options.get("kv_cache_gib")
 
 
-def budget_on_a_card(reported_gib, gpu_memory, base, args, monkeypatch, **options):
-    """The budget of a run on a card that reports so much memory."""
+def budget_on_a_card(reported_gib, gpu_memory, base, args, monkeypatch, host_gib=200.0, **options):
+    """The budget of a run on a card that reports so much memory, in a machine of which so much is free."""
     from peft import LoraConfig
 
     from qlora_rl.train.setup.budget import MemoryBudget
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int((reported_gib - 1) * GIB), int(reported_gib * GIB)))
+    monkeypatch.setattr("qlora_rl.train.setup.budget.memory_gib", lambda: (host_gib, host_gib))
     args.use_cpu = False
     wanted = {"quantization_config": None, "engine_options": {"base_compute": "auto"} | options, "optimizer": None}
     wanted |= {"adapter_dtype": "float32", "shared": True, "has_engine": True}
@@ -156,7 +157,19 @@ def test_a_card_that_has_less_than_others_of_its_size_gets_what_it_has(base, con
 def test_the_plan_turns_on_what_is_not_set_and_what_is_set_stays(
     fields, options, set_to, config, tmp_path, monkeypatch
 ):
-    """Qwen3-8B on a card of 24 GB, one sequence of 65,536 tokens."""
+    wanted, args = long_run(config, tmp_path, **fields)
+    if set_to is MemoryBudgetError:
+        with pytest.raises(MemoryBudgetError, match="turned on by the plan, and not enough"):
+            budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **options)
+        return
+    budget = budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **options)
+    budget.set_chosen(args)
+    assert (args.vllm_enable_sleep_mode, args.gradient_checkpointing_kwargs) == set_to
+    assert budget.as_dict()["choice"].startswith("turned on by the plan: ")
+
+
+def long_run(config, tmp_path, **fields):
+    """Qwen3-8B, and the config of a run with one sequence of 65,536 tokens, which a card of 24 GB holds only with all that may be turned on."""
     shape = Qwen3Config(
         vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=131_072,
@@ -170,15 +183,23 @@ def test_the_plan_turns_on_what_is_not_set_and_what_is_set_stays(
         gradient_checkpointing=True,
         **fields,
     )
-    wanted = SimpleNamespace(path=tmp_path / "8b")
-    if set_to is MemoryBudgetError:
-        with pytest.raises(MemoryBudgetError, match="turned on by the plan, and not enough"):
-            budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **options)
-        return
-    budget = budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **options)
-    budget.set_chosen(args)
-    assert (args.vllm_enable_sleep_mode, args.gradient_checkpointing_kwargs) == set_to
-    assert budget.as_dict()["choice"].startswith("turned on by the plan: ")
+    return SimpleNamespace(path=tmp_path / "8b"), args
+
+
+def test_layer_inputs_have_the_host_memory_that_is_free(config, tmp_path, monkeypatch, caplog):
+    """36 of 512 MiB each; two processes have half of it each."""
+    wanted, args = long_run(config, tmp_path)
+    with pytest.raises(MemoryBudgetError, match=r"layer inputs stay on the GPU: 18.00 GiB > 16.00 GiB of host memory"):
+        budget_on_a_card(23.64, 24, wanted, args, monkeypatch, host_gib=16.0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(MemoryBudgetError, match=r"18.00 GiB > 12.00 GiB of host memory"):
+        budget_on_a_card(23.64, 24, wanted, args, monkeypatch, host_gib=24.0)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    args.gradient_checkpointing_kwargs = {"offload": True}
+    with pytest.raises(MemoryBudgetError, match=r"need 18.00 GiB of host memory > 16.00 GiB, which are free"):
+        budget_on_a_card(23.64, 24, wanted, args, monkeypatch, host_gib=16.0)
+    budget_on_a_card(23.64, "auto", wanted, args, monkeypatch, host_gib=16.0)
+    assert "the run may not fit: layer inputs of 1 x 65536 tokens need 18.00 GiB of host memory" in caplog.text
 
 
 def test_an_engine_sleeps_in_a_run_that_fits_only_so(make_trainer, config, colocate, monkeypatch):

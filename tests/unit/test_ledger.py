@@ -18,6 +18,7 @@ from qlora_rl.base.kinds import vision_parts
 from qlora_rl.bench.live import Live
 from qlora_rl.cli import main
 from qlora_rl.ledger import lines as count
+from qlora_rl.ledger import step
 from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, card_size, usable_gib
 from qlora_rl.ledger.choice import WAYS
 from qlora_rl.ledger.plan import largest_length
@@ -307,7 +308,7 @@ def test_a_layer_keeps_what_the_ledger_says(tmp_path, architecture, targets, pad
     whole = batch * length if padded else length
     measured = sum(size for size, numel, _ in kept.values() if numel % whole == 0) / (batch * length)
     adapter = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    layer = count.layer_activations(shape, base.spec, adapter, "cpu", padded=padded)
+    layer = step.layer_activations(shape, base.spec, adapter, "cpu", padded=padded)
     last = 4 * shape.hidden  # the last norm in float32
     if not padded:
         last += 2 * 2 * shape.rotary  # every token has its own angles; in a padded batch all sequences have the same

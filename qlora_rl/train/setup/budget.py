@@ -16,6 +16,7 @@ from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.cards import RESERVE_GIB, card_size, usable_gib
 from qlora_rl.ledger.choice import WAYS
+from qlora_rl.ledger.host import memory_gib
 from qlora_rl.ledger.plan import MemoryLedger, plan_memory
 from qlora_rl.ledger.shape import read_config, stored_spec
 from qlora_rl.processor import copies_dtype
@@ -110,6 +111,7 @@ class MemoryBudget:
                 sleeps=_sleeps(args, engine_options or {}, rests=rests) if on_gpu else False,
                 padded=padded or _attention(model, args) == "eager",
                 gpu_memory_gib=limit,
+                host_memory_gib=_host_gib() if on_gpu else None,
                 device="cuda" if on_gpu else "cpu",
                 # On the CPU all parts share one memory.
                 trainer_parts=args.world_size if on_gpu and shards_base(args) else 1,
@@ -125,6 +127,8 @@ class MemoryBudget:
         logger.info("memory of this run:\n%s", self.ledger)
         if gpu_memory != "auto":
             self.ledger.raise_if_too_big()
+        elif not self.ledger.fits_host:
+            logger.warning("the run may not fit: %s", self.ledger.too_much_for_host())
         elif not self.ledger.fits:
             ways = "; ".join(f"{s.advice} saves {s.nbytes / GIB:.2f} GiB" for s in self.ledger.savings()[:4])
             logger.warning(
@@ -208,6 +212,14 @@ def _limit(gpu_memory: str | float, on_gpu: bool) -> float | None:
             )
             return total - RESERVE_GIB
     return float(gpu_memory)
+
+
+def _host_gib() -> float | None:
+    """This process's part of the host memory that is available; `None` where nothing says it."""
+    try:
+        return max(memory_gib()[1], 0.001) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    except (OSError, KeyError):
+        return None
 
 
 def _plan(

@@ -1,0 +1,113 @@
+"""Layer inputs that wait in host memory are counted there, and what has no room there is said; plans of methods without an engine."""
+
+import json
+
+import pytest
+from transformers import Qwen3Config
+
+from qlora_rl import ConfigConflictError, MemoryBudgetError, plan_memory
+from qlora_rl.cli import main
+from qlora_rl.ledger.plan import GIB, largest_length
+
+FIELDS = {
+    "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072, "tie_word_embeddings": False,
+}  # fmt: skip
+# 36 layer inputs of 32,768 tokens x 4096 numbers x 2 bytes.
+INPUTS_GIB = 9.0
+LONG = {"max_length": 32_768, "batch_size": 1, "gpu_memory_gib": 24}
+
+
+def plan(**request):
+    return plan_memory(Qwen3Config(**FIELDS), **request)
+
+
+def named(ledger):
+    return {line.name: line for line in ledger.lines}
+
+
+def test_layer_inputs_have_a_line_of_the_host_that_is_no_part_of_the_cards_peak():
+    on_card, on_host = plan(**LONG, sleeps=True, offload=False), plan(**LONG, sleeps=True, offload=True)
+    assert (on_card.host_bytes, on_host.host_bytes) == (0, INPUTS_GIB * GIB)
+    assert named(on_host)["layer inputs"].when == "host"
+    assert on_host.step_bytes < on_card.step_bytes
+    assert "layer inputs" not in named(plan(**LONG, offload=True, gradient_checkpointing=False))
+
+
+def test_pinned_blocks_are_powers_of_two():
+    one = 4096 * 2  # bytes of a token
+    for tokens, each in ((1024, 1024), (1025, 2048), (1500, 2048), (2048, 2048)):
+        assert plan(max_length=tokens, batch_size=1, offload=True).host_bytes == 36 * each * one
+
+
+@pytest.mark.parametrize(
+    ("host", "chosen"), [(None, ["offload"]), (INPUTS_GIB, ["offload"]), (INPUTS_GIB - 0.1, ["sleeps"])]
+)
+def test_the_plan_moves_layer_inputs_only_where_they_have_room(host, chosen):
+    ledger = plan(**LONG, host_memory_gib=host)
+    assert [way.field for way in ledger.chosen] == chosen
+    assert ledger.fits == (chosen == ["offload"])
+    assert ("9.00 GiB > 8.90 GiB of host memory" in str(ledger)) == (not ledger.fits)
+    if not ledger.fits:
+        assert not any("offload" in saving.advice for saving in ledger.savings())
+        with pytest.raises(MemoryBudgetError, match="layer inputs stay on the GPU"):
+            ledger.raise_if_too_big()
+
+
+def test_layer_inputs_that_the_user_wants_in_host_memory_and_that_have_no_room_are_an_error():
+    ledger = plan(**LONG, sleeps=True, offload=True, host_memory_gib=4)
+    assert not ledger.fits
+    with pytest.raises(MemoryBudgetError, match=r"need 9.00 GiB of host memory > 4.00 GiB, which are free. Leave out"):
+        ledger.raise_if_too_big()
+    assert ledger.changed(max_length=8192).fits
+    assert plan(
+        **LONG | {"gpu_memory_gib": None}, offload=True, device="cpu", host_memory_gib=4
+    ).fits  # no limit of a CPU
+
+
+def test_the_longest_length_counts_the_host_memory():
+    lengths = [
+        largest_length(plan(batch_size=1, gpu_memory_gib=24, host_memory_gib=host)) for host in (1, INPUTS_GIB, 64)
+    ]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[1] < lengths[2]
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_method_without_an_engine_has_no_lines_of_one(method):
+    ledger = plan(method=method, batch_size=4)
+    grpo = plan(batch_size=8 if method == "dpo" else 4, sleeps=True)
+    assert ledger.step_bytes == grpo.step_bytes  # DPO computes two sequences for a row
+    assert not any("engine" in name or "rollout" in name or "vLLM" in name for name in named(ledger))
+    assert named(ledger)["CUDA"].nbytes < named(grpo)["CUDA and vLLM"].nbytes
+    assert (ledger.cache_bytes, ledger.chosen) == (0, ())
+    assert f"{method}, " in str(ledger)
+    assert [way.field for way in plan(method=method, max_length=65_536, batch_size=1, gpu_memory_gib=24).chosen] == [
+        "offload"
+    ]
+
+
+def test_what_contradicts_a_method_is_rejected():
+    with pytest.raises(ConfigConflictError, match="method='ppo' is none of grpo, rloo, sft, dpo"):
+        plan(method="ppo")
+    with pytest.raises(ConfigConflictError, match=r"method=.sft. makes no engine\. Pass has_engine=False"):
+        plan(method="sft", has_engine=True)
+
+
+def test_the_command_plans_methods_and_host_memory(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(Qwen3Config(**FIELDS).to_json_string())
+    asked = ["plan", str(path), "--batch-size", "1", "--gpu-memory", "24"]
+    assert main([*asked, "--method", "dpo", "--max-length", "4096"]) == 0
+    said = capsys.readouterr().out
+    assert "dpo, 2 x 4096 tokens" in said
+    assert "KV cache" not in said
+    assert main([*asked, "--method", "dpo", "--max-length", "4096", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["request"]["method"] == "dpo"
+    assert main([*asked, "--max-length", "32768", "--offload", "--host-memory", "4"]) == 3
+    said = capsys.readouterr().out
+    assert "host_memory" in said
+    assert "5.000 GiB too much" in said
+    assert "lower max_length" in said
+    assert main([*asked, "--method", "sft", "--no-sleep", "--two-copies"]) == 2
+    assert "--two-copies, --sleep with --method sft, which makes no engine" in capsys.readouterr().err
