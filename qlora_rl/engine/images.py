@@ -115,10 +115,10 @@ def unpack(rows: Sequence[Any], images: Any, most: int) -> list[Prompt]:
 
 
 def engine_inputs(renderer: Any, prompts: Sequence[Prompt], salt: str, tower: str) -> list[dict[str, Any]]:
-    """What vLLM's engines are given for B prompts; the same images are processed once.
+    """What vLLM's engines are given for B prompts; the same images are processed once, and all texts in one call.
 
     Args:
-        renderer: of a vLLM engine.
+        renderer: of a vLLM engine; `None` where the engine renders texts itself, and there are no images.
         prompts: as above.
         salt: of vLLM's prefix cache.
         tower: part of the key of vLLM's encoder cache; another one where the vision tower may be another one.
@@ -128,9 +128,13 @@ def engine_inputs(renderer: Any, prompts: Sequence[Prompt], salt: str, tower: st
     """
     rendered: dict[tuple[int, ...], Any] = {}
     found: list[dict[str, Any]] = []
+    texts: Any = [{"prompt_token_ids": list(p), "cache_salt": salt} for p in prompts if not isinstance(p, ImagePrompt)]
+    if renderer is not None and texts:
+        texts = renderer.render_cmpl(texts, renderer.default_cmpl_tok_params)
+    texts = iter(texts)
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, ImagePrompt):
-            found.append({"prompt_token_ids": list(prompt), "cache_salt": salt})
+            found.append(next(texts))
             continue
         key = tuple(map(id, prompt.images))
         if key not in rendered:

@@ -67,6 +67,8 @@ def _params(spec: SamplingSpec, index: int) -> Any:
         "seed": None if spec.seed is None else request_seed(spec.seed, spec.first_place + index),
         "output_kind": RequestOutputKind.FINAL_ONLY,
         "detokenize": False,
+        # vLLM copies parameters deeply for each request. These are made for one; what `extra` holds belongs to all.
+        "skip_clone": not spec.extra,
     }
     if ours := sorted(_OURS & set(spec.extra)):
         raise ConfigConflictError(

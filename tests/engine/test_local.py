@@ -88,6 +88,22 @@ def test_further_sampling_arguments_reach_vllm(engine, prompts):
     assert {len(ids) for ids in rollout.completion_ids} == {12}
 
 
+def test_requests_are_handed_to_vllm_as_it_would_make_them_one_by_one(engine, prompts):
+    """Rendered together, and with parameters that vLLM does not copy: what is sampled is the same."""
+    from qlora_rl.engine.images import engine_inputs
+    from qlora_rl.engine.sampling import sampling_params
+
+    renderer, spec = engine._llm.llm_engine.renderer, SamplingSpec(max_tokens=12, seed=3)
+    for made, prompt in zip(engine_inputs(renderer, prompts, "salt", ""), prompts, strict=True):
+        (alone,) = renderer.render_cmpl([{"prompt_token_ids": list(prompt), "cache_salt": "salt"}])
+        assert {**made, "arrival_time": 0} == {**alone, "arrival_time": 0}
+    copied = SamplingSpec(max_tokens=12, seed=3, extra={"skip_special_tokens": True})
+    assert sampling_params(spec, [0])[0].skip_clone
+    assert not sampling_params(copied, [0])[0].skip_clone  # what `extra` holds belongs to all requests
+    assert engine.generate(prompts, spec).completion_ids == engine.generate(prompts, copied).completion_ids
+    assert engine.generate(prompts, spec).logprobs == engine.generate(prompts, copied).logprobs
+
+
 def test_prompts_that_do_not_fit_into_one_step_of_vllm_are_sampled_with_their_seeds(engine):
     """60 x 40 tokens, 512 a step: a prompt that is cut in two ended vLLM 0.31 on the CPU."""
     long = [[2 + (7 * row + place) % 90 for place in range(40)] for row in range(60)]
