@@ -7,6 +7,7 @@ own, at a hundredth of the speed of float32. There both sides of a training mult
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from dataclasses import asdict, dataclass
@@ -95,7 +96,7 @@ def processor() -> Processor:
     import torch
 
     return Processor(
-        _model_name(), platform.machine(), torch.backends.cpu.get_cpu_capability(), _native_dtypes(), setting
+        _known_name(), platform.machine(), torch.backends.cpu.get_cpu_capability(), _native_dtypes(), setting
     )
 
 
@@ -122,6 +123,11 @@ def _native_dtypes() -> tuple[str, ...]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@functools.cache  # each push asks, for each layer of the engine
+def _known_name() -> str:
+    return _model_name()
 
 
 def _model_name() -> str:
