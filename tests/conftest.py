@@ -15,6 +15,11 @@ from support import make_model, move_a_scale, randomise
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Processes that tests start import in two thirds of the time: children/sitecustomize.py. Behind tests/avx2, if that is there.
+_CHILDREN = str(Path(__file__).resolve().parent / "children")
+if _CHILDREN not in (_known := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, _known), _CHILDREN])
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process that they start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,6 +53,10 @@ _frozen_with = 0
 def pytest_configure(config: pytest.Config) -> None:
     """The order of the files is ours: pytest-xdist would begin with those that hold the most tests."""
     config.option.loadscopereorder = False
+    if "QLORA_RL_TEST_COSTS" in os.environ:
+        from costs import Costs
+
+        config.pluginmanager.register(Costs(Path(os.environ["QLORA_RL_TEST_COSTS"])))
 
 
 def _place(item: pytest.Item) -> tuple[int, int]:
