@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SETTING = "QLORA_RL_CPU_PRODUCTS"
 CHOICES = ("auto", "native", "float32")
+# Read by torch when it is imported.
+_COMPILED_FOR = "TORCH_COMPILE_CACHE_KEY_TAG"
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,25 @@ def processor() -> Processor:
     return Processor(
         _known_name(), platform.machine(), torch.backends.cpu.get_cpu_capability(), _native_dtypes(), setting
     )
+
+
+def tell_compiled_code_apart() -> str:
+    """Have torch's cache of compiled code distinguish processors, for this process and those that it starts.
+
+    The cache's key lacks the vector instructions (torch 2.13): a kernel that one process has written for AVX-512 is compiled for AVX2 by another
+    one, and reads and writes past its vectors. vLLM's ranks then get token ids that are none. A cache that two machines share is enough, or
+    `ATEN_CPU_CAPABILITY`. Remove when the key has them.
+
+    Returns:
+        The tag that is part of the key from now on; one that was there stays in it.
+    """
+    from torch.compiler import config
+
+    found = processor()
+    ours, theirs = f"{found.name}, {found.torch_kernels}", config.cache_key_tag
+    if ours not in theirs:
+        config.cache_key_tag = os.environ[_COMPILED_FOR] = f"{theirs}; {ours}" if theirs else ours
+    return config.cache_key_tag
 
 
 def copies_dtype() -> str:

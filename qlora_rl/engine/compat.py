@@ -21,6 +21,7 @@ import torch
 from qlora_rl.engine.leftovers import FirstThing
 from qlora_rl.engine.leftovers import trim_memory as trim_memory
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError, MissingDependencyError
+from qlora_rl.processor import tell_compiled_code_apart
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -129,21 +130,16 @@ def construction(ranks: int = 1) -> Iterator[None]:
     from vllm import envs
 
     key = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    before = os.environ.get(key)
     states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     set_threads = torch.set_num_threads
-    os.environ[key] = "0"
     # It remembers what an engine before has seen (since 0.31); without the function it remembers nothing.
     getattr(envs, "disable_envs_cache", lambda: None)()
     try:
-        with room_for(ranks):
+        with restored_environment(key), room_for(ranks):
+            os.environ[key] = "0"
             yield
     finally:
-        if before is None:
-            os.environ.pop(key, None)
-        else:
-            os.environ[key] = before
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])
@@ -184,7 +180,11 @@ def room_for(ranks: int) -> Iterator[None]:
     - vLLM remembers the environment that the first engine of a process has seen, and sets threads and variables for its ranks.
     - In a process that a launcher has started, they take the devices from its own on, and hear nothing of the launcher: its store would
       be taken for theirs.
+
+    On the CPU, also with one rank, what torch compiles is kept apart from what it has compiled for other processors; that stays so.
     """
+    if platform_is_cpu():
+        tell_compiled_code_apart()
     if ranks == 1:
         yield
         return

@@ -34,6 +34,7 @@ from qlora_rl import (
 )
 from qlora_rl.base.fingerprint import fingerprint_stored
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.processor import processor
 from qlora_rl.sync.transports import DirectoryTransport
 from qlora_rl.sync.wire import HttpTransport
 
@@ -170,6 +171,17 @@ def test_seeds_give_the_same_in_any_company_and_a_push_waits_for_nobody(ranks, p
     together = ranks.generate(prompts, max_tokens=12, seed=3)
     assert ranks.generate(prompts[:3], max_tokens=12, seed=3).completion_ids == together.completion_ids[:3]
     assert len({tuple(ids) for ids in ranks.generate([prompts[0]] * 8, max_tokens=12, seed=3).completion_ids}) > 1
+
+
+def test_what_the_ranks_compile_is_kept_apart_from_other_processors(ranks):
+    """torch's cache would give a rank with AVX2 the token ids that were computed for AVX-512: an index out of range in every step."""
+
+    def tag(worker):
+        from torch.compiler import config
+
+        return config.cache_key_tag
+
+    assert all(each.endswith(processor().torch_kernels) for each in ranks.llm.collective_rpc(tag))
 
 
 def test_it_says_what_it_cannot_do_in_parts(ranks):

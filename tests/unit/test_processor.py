@@ -1,6 +1,8 @@
 """What the processor multiplies fast, and products in float32 where it does not multiply bf16."""
 
 import gc
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qlora_rl import products
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.processor import SETTING, Processor, processor
+from qlora_rl.processor import SETTING, Processor, processor, tell_compiled_code_apart
 from qlora_rl.products import Float32Products, are_replaced, lifted_rows, torchs_own
 
 BF16 = torch.bfloat16
@@ -46,6 +48,43 @@ def randn(*shape, seed=0, dtype=BF16):
 )
 def test_a_dtype_without_instructions_is_multiplied_in_float32(native, setting, dtype, expected):
     assert Processor("some", "x86_64", "AVX2", native, setting).multiplies_in(dtype) is expected
+
+
+COMPILED = """
+import torch
+from qlora_rl.processor import tell_compiled_code_apart
+
+tell_compiled_code_apart()
+ids = torch.arange(1000)
+held = (ids >= 500) & (ids < 900)
+part = torch.compile(lambda x, first, end: ((x >= first) & (x < end)) * (x - first), dynamic=True)
+print(torch.equal(part(ids, 500, 900), held * (ids - 500)), torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    shutil.which("c++") is None or torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="needs a C++ compiler, and two kinds of vectors",
+)
+def test_what_was_compiled_for_wider_vectors_is_not_taken_for_narrower_ones(tmp_path):
+    """torch's cache does not distinguish them: AVX2 would read eight numbers into vectors of four."""
+    told = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    for kernels in ("avx512", "avx2"):
+        command, environment = [sys.executable, "-c", COMPILED], {**told, "ATEN_CPU_CAPABILITY": kernels}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.stdout.split() == ["True", "0"], (kernels, done.stdout, done.stderr[-2000:])
+
+
+def test_a_tag_of_the_users_stays_and_ours_is_added_once(monkeypatch):
+    from torch.compiler import config
+
+    monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "mine")
+    monkeypatch.setattr(config, "cache_key_tag", "mine")
+    tag = tell_compiled_code_apart()
+    assert tag.startswith("mine; ")
+    assert tag.endswith(processor().torch_kernels)
+    assert tell_compiled_code_apart() == tag == os.environ["TORCH_COMPILE_CACHE_KEY_TAG"]
 
 
 def test_what_the_processor_is_said_to_multiply_is_what_it_multiplies_fast(monkeypatch):
