@@ -55,6 +55,11 @@ def children(of):
     return {child for child in found if "resource_tracker" not in " ".join(child.cmdline())}
 
 
+def ranks_of(of):
+    """vLLM's ranks, in this process or in one that it has started."""
+    return {child for child in children(of) if "Worker_TP" in child.name()}
+
+
 def kl(model, prompts, rollout):
     """Mean of exp(d) - 1 - d over the drawn tokens, d the trainer's logprob less the engine's; never below 0."""
     d = score(model, prompts, rollout).double()
@@ -257,7 +262,7 @@ def test_a_part_that_one_rank_lost_is_noticed(ranks, trainer, strategy):
 
 def test_ctrl_c_in_a_terminal_leaves_the_ranks_alone(ranks, prompts):
     before = ranks.generate(prompts, max_tokens=6, seed=1)
-    found = {child for child in children(os.getpid()) if "Worker_TP" in child.name()}
+    found = ranks_of(os.getpid())
     assert len(found) == 2
     for child in found:  # a terminal sends it to all processes; ours answers it between two steps
         child.send_signal(signal.SIGINT)
@@ -278,8 +283,9 @@ def test_a_rank_that_is_killed_ends_the_call_and_the_engine_comes_back_with_its_
         strategy.push()
         before = engine.generate(prompts, max_tokens=6, seed=1)
         sockets = engine._llm.qlora_sockets
-        (children(os.getpid()) - others).pop().kill()
-        with pytest.raises(EngineBrokenError):
+        struck = max(ranks_of(os.getpid()) - others, key=lambda rank: rank.pid)
+        struck.kill()
+        with pytest.raises(EngineBrokenError, match=rf"rank 1 of 2 \(process {struck.pid}\) has ended"):
             engine.generate(prompts, max_tokens=6, seed=1)
         after = engine.generate(prompts, max_tokens=6, seed=1)
         assert (after.version, after.completion_ids) == (before.version, before.completion_ids)

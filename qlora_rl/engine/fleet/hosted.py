@@ -22,6 +22,7 @@ from qlora_rl.held import hold, sweep
 
 # Versions on disk: vLLM may read the two that it holds again, and the next one comes next to them.
 _KEPT = 3
+_THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,10 @@ class HostedEngine:
     def __init__(self, base: str, options: dict[str, Any], make: Callable[..., Any] | None = None):
         for name in compat.launcher_variables():  # of the process that made the actor: this engine is nobody's rank
             del os.environ[name]
-        # Several engines on one host: each has the threads that Ray gives it, on whatever cores are free.
+        # Several engines on one host: each has the threads that Ray gives it, on whatever cores are free; its ranks share them.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if (ranks := options.get("tensor_parallel_size", 1)) > 1 and os.environ.get(_THREADS, "").isdecimal():
+            os.environ[_THREADS] = str(max(1, int(os.environ[_THREADS]) // ranks))
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         sweep(default_root(), "qlora-rl-hosted-*")  # of actors that were killed
         self._own = Path(tempfile.mkdtemp(prefix="qlora-rl-hosted-", dir=default_root()))

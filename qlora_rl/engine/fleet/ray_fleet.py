@@ -13,7 +13,7 @@ from typing import Any
 from qlora_rl.engine.fleet.engine import Fleet
 from qlora_rl.engine.fleet.hosted import HostedEngine
 from qlora_rl.engine.fleet.ray_replica import Parcels, RayReplica, require_ray
-from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError, NotYetSupportedError, QloraRLError
+from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError, QloraRLError
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class RayFleet(Fleet):
         base: directory made by `prepare_base`.
         replicas: how many engines.
         ray_address: of a cluster, as `ray.init` takes it.
-        ray_options: of each actor, as Ray's `.options()` takes them; by default one CPU, one GPU where the cluster has any, and spread
-            over the machines.
+        ray_options: of each actor, as Ray's `.options()` takes them; by default spread over the machines, each with one CPU and, where the
+            cluster has any, one GPU, or with `tensor_parallel_size` of both.
         wait_s: how long to wait for an actor when none is left, in seconds.
         start_timeout_s: how long all may take to start, and later each one in the place of another, in seconds.
         timeout_s: of one request, in seconds.
@@ -80,16 +80,13 @@ class RayFleet(Fleet):
             raise ConfigConflictError(
                 f"placing engines on Ray: health_check_timeout_s={health_check_timeout_s} is no time. Use seconds, 60 for example."
             )
-        if (size := options.get("tensor_parallel_size", 1)) > 1:
-            raise NotYetSupportedError(
-                f"placing engines on Ray: tensor_parallel_size={size}: an actor has one GPU. Start servers with --tensor-parallel-size."
-            )
+        wishes = _of_ranks(options.get("tensor_parallel_size", 1), ray_options or {})
         ray = require_ray()
         self.parcels = Parcels()
-        self._owns_ray = _connect(ray, ray_address, replicas, ray_options or {})
+        self._owns_ray = _connect(ray, ray_address, replicas, wishes)
         placed: list[RayReplica] = []
         try:
-            asked = _actor_options(ray, ray_options or {})
+            asked = _actor_options(ray, wishes, options.get("tensor_parallel_size", 1))
             kind = ray.remote(HostedEngine).options(**asked)
 
             def make_actor() -> Any:
@@ -136,7 +133,7 @@ def _connect(ray: Any, address: str | None, replicas: int, wishes: Mapping[str, 
         if address is not None:
             ray.init(address=address, log_to_driver=False)
             return False
-        cpus = max(os.cpu_count() or 1, math.ceil(replicas * wishes.get("num_cpus", 1)))
+        cpus = max(os.cpu_count() or 1, math.ceil(replicas * wishes["num_cpus"]))
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -152,10 +149,24 @@ def _connect(ray: Any, address: str | None, replicas: int, wishes: Mapping[str, 
     return True
 
 
-def _actor_options(ray: Any, wishes: Mapping[str, Any]) -> dict[str, Any]:
-    usual: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
+def _of_ranks(size: int, wishes: Mapping[str, Any]) -> dict[str, Any]:
+    """What an actor needs whose engine has so many ranks: a CPU each, and as many GPUs as they are.
+
+    Raises:
+        ConfigConflictError: it would get some GPUs, but fewer.
+    """
+    if 0 < (gpus := wishes.get("num_gpus", 0)) < size:
+        raise ConfigConflictError(
+            f"placing engines on Ray: ray_options gives an actor num_gpus={gpus:g} < tensor_parallel_size={size}: each rank needs a GPU. Leave "
+            "num_gpus out."
+        )
+    return {"num_cpus": size, **wishes}
+
+
+def _actor_options(ray: Any, wishes: Mapping[str, Any], size: int) -> dict[str, Any]:
+    usual: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
     if ray.cluster_resources().get("GPU", 0) > 0:
-        usual["num_gpus"] = 1
+        usual["num_gpus"] = size
     ours = {"max_concurrency": _AT_ONCE, "max_restarts": 0, "max_task_retries": 0}
     if taken := sorted(set(wishes) & set(ours)):
         raise ConfigConflictError(

@@ -74,8 +74,13 @@ class Driver:
     def __init__(self, on_failure: Callable[[], None], on_end: Callable[[Call], None] = lambda call: None) -> None:
         self.door, self.lock = threading.RLock(), threading.RLock()
         self._on_failure, self._on_end = on_failure, on_end
+        self._lost: Callable[[], str] = lambda: ""
         self._open: list[Call] = []
         self._number = 0
+
+    def watch(self, lost: Callable[[], str]) -> None:
+        """Take note of what names the process of the engine that has ended; empty where none has."""
+        self._lost = lost
 
     def begin(self, engine: Any, prompts: Sequence[Any], params: Sequence[Any], lora: Any) -> Call:
         """Hand B requests to vLLM's engine.
@@ -192,8 +197,9 @@ class Driver:
         try:
             outputs = engine.step()
         except Exception as error:
+            said = self._lost() or f"{type(error).__name__}: {error}"
             broken = EngineBrokenError(
-                f"generating: vLLM failed in a step ({type(error).__name__}: {error}). The engine is rebuilt at its next use."
+                f"generating: vLLM failed in a step ({said}). The engine is rebuilt at its next use."
             )
             self.fail(broken)
             raise broken from error

@@ -20,6 +20,7 @@ from qlora_rl.engine.local.adapters import Adapters
 from qlora_rl.engine.local.borrowers import Borrowers
 from qlora_rl.engine.local.dense import DenseWeights
 from qlora_rl.engine.local.drive import Driver, alone
+from qlora_rl.engine.local.ranks import watched
 from qlora_rl.engine.local.routing import Routing, choices_of
 from qlora_rl.engine.options import start_options
 from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled_logprobs, sampling_params
@@ -101,7 +102,6 @@ class LocalEngine:
         self._products = Float32Products()
         self._routing, self.borrowers = Routing(), Borrowers()
         self._driver = Driver(on_failure=self._break, on_end=self._routing.collect)
-
         self._owns_process_group = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         start = start_options(
             base,
@@ -403,14 +403,14 @@ class LocalEngine:
         ranks = self._start.ranks
         self._products = Float32Products(*self._start.dtypes, owner=self)
         try:
-            with compat.construction(ranks):
+            with compat.construction(ranks), watched(ranks, self._driver.watch):
                 from vllm import LLM
 
                 try:
                     self._llm = LLM(**self._options)
                 except Exception as error:
-                    hint = IN_PROCESSES if ranks > 1 else ""
-                    raise EngineUnsupportedError(f"starting vLLM on {self.base}: {error}{hint}") from error
+                    why = f"starting vLLM on {self.base}: {error}{IN_PROCESSES if ranks > 1 else ''}"
+                    raise EngineUnsupportedError(why) from error
             compat.started(self._llm)
             self._routing.begin(self._llm, self._start)
             if ranks > 1:

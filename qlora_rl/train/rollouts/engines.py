@@ -33,7 +33,7 @@ class EngineChoice:
 
     Raises:
         EngineBrokenError, AccessDeniedError, ServerTakenError: a server that cannot be used.
-        NotYetSupportedError: an engine of several ranks where it cannot be.
+        ConfigConflictError: an engine of several ranks that do not fit the trainer's.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class EngineChoice:
 
 
 def refuse_ranks(rollout: Any, size: int) -> None:
-    """Reject an engine of several ranks where this version has none, or where they do not fit the trainer's.
+    """Reject an engine of several ranks that do not fit the trainer's.
 
     Raises:
-        NotYetSupportedError, ConfigConflictError: with what can be done instead.
+        ConfigConflictError: with what can be done instead.
     """
     if size > 1 and rollout == "colocate" and ranks().size > 1:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks().size))
@@ -99,11 +99,6 @@ def refuse_ranks(rollout: Any, size: int) -> None:
                 f"cannot be parted into groups of {size}, each with an engine over its GPUs. Set vllm_tensor_parallel_size to a divisor of {here}, "
                 "or use rollout='server'."
             )
-    if size > 1 and rollout == "ray":
-        raise NotYetSupportedError(
-            f"choosing the engine: tensor_parallel_size={size} under rollout='ray': an actor has one GPU. Use rollout='server', or start "
-            "servers with --tensor-parallel-size and pass their URLs."
-        )
 
 
 def start_local(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
