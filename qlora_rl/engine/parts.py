@@ -86,7 +86,7 @@ class Outgoing:
         abandon: Callable[[], None],
         part_bytes: int | None = None,
     ) -> None:
-        """Make all weights, and `send` them from a thread of its own; two parts exist at once, no more.
+        """Make all weights, and `send` them as files from a thread of its own; two parts exist at once, no more.
 
         Args:
             weights: by transformers' name; read once.
@@ -97,6 +97,17 @@ class Outgoing:
         Raises:
             SyncError: they could not be made, or did not arrive.
         """
+        on_cpu = ((name, weight.detach().cpu().contiguous()) for name, weight in weights)
+        self.stream(on_cpu, lambda part: send(Part(encode_part(part))), abandon, part_bytes)
+
+    def stream(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        send: Callable[[Sequence[tuple[str, torch.Tensor]]], None],
+        abandon: Callable[[], None],
+        part_bytes: int | None = None,
+    ) -> None:
+        """`send`, whose parts are the weights themselves, on the device where they were made."""
         part_bytes = part_bytes or PART_BYTES
         try:
             with ThreadPoolExecutor(1, "qlora-rl-upload") as sender:
@@ -104,18 +115,18 @@ class Outgoing:
                 waiting: list[tuple[str, torch.Tensor]] = []
                 size = 0
                 for name, weight in weights:
-                    waiting.append((name, weight.detach().cpu().contiguous()))
+                    waiting.append((name, weight.detach()))
                     del weight
                     self.count, size = self.count + 1, size + _nbytes(waiting[-1][1])
                     if size >= part_bytes:
                         if sent is not None:
                             sent.result()
-                        sent = sender.submit(_send, send, waiting)
+                        sent = sender.submit(send, waiting)
                         waiting, self.nbytes, size = [], self.nbytes + size, 0
                 if sent is not None:
                     sent.result()
                 if waiting:
-                    _send(send, waiting)
+                    send(waiting)
                 self.nbytes += size
         except BaseException as error:
             abandon()
@@ -125,10 +136,6 @@ class Outgoing:
                 f"pushing weights version={self.version}: {error} (after {self.count} tensors). What served goes on serving. Push again.",
                 reasons=getattr(error, "reasons", ()),
             ) from error
-
-
-def _send(send: Callable[[Part], None], weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-    send(Part(encode_part(weights)))
 
 
 def _nbytes(weight: torch.Tensor) -> int:

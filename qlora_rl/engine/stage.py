@@ -11,6 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -248,7 +249,22 @@ def _check(file: Path, expected: Mapping[str, Leaf], seen: set[str]) -> set[str]
     return names
 
 
-def refuse_foreign(stage: Stage | None, token: str, session: str) -> Stage:
+class Open(Protocol):
+    """A push that is open.
+
+    Attributes:
+        token: its name.
+        session: of the client that began it.
+    """
+
+    token: str
+    session: str
+
+
+_Open = TypeVar("_Open", bound=Open)
+
+
+def refuse_foreign(stage: _Open | None, token: str, session: str) -> _Open:
     """The stage, if this is the push that it was made for, by the trainer that made it.
 
     Raises:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import httpx
 
 from qlora_rl.adapter.store import pack_adapter, read_directory
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.engine.carriers import check_way, open_carrier
 from qlora_rl.engine.client.answers import (
     START,
     AwayError,
@@ -40,6 +41,7 @@ from qlora_rl.engine.client.asking import (
     shared_with,
     split_urls,
 )
+from qlora_rl.engine.client.carried import CarriedPush
 from qlora_rl.engine.client.connections import Lines
 from qlora_rl.engine.client.state import Phase, ServerState
 from qlora_rl.engine.client.upload import ServerPush
@@ -86,6 +88,8 @@ class ServerEngine:
         session: who this is; what was killed comes back under the name that it had, and is not taken for another trainer.
         timeout_s: of one request, in seconds; a batch of long rollouts is one request.
         wait_s: how long to wait for a server that is away, in seconds, before giving up.
+        weights_by: how full weights are sent: "http" (or the server's directory, if this machine sees it); into the worker's memory by
+            "shared_memory" or "cuda_ipc" on one machine, or by "gloo" or "nccl" between two. Those for CUDA have not been run.
         transport: of httpx, for tests.
 
     Raises:
@@ -113,9 +117,12 @@ class ServerEngine:
         session: str | None = None,
         timeout_s: float = 1800.0,
         wait_s: float = 120.0,
+        weights_by: str = "http",
         transport: httpx.BaseTransport | None = None,
     ):
-        self.url = check_url(url)
+        self.url, self.weights_by = check_url(url), weights_by
+        if weights_by != "http":
+            check_way(weights_by)
         self.timeout_s, self.wait_s = timeout_s, wait_s
         self.session = session or uuid.uuid4().hex
         self._lines = Lines()
@@ -185,7 +192,7 @@ class ServerEngine:
             adapter_dtype=self._about["adapter_dtype"],
             can_sleep=False,
             takes_bytes=self.shared_dir is None,
-            dense_way="directory" if self.shared_dir or self._near else "http",
+            dense_way="directory" if self.weights_by == "http" and (self.shared_dir or self._near) else self.weights_by,
             holds_two=self._about.get("holds_two", False),
             takes_images=self._about.get("most_images", 0) > 0,
         )
@@ -316,12 +323,17 @@ class ServerEngine:
             EngineUnsupportedError: the server holds a 4-bit base, or serves adapters. ServerTakenError: another trainer pushes to it.
             SyncError: not all arrived; the old version goes on serving. Or vLLM broke off while it loaded them: nothing is served.
         """
-        return self.begin_dense(version).upload(weights, version)
+        if self.weights_by == "http":
+            return self.begin_dense(version).upload(weights, version)
+        carrier = open_carrier(self.weights_by, httpx.URL(self.url).host)
+        return CarriedPush(self._ask, version, carrier=carrier, commit=self._commit(version)).upload(weights, version)
 
     def begin_dense(self, version: int) -> ServerPush:
         """Open a push of full weights, which are served as `version` from its `commit` on; `load_dense` does all of it."""
-        limit = self._about["max_body_bytes"]
+        limit, commit = self._about["max_body_bytes"], self._commit(version)
+        return ServerPush(self._ask, version, max_body_bytes=limit, directory=self._near, commit=commit)
 
+    def _commit(self, version: int) -> Callable[[str], None]:
         def commit(push: str) -> None:
             self._change("POST", f"/weights/commit?push={push}")
             if self._version != version:
@@ -329,7 +341,7 @@ class ServerEngine:
             self._dense = version
             self._state.serve(version, push)
 
-        return ServerPush(self._ask, version, max_body_bytes=limit, directory=self._near, commit=commit)
+        return commit
 
     def withdraw_dense(self, reason: str) -> None:
         """Have the server serve nothing until the next `load_dense`."""

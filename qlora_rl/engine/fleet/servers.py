@@ -30,6 +30,10 @@ def connect_all(
         raise ConfigConflictError(
             f"connecting to servers: urls={urls}: a URL is missing or named twice. Name each one once."
         )
+    if (way := options.get("weights_by", "http")) != "http":
+        raise ConfigConflictError(
+            f"connecting to servers: weights_by={way!r} with {len(urls)} URLs: what is kept for a server that comes back are files. Use 'http'."
+        )
     connected: list[Replica] = []
     try:
         for url in urls:

@@ -11,6 +11,7 @@ from typing import Any
 
 from qlora_rl.contracts import Leaf
 from qlora_rl.engine import compat
+from qlora_rl.engine.server.carried import CarriedStage
 from qlora_rl.engine.server.gate import OPEN_PATH, Receive, Scope, Send
 from qlora_rl.engine.stage import Stage, refuse_foreign
 from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, QloraRLError, SyncError
@@ -42,7 +43,7 @@ class ServedWeights:
         self.engine, self.root, self.expected = engine, root, expected
         self.version, self.lost, self.loads = 0, "", 0
         self.seconds = self.nbytes = 0.0
-        self._stage: Stage | None = None
+        self._stage: Stage | CarriedStage | None = None
         self.push = ""
         self._withdrawn = ""
         self._heard = 0.0
@@ -64,11 +65,16 @@ class ServedWeights:
         if self.lost:
             raise EngineBrokenError(f"generating: {self.lost}. Push again, or have the server drop its weights.")
 
-    async def begin(self, session: str, version: int) -> dict[str, Any]:
+    async def begin(self, session: str, version: int, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Open a push; whatever an earlier one has left is thrown away.
 
+        Args:
+            session: of the client.
+            version: that the weights get.
+            told: of a way past the server (`carriers`), by which they will come; by default in files or requests.
+
         Raises:
-            EngineUnsupportedError: the engine takes no weights. SyncError: no room for them.
+            EngineUnsupportedError: the engine takes no weights. SyncError: no room for them, or no such way.
         """
         if not self.takes_any:
             raise EngineUnsupportedError(
@@ -79,6 +85,12 @@ class ServedWeights:
             raise SyncError(f"taking weights version={version}: versions begin with 1; 0 is the bare base.")
         async with self._lock:
             self.discard()
+            if told is not None:
+                carried = CarriedStage(self.engine, self.expected, version, session)
+                await carried.begin(told)
+                self._stage = carried
+                self._hear()
+                return {"push": carried.token, "nbytes": carried.nbytes}
             stage = await asyncio.to_thread(Stage, self.root, self.expected, version, session)
             self._stage = stage
             self._hear()
@@ -86,13 +98,20 @@ class ServedWeights:
 
     async def write(self, session: str, push: str, index: int, offset: int, piece: bytes) -> None:
         """See `Stage.write`."""
-        async with self.own(session, push) as stage:
+        async with self._own_files(session, push) as stage:
             await asyncio.to_thread(stage.write, index, offset, piece)
 
     async def take(self, session: str, push: str, index: int, digest: str) -> None:
         """See `Stage.take`."""
-        async with self.own(session, push) as stage:
+        async with self._own_files(session, push) as stage:
             await asyncio.to_thread(stage.take, index, digest)
+
+    async def take_carried(self, session: str, push: str, index: int, part: Mapping[str, Any]) -> None:
+        """See `CarriedStage.take`."""
+        async with self.own(session, push) as stage:
+            if not isinstance(stage, CarriedStage):
+                raise SyncError("taking weights: this push was begun with files. Push again.")
+            await stage.take(index, part)
 
     async def commit(self, session: str, push: str) -> bool:
         """Serve what was taken, when no request is running; a repeated call changes nothing.
@@ -107,10 +126,14 @@ class ServedWeights:
             return False
         try:
             async with self.own(session, push) as stage:
-                stage.require_all()
                 started = time.perf_counter()
-                files = [str(file) for file in stage.parts]
-                await self._write_over(stage.version, "qlora_load_parts", (files,))
+                if isinstance(stage, CarriedStage):
+                    await stage.require_all()
+                    await self._write_over(stage.version, "qlora_load_carried", (stage.token,))
+                else:
+                    stage.require_all()
+                    files = [str(file) for file in stage.parts]
+                    await self._write_over(stage.version, "qlora_load_parts", (files,))
                 self.push, self._stage = push, None
                 self.seconds, self.nbytes = time.perf_counter() - started, float(stage.nbytes)
                 await asyncio.to_thread(stage.discard)
@@ -166,7 +189,7 @@ class ServedWeights:
             yield
 
     @contextlib.asynccontextmanager
-    async def own(self, session: str, push: str) -> AsyncIterator[Stage]:
+    async def own(self, session: str, push: str) -> AsyncIterator[Stage | CarriedStage]:
         """The open push, if it is this one; it is thrown away at an error."""
         async with self._lock:
             stage = refuse_foreign(self._stage, push, session)
@@ -176,6 +199,13 @@ class ServedWeights:
             except BaseException:
                 self.discard()
                 raise
+
+    @contextlib.asynccontextmanager
+    async def _own_files(self, session: str, push: str) -> AsyncIterator[Stage]:
+        async with self.own(session, push) as stage:
+            if isinstance(stage, CarriedStage):
+                raise SyncError("taking weights: this push was begun with another way than files. Push again.")
+            yield stage
 
     def _hear(self) -> None:
         self._heard = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,12 @@ class WeightsApi:
         ]
 
     async def begin(self, request: Request) -> dict[str, Any]:
-        """Open a push of full weights; `version` in the query. Gives its name, and a directory for a client on this host."""
-        return await self.weights.begin(self._pusher(request), self._number(request, "version"))
+        """Open a push of full weights; `version` in the query. Gives its name, and a directory for a client on this host.
+
+        A body, in JSON, says by which other way they come: `Carrier.describe`.
+        """
+        told = await _told(request)
+        return await self.weights.begin(self._pusher(request), self._number(request, "version"), told)
 
     async def write(self, request: Request) -> dict[str, Any]:
         """The body is a piece of a part (safetensors); `push`, `part` and `offset` in bytes are in the query."""
@@ -60,7 +65,12 @@ class WeightsApi:
         return {}
 
     async def take(self, request: Request) -> dict[str, Any]:
-        """A part is complete; `push`, `part` and its `digest` (sha256) are in the query."""
+        """A part is complete; `push`, `part` and its `digest` (sha256) are in the query. One that comes by another way has a body instead:
+        its ticket, size, checksum, and the places of its weights."""
+        if (carried := await _told(request)) is not None:
+            push, index = request.query_params.get("push", ""), self._number(request, "part")
+            await self.weights.take_carried(self._pusher(request), push, index, carried)
+            return {}
         push, digest = request.query_params.get("push", ""), request.query_params.get("digest", "")
         await self.weights.take(self._pusher(request), push, self._number(request, "part"), digest)
         return {}
@@ -88,3 +98,21 @@ class WeightsApi:
         session = self._session(request)
         self.lease.claim(session)
         return session
+
+
+async def _told(request: Request) -> dict[str, Any] | None:
+    """The body, if there is one.
+
+    Raises:
+        ConfigConflictError: it is no JSON object.
+    """
+    body = await request.body()
+    if not body:
+        return None
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigConflictError("taking weights: the body is no JSON object. Send one, or none.")
+    return found

@@ -24,10 +24,11 @@ from qlora_rl.engine.linears.base_compute import install
 from qlora_rl.engine.linears.decoded import CHECKED_COLUMNS, DecodedLinear
 from qlora_rl.engine.linears.linear import read_products, same_values
 from qlora_rl.engine.stage import read_parts
+from qlora_rl.engine.worker.carried import CarriedWeights
 from qlora_rl.engine.worker.held import parts, quantised, shard_names, unquantised
 from qlora_rl.engine.worker.parallel import adapted_layers, held_pieces, held_shards
 from qlora_rl.engine.worker.reload import reload_dense
-from qlora_rl.errors import BaseMismatchError
+from qlora_rl.errors import BaseMismatchError, QloraRLError, SyncError
 from qlora_rl.products import Float32Products
 
 
@@ -195,6 +196,51 @@ class BaseExtension:
     def qlora_load_parts(self, files: list[str]) -> list[str]:
         """`qlora_load_dense` with what is in safetensors files of a `Stage`."""
         return self.qlora_load_dense(read_parts(files))
+
+    def qlora_begin_carried(self, push: str, told: Mapping[str, Any], wanted: Mapping[str, Sequence[Any]]) -> str:
+        """Open this end of a way of `carriers`; what an earlier push has left is thrown away. Empty, or why it cannot."""
+        if (earlier := getattr(self, "qlora_carried", None)) is not None:
+            earlier.close()
+        try:
+            self.qlora_carried: CarriedWeights | None = CarriedWeights(push, told, wanted, self.model_runner.device)
+        except QloraRLError as error:
+            self.qlora_carried = None
+            return str(error)
+        return ""
+
+    def qlora_take_carried(self, push: str, part: Mapping[str, Any]) -> str:
+        """Take one part of that push. Empty, or what is wrong with it; then the push is over."""
+        try:
+            self._qlora_carried(push).take(part)
+        except Exception as error:
+            self.qlora_drop_carried(push)
+            return str(error) if isinstance(error, QloraRLError) else f"taking weights: {error}. Push again."
+        return ""
+
+    def qlora_missing_carried(self, push: str) -> list[str]:
+        """Weights that have not come in that push; all, if it is not open."""
+        held = getattr(self, "qlora_carried", None)
+        return held.missing() if held is not None and held.push == push else ["(all)"]
+
+    def qlora_load_carried(self, push: str) -> list[str]:
+        """`qlora_load_dense` with what has come in that push."""
+        try:
+            return self.qlora_load_dense(self._qlora_carried(push).weights())
+        finally:
+            self.qlora_drop_carried(push)
+
+    def qlora_drop_carried(self, push: str) -> None:
+        """Throw away what has come, if that push is open."""
+        held = getattr(self, "qlora_carried", None)
+        if held is not None and held.push == push:
+            self.qlora_carried = None
+            held.close()
+
+    def _qlora_carried(self, push: str) -> CarriedWeights:
+        held = getattr(self, "qlora_carried", None)
+        if held is None or held.push != push:
+            raise SyncError("taking weights: this push is not open: another one was begun. Push again.")
+        return held
 
     def qlora_load_base(self) -> list[str]:
         """`qlora_load_dense` with the weights of the directory that was loaded."""
