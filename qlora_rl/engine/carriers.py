@@ -28,7 +28,7 @@ from qlora_rl.held import let_go, new_directory
 WAYS = ("shared_memory", "cuda_ipc", "gloo", "nccl")
 ON_CUDA = ("cuda_ipc", "nccl")
 # Every weight begins at a multiple of so many bytes.
-_ALIGNED = 16
+ALIGNED = 16
 # Words of 8 bytes that a checksum reads at once.
 _WORDS = 2**20
 _TIMEOUT = timedelta(seconds=120)
@@ -86,7 +86,7 @@ def checksum(buffer: torch.Tensor) -> int:
 
 
 def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+    return -(-size // ALIGNED) * ALIGNED
 
 
 # --- both ends ----------------------------------------------------------------------------------------------------------

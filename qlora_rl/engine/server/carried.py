@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import secrets
 from collections.abc import Mapping
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 
 from qlora_rl.contracts import Leaf
-from qlora_rl.errors import SyncError
+from qlora_rl.engine.carriers import ALIGNED
+from qlora_rl.errors import ConfigConflictError, SyncError
 
-logger = logging.getLogger(__name__)
 # Drops are awaited by nobody, and must not be collected before they are done.
 _running: set[asyncio.Future[Any]] = set()
 
@@ -39,6 +38,7 @@ class CarriedStage:
         self.nbytes = sum(math.prod(leaf.shape) * getattr(torch, leaf.kind).itemsize for leaf in expected.values())
         self._engine, self._expected = engine, expected
         self._taken: list[int] = []
+        self._left = self.nbytes + ALIGNED * len(expected)
 
     async def begin(self, told: Mapping[str, Any]) -> None:
         """Have the worker open its end of the way.
@@ -55,13 +55,24 @@ class CarriedStage:
         Raises:
             SyncError: it is not what was sent, or does not fit the model.
         """
-        check = int(part["checksum"])
+        try:
+            check, size = int(part["checksum"]), int(part["nbytes"])
+        except (KeyError, TypeError, ValueError):
+            raise ConfigConflictError(
+                f"taking weights: part={index} comes without a checksum or its size. Send both."
+            ) from None
         if index < len(self._taken) and self._taken[index] == check:
             return
         if index != len(self._taken):
             raise SyncError(f"taking weights: part={index} came, part={len(self._taken)} is due. Push again.")
+        if not 0 <= size <= self._left:
+            raise SyncError(
+                f"taking weights: part={index} is said to have {size} bytes, and {self._left} are left of the model's {self.nbytes}. Push to the "
+                "right server."
+            )
         await self._ask("qlora_take_carried", self.token, dict(part))
         self._taken.append(check)
+        self._left -= size
 
     async def require_all(self) -> None:
         """Raise `SyncError` where a weight of the model is missing."""

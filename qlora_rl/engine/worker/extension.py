@@ -203,9 +203,9 @@ class BaseExtension:
             earlier.close()
         try:
             self.qlora_carried: CarriedWeights | None = CarriedWeights(push, told, wanted, self.model_runner.device)
-        except QloraRLError as error:
+        except Exception as error:
             self.qlora_carried = None
-            return str(error)
+            return str(error) if isinstance(error, QloraRLError) else f"taking weights: no way is {told}: {error!r}."
         return ""
 
     def qlora_take_carried(self, push: str, part: Mapping[str, Any]) -> str:
