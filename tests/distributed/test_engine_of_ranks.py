@@ -1,10 +1,11 @@
 """`rollout="colocate"` with one engine over several trainer processes: a real vLLM whose ranks stand beside the trainer's. Long."""
 
 import json
+import os
 
 import psutil
 import pytest
-from conftest import FSDP2, distance, launch, said
+from conftest import WAYS, distance, launch, said, skip_without_deepspeed
 from resumed import lines
 
 pytestmark = pytest.mark.full
@@ -32,6 +33,13 @@ def runs(exact_base, tmp_path_factory):
     return root
 
 
+def ranks_of_engines():
+    """Of this session: whoever else runs vLLM here has another cache."""
+    found = [p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("VLLM::Worker")]
+    mine = os.environ["QLORA_RL_CACHE"]
+    return [p for p in found if p.is_running() and p.environ().get("QLORA_RL_CACHE") == mine]
+
+
 @pytest.mark.parametrize("run", ["colocate", "groups"])
 def test_an_engine_over_trainer_processes_is_proven_by_parts_and_pushed_to_once_a_step(run, runs):
     out = runs / run
@@ -57,15 +65,33 @@ def test_what_is_drawn_and_trained_is_what_it_is_with_a_server(run, runs):
 
 
 def test_no_rank_of_the_engine_stays_behind(runs):
-    assert not [p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("VLLM::Worker")]
+    assert not ranks_of_engines()
 
 
-def test_base_and_engine_lie_in_parts_under_fsdp2(base, tmp_path):
+@pytest.mark.parametrize("way", ["fsdp2", "zero2", "zero3"])
+def test_one_engine_over_trainer_processes_that_hold_parts(way, exact_base, tmp_path):
+    skip_without_deepspeed(way)
     out = tmp_path / "run"
-    call = {"base": str(base.path), "rollout": "colocate", **TRAINING, **PARTS, "bf16": True, "out": str(out)}
-    done = launch([call], timeout=900, **FSDP2)
+    call = {"base": exact_base, "rollout": "colocate", **TRAINING, **PARTS, "parts": way == "zero3", "out": str(out)}
+    done = launch([call], timeout=900, **WAYS[way])
     assert done.returncode == 0, done.stderr[-5000:]
-    assert [push["version"] for push in lines(out, "sync.jsonl")] == [1, 2, 3]
+    pushes = lines(out, "sync.jsonl")
+    assert [push["version"] for push in pushes] == [1, 2, 3]
+    assert all(push["canary_difference"] < 1e-5 for push in pushes)
     assert json.loads((out / "fingerprints.json").read_text())["proven"]
-    assert all(step["mismatch_kl"] < 1e-2 for step in lines(out))
-    assert said(out, 1)["shares"]["base"] == pytest.approx(0.5, abs=0.02)
+    assert all(step["base_verified"] and step["mismatch_kl"] < 1e-8 for step in lines(out))
+    held = 1.0 if way == "zero2" else 0.5
+    assert said(out, 1)["shares"]["base"] == pytest.approx(held, abs=0.02)
+
+
+@pytest.mark.parametrize("way", ["fsdp2", "zero3"])
+def test_a_trainer_process_that_is_killed_is_named_and_its_engine_ends(way, exact_base, tmp_path):
+    skip_without_deepspeed(way)
+    out = tmp_path / "run"
+    struck = {"rank": 1, "step": 2, "how": "kill"}
+    call = {"base": exact_base, "rollout": "colocate", **TRAINING, **PARTS, "parts": way == "zero3", "out": str(out)}
+    done = launch([{**call, "strike": struck, "ddp_timeout": 300}], timeout=900, **WAYS[way])
+    assert done.returncode != 0
+    assert said(out, 0)["error"].startswith("RankLostError: training: rank 1 of 2 is gone")
+    assert json.loads((out / "summary.json").read_text())["status"] == "failed"
+    assert not ranks_of_engines()
