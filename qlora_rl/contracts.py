@@ -176,14 +176,13 @@ class EngineCapabilities:
         adapter_dtype: torch name of the dtype in which it multiplies adapters, such as "bfloat16".
         can_sleep: it can give back memory between rollouts.
         takes_in_place: it lends the buffers that its layers multiply with (`InPlaceEngine`).
-        takes_bytes: it takes an adapter as bytes (`ByteEngine`).
-        byte_way: how these reach it: "http" or "object_store" (Ray's).
+        takes_bytes, byte_way: it takes an adapter as bytes (`ByteEngine`), by "http" or "object_store" (Ray's).
         dense_way: how full weights reach it: "stream" (in this process), "directory", "http" or "object_store".
         holds_two: it samples with two versions at once (`VersionedEngine`); where not, nothing may be sampled during a push.
-        gives_logprobs: it reports the logprobs of the tokens that it samples. Where not, trainers neither correct for the distance to it nor
-            watch it; the canary still asks for `score`.
+        gives_logprobs: it reports the logprobs of what it samples. Where not, only the canary watches it, and nothing corrects the distance.
         takes_images: `generate` and `score` take `ImagePrompt`s.
         gives_routing: `generate` says which experts were chosen.
+        adapts_experts: it serves adapters on the 4-bit experts of a mixture.
     """
 
     name: str
@@ -201,6 +200,7 @@ class EngineCapabilities:
     gives_logprobs: bool = True
     takes_images: bool = False
     gives_routing: bool = False
+    adapts_experts: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Nothing is unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -20,6 +21,7 @@ from qlora_rl.adapter.rules import Finding, judge_method
 from qlora_rl.adapter.store import CONFIG, ORIGIN, WEIGHTS
 from qlora_rl.adapter.subject import active_adapter, method_of
 from qlora_rl.base.checkpoint import models_are_whole
+from qlora_rl.base.experts import NAMINGS, experts_as_linears, is_expert_matrix
 from qlora_rl.base.kinds import auto_class
 from qlora_rl.errors import AdapterRejectedError
 
@@ -248,19 +250,22 @@ def _build(config: Any, tensors: Mapping[str, torch.Tensor], where: Path | None)
 
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
-        skeleton = _named_layers(tensors) if where is None else _model_of(where)
+        skeleton = _named_layers(tensors) if where is None else _model_of(where, tensors)
         model = get_peft_model(skeleton, config, low_cpu_mem_usage=True)
     model.requires_grad_(False)
     return model
 
 
-def _model_of(directory: Path) -> torch.nn.Module:
+def _model_of(directory: Path, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """Of the base in a directory; with experts as linears where the adapter is on such."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with models_are_whole():
+    of_experts = any(is_expert_matrix(f"{name.partition('.lora_')[0]}.weight") for name in tensors)
+    as_linears = of_experts and config.model_type in NAMINGS
+    with models_are_whole(), experts_as_linears(config) if as_linears else contextlib.nullcontext():
         return auto_class(config).from_config(config, trust_remote_code=False)
 
 

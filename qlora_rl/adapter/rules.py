@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from qlora_rl.adapter import methods
-from qlora_rl.adapter.subject import Subject, is_lora_layer, method_of, not_finite, ranks_of
-from qlora_rl.base.experts import ATTENTION, mixtures_in
+from qlora_rl.adapter.subject import Subject, is_lora_layer, method_of, not_finite, own_name, ranks_of
+from qlora_rl.base.experts import ATTENTION, linear_experts_in, mixtures_in
 from qlora_rl.base.kinds import LANGUAGE_LINEARS, vision_parts
 from qlora_rl.contracts import LORA_RANK_CLASSES
 from qlora_rl.distributed import shape_of
@@ -165,20 +165,26 @@ def _is_on_the_language_model(subject: Subject) -> Iterator[Finding]:
 
 
 def _is_off_the_experts(subject: Subject) -> Iterator[Finding]:
-    """Experts and router of a mixture: linears nowhere in transformers, and in the engine on a kernel that takes no adapter."""
+    """Fused experts and the router of a mixture: no linears in transformers, and in the engine on a kernel that takes no adapter.
+
+    Experts that are linears, those of a base with 4-bit experts, are adapted one by one like any other.
+    """
     mixtures = tuple(f"{name}." for name in mixtures_in(subject.base))
-    reached = (name.removesuffix(".base_layer") for name in (*subject.tuned, *subject.replaced))
+    linears = tuple(f"{own_name(name)}." for name in linear_experts_in(subject.base))
+    reached = [name for name in subject.tuned if not name.startswith(linears)] if linears else list(subject.tuned)
+    reached = [name.removesuffix(".base_layer") for name in (*reached, *subject.replaced)]
     there = list(dict.fromkeys(name for name in reached if name.startswith(mixtures)))
     if mixtures and not there and (asked := getattr(subject.config, "target_parameters", None)):
-        # PEFT 0.21 rewrites gate_proj and its like so, also where experts are linears, and reaches nothing: nor the MLP of a layer without experts.
+        # PEFT 0.21 rewrites gate_proj and its like so where experts are fused, and does not reach the MLP of a layer without experts.
         there = [f"target_parameters={sorted(asked)}"]
     if not there:
         return
     more = f" and {len(there) - 1} more" if len(there) > 1 else ""
+    on_experts = ", or its linears in a base with 4-bit experts (prepare_base(..., quantize_experts=True))"
     yield (
         "full_weights",
-        f"{there[0]}{more}: experts or router of a mixture, whose adapters the engine does not apply. Adapt the attention alone: "
-        f"target_modules={list(ATTENTION)}.",
+        f"{there[0]}{more}: fused experts or router of a mixture, whose adapters the engine does not apply. Adapt the attention alone: "
+        f"target_modules={list(ATTENTION)}{'' if linears else on_experts}.",
     )
 
 

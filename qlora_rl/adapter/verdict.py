@@ -15,6 +15,7 @@ import torch
 from qlora_rl.adapter.directory import OpenedAdapter, open_adapter
 from qlora_rl.adapter.rules import RULES, Finding, Kind
 from qlora_rl.adapter.subject import Subject, active_adapter, ranks_of
+from qlora_rl.base.experts import is_expert_matrix
 from qlora_rl.contracts import EngineCapabilities
 
 _GRAVITY: dict[Kind, int] = {"adapter": 0, "full_weights": 1, "refuse": 2}
@@ -30,12 +31,14 @@ class Verdict:
         reasons: one sentence per rule that spoke, each with the way out, those that decide first; empty for plain LoRA.
         rank: largest R of its modules (0 where there is none).
         method: PEFT's name of it, such as "LORA"; "" without an adapter.
+        on_experts: some of it are adapters on a mixture's experts, which few engines serve.
     """
 
     kind: Kind
     reasons: tuple[str, ...]
     rank: int = 0
     method: str = "LORA"
+    on_experts: bool = False
 
     def __bool__(self) -> bool:
         return self.kind == "adapter"
@@ -110,12 +113,13 @@ def _judged(
     method: str = "",
     misfits: tuple[Finding, ...] = (),
 ) -> Verdict:
-    found, rank = list(findings), 0
+    found, rank, on_experts = list(findings), 0, False
     if model is not None:
         subject = Subject(model, active_adapter(model), capabilities)
         found += [finding for rule in RULES for finding in rule(subject)]
         rank = max((ranks_of(layer, subject.adapter) for layer in subject.layers.values()), default=0)
         method = subject.method
+        on_experts = any(is_expert_matrix(f"{name}.weight") for name in subject.layers)
     found = sorted(found or misfits, key=lambda finding: -_GRAVITY[finding[0]])
     kind: Kind = found[0][0] if found else "adapter"
-    return Verdict(kind, tuple(dict.fromkeys(reason for _, reason in found)), rank, method)
+    return Verdict(kind, tuple(dict.fromkeys(reason for _, reason in found)), rank, method, on_experts)

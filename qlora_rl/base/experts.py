@@ -10,6 +10,7 @@ Shape letters: E experts, I inner width of one, H hidden size, T tokens, K chose
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -203,6 +204,7 @@ def experts_as_linears(config: Any) -> Iterator[None]:
 
     bitsandbytes' integration quantises linears alone. Remove when transformers loads 4-bit experts.
     """
+    leave_names_of_linears()
     from transformers import conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -223,6 +225,47 @@ def experts_as_linears(config: Any) -> Iterator[None]:
         yield
     finally:
         layer.__init__, conversion_mapping.get_checkpoint_conversion_mapping = make, mapping_of
+
+
+def leave_names_of_linears() -> None:
+    """From now on PEFT takes the names of experts that are linears as they are, in configs and in directories.
+
+    PEFT 0.21 takes `gate_proj` and its like in these models for parts of transformers' fused tensors, whatever the model holds, and then
+    reaches nothing. Of all other models it goes on as before. Remove when it looks at the model.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    if getattr(conversion, "_qlora_leaves_linears", False):
+        return
+    of_config = conversion.convert_peft_config_for_transformers
+    of_tensors = conversion.convert_peft_adapter_state_dict_for_transformers
+
+    @functools.wraps(of_config)
+    def convert_config(peft_config: Any, model: torch.nn.Module, *arguments: Any, **more: Any) -> None:
+        if not has_linear_experts(model):
+            of_config(peft_config, model, *arguments, **more)
+
+    @functools.wraps(of_tensors)
+    def convert_tensors(
+        model: torch.nn.Module, peft_config: Any, adapter_state_dict: Any, *rest: Any, **more: Any
+    ) -> Any:
+        if has_linear_experts(model):
+            return adapter_state_dict
+        return of_tensors(model, peft_config, adapter_state_dict, *rest, **more)
+
+    conversion.convert_peft_config_for_transformers = convert_config
+    conversion.convert_peft_adapter_state_dict_for_transformers = convert_tensors
+    conversion._qlora_leaves_linears = True
+
+
+def has_linear_experts(model: torch.nn.Module) -> bool:
+    """The experts of a model are linears, to which an adapter can be attached one by one."""
+    return any(isinstance(module, LinearExperts) for module in model.modules())
+
+
+def linear_experts_in(model: torch.nn.Module) -> list[str]:
+    """Names in transformers' model of the modules that hold experts as linears."""
+    return [name for name, module in model.named_modules() if isinstance(module, LinearExperts)]
 
 
 def is_expert_matrix(name: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from qlora_rl.base.experts import has_linear_experts
 from qlora_rl.base.fingerprint import digest_bytes, fingerprint_base
 from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.errors import EngineBrokenError, EngineClosedError, NotYetSupportedError, PromptTooLongError, SyncError
@@ -62,7 +63,15 @@ class FakeEngine:
         """What this engine can be asked for; it says that it can sleep so that the state machine can be tested."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         return EngineCapabilities(
-            "fake (torch)", True, False, self.max_lora_rank, self.max_model_length, dtype, True, takes_in_place=True
+            "fake (torch)",
+            True,
+            False,
+            self.max_lora_rank,
+            self.max_model_length,
+            dtype,
+            True,
+            takes_in_place=True,
+            adapts_experts=has_linear_experts(self.model),
         )
 
     @torch.no_grad()

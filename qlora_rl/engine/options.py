@@ -56,6 +56,7 @@ class StartOptions:
         max_model_length: prompt plus completion, in tokens.
         is_mixture: the base is a mixture of experts; vLLM cannot be given other weights for it.
         image_tokens: what stands for images and videos in the ids of a vision-language model, and is never sampled; empty for a text model.
+        adapts_experts: experts of the base take adapters: in 4 bits, on a CPU.
     """
 
     arguments: dict[str, Any]
@@ -68,6 +69,7 @@ class StartOptions:
     max_model_length: int
     is_mixture: bool = False
     image_tokens: tuple[int, ...] = ()
+    adapts_experts: bool = False
 
     @property
     def most_images(self) -> int:
@@ -247,7 +249,17 @@ def start_options(
             "allowed_media_domains": ["nowhere.invalid"],
         }
     return StartOptions(
-        arguments | vllm_options, base, ranks, version, is_4bit, is_cpu, rank, length, mixture, tuple(images)
+        arguments | vllm_options,
+        base,
+        ranks,
+        version,
+        is_4bit,
+        is_cpu,
+        rank,
+        length,
+        mixture,
+        tuple(images),
+        adapts_experts=bool(rank) and is_cpu and prepared.spec.quantize_experts and is_4bit,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from qlora_rl.adapter.verdict import Verdict
+from qlora_rl.base.experts import ATTENTION
 from qlora_rl.base.fingerprint import Diff
 from qlora_rl.contracts import EngineCapabilities
 from qlora_rl.errors import (
@@ -95,6 +96,12 @@ def plan_sync(
         raise ConfigConflictError(
             f"planning the sync: rank={verdict.rank} > max_lora_rank={capabilities.max_lora_rank} of {capabilities.name}. "
             f"Start the engine with max_lora_rank={verdict.rank}."
+        )
+    if capabilities is not None and verdict.on_experts and not capabilities.adapts_experts:
+        raise ConfigConflictError(
+            f"planning the sync: the adapter is also on experts of a mixture, and {capabilities.name} does not serve that: vLLM's own kernels for "
+            "experts take no adapter here, those for 4-bit experts do on a CPU. Adapt the attention alone (target_modules="
+            f"{list(ATTENTION)}), or sample on a CPU with prepare_base(..., quantize_experts=True)."
         )
     reasons = [f"The adapter is plain LoRA of rank {verdict.rank}: only the adapter is synced."]
     transport = "directory"

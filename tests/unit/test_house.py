@@ -24,7 +24,7 @@ FLOORS = {
 # Which room may import which outside library (at any depth of a function).
 OWNERS = {
     "bitsandbytes": {"base"},
-    "peft": {"adapter", "bench", "demo"},
+    "peft": {"adapter", "base", "bench", "demo"},
     "vllm": {"engine"},
     "vllm_bnb_plugin": {"engine"},
     "trl": {"train", "demo"},

@@ -195,6 +195,7 @@ class ServerEngine:
             dense_way="directory" if self.weights_by == "http" and (self.shared_dir or self._near) else self.weights_by,
             holds_two=self._about.get("holds_two", False),
             takes_images=self._about.get("most_images", 0) > 0,
+            adapts_experts=self._about.get("adapts_experts", False),
         )
 
     def describe_base(self) -> BaseFingerprint:

@@ -120,6 +120,7 @@ class Fleet:
             takes_bytes=any(each.takes_bytes for each in found),
             holds_two=all(each.holds_two for each in found),
             takes_images=all(each.takes_images for each in found),
+            adapts_experts=all(each.adapts_experts for each in found),
         )
 
     def describe_base(self) -> BaseFingerprint:

@@ -167,6 +167,7 @@ class LocalEngine:
             takes_in_place=bool(self.max_lora_rank) and self._start.ranks == 1,
             takes_images=bool(self._start.image_tokens),
             gives_routing=self._routing.is_on,
+            adapts_experts=self._start.adapts_experts,
         )
 
     def score(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[float]]:

@@ -187,6 +187,7 @@ class _Server:
             "takes_dense": weights.takes_any,
             "most_images": self.start.most_images,
             "holds_two": bool(rank),
+            "adapts_experts": self.start.adapts_experts,
             "max_model_length": length,
             "max_body_bytes": max_body,
             "adapter_dtype": str(engine.model_config.dtype).removeprefix("torch."),

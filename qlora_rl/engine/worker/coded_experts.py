@@ -23,6 +23,7 @@ from qlora_rl.base.quant import dequantize_exactly, require_bitsandbytes
 from qlora_rl.base.stored import Stored4bit, StoredTensors
 from qlora_rl.engine.linears.decoded import LIFTED_SLICE, SLICE, DecodedLinear
 from qlora_rl.engine.linears.native import CodesKernel, codes_kernel
+from qlora_rl.engine.worker.expert_adapters import AdaptedTokens, ExpertAdapters, ExpertMatrix, matrices_of
 from qlora_rl.errors import EngineUnsupportedError
 from qlora_rl.processor import processor
 
@@ -42,6 +43,8 @@ class CodedExperts(FusedMoEMethodBase):
         self._device, self._layer = torch.device(whole.device_config.device), prefix.removesuffix(".routed_experts")
         self._experts: list[tuple[Weights, Weights]] = []
         self._together: TogetherExperts | None = None
+        self._adapters: list[ExpertAdapters] = []  # on gate, up and down; none where adapters cannot come
+        self._tokens: AdaptedTokens | None = None
 
     def create_weights(self, layer: Any, *_: Any, **__: Any) -> None:
         """None that vLLM would load."""
@@ -96,6 +99,8 @@ class CodedExperts(FusedMoEMethodBase):
         """The experts [T, K] of x [T, H], as the trainer computes them."""
         weights = topk_weights.to(x.dtype) if self._naming.rounds_weights else topk_weights
         activation = _ACTIVATIONS[layer.activation.value]
+        if self._tokens is not None and any(kind.held is not None for kind in self._adapters):
+            return self._apply_adapted(activation, x, weights, topk_ids)
         if self._together is not None and x.dtype == torch.bfloat16:
             found = self._together(x, topk_ids, weights, activation)
             if found is not None:
@@ -106,6 +111,45 @@ class CodedExperts(FusedMoEMethodBase):
         gate_up, down = self._experts[number]
         gate, up = gate_up(x).chunk(2, dim=-1)
         return down(activation(gate) * up)
+
+    def take_adapters(self, tokens: AdaptedTokens, slots: int, rank: int) -> dict[str, ExpertMatrix]:
+        """Take adapters from now on: the places for them, by transformers' names of the matrices.
+
+        Args:
+            tokens: which slot each token of a step has.
+            slots: S.
+            rank: R of a slot.
+        """
+        naming, count = self._naming, len(self._experts)
+        states = [state for weights in self._experts[0] for _, _, state in weights.parts()]
+        self._tokens, self._adapters = (
+            tokens,
+            [
+                ExpertAdapters((state.shape[1], state.shape[0]), count, slots, rank, self._model.dtype, self._device)
+                for state in states
+            ],
+        )
+        path = self._layer.replace(f".{naming.block}.", ".mlp.", 1)
+        return dict(matrices_of(path, (naming.gate, naming.up, naming.down), self._adapters, count))
+
+    def _apply_adapted(
+        self, activation: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """`mix`, for the tokens of each adapter by itself."""
+        out = torch.empty_like(x)
+        for slot, rows in self._tokens.groups(len(x)):
+            expert = functools.partial(self._adapted_expert, activation, slot)
+            if rows is None:
+                return mix(x, chosen, weights, expert)
+            out[rows] = mix(x[rows], chosen[rows], weights[rows], expert)
+        return out
+
+    def _adapted_expert(self, activation: Any, slot: int, number: int, x: torch.Tensor) -> torch.Tensor:
+        gate_up, down = self._experts[number]
+        on_gate, on_up, on_down = self._adapters
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        inner = activation(on_gate.add(gate, x, number, slot)) * on_up.add(up, x, number, slot)
+        return on_down.add(down(inner), inner, number, slot)
 
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}

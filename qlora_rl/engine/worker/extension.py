@@ -25,6 +25,7 @@ from qlora_rl.engine.linears.decoded import CHECKED_COLUMNS, DecodedLinear
 from qlora_rl.engine.linears.linear import read_products, same_values
 from qlora_rl.engine.stage import read_parts
 from qlora_rl.engine.worker.carried import CarriedWeights
+from qlora_rl.engine.worker.expert_adapters import ExpertMatrix
 from qlora_rl.engine.worker.held import parts, quantised, shard_names, unquantised
 from qlora_rl.engine.worker.parallel import adapted_layers, held_pieces, held_shards
 from qlora_rl.engine.worker.reload import reload_dense
@@ -308,10 +309,11 @@ class BaseExtension:
 
     def qlora_adapter_sizes(self) -> dict[str, list[int]]:
         """[I, O] of every linear that can be adapted, as far as it is here, by the base model's name."""
+        modules = self.model_runner.lora_manager._adapter_manager.modules
         return {
             name: [layer.lora_a_stacked[i].shape[-1], layer.lora_b_stacked[i].shape[-2]]
             for name, layer, _, i in self._qlora_adapted()
-        }
+        } | {name: list(layer.sizes) for name, layer in modules.items() if isinstance(layer, ExpertMatrix)}
 
     def qlora_unreached_modules(self, adapter_id: int) -> list[str]:
         """Modules of a loaded adapter that no layer multiplies with.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qlora_rl.engine.compat import platform_is_cpu
+from qlora_rl.engine.worker.expert_adapters import take_adapters
 from qlora_rl.engine.worker.experts import experts_of
 from qlora_rl.engine.worker.extension import BaseExtension
 from qlora_rl.engine.worker.routing import Choices
@@ -21,9 +22,11 @@ class Worker(VllmWorker, BaseExtension):
     _qlora_choices: Choices | None = None
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
-        """As vLLM's, with experts as the base has them, which no adapter changes."""
+        """As vLLM's, with experts as the base has them; on the CPU those in 4 bits take adapters."""
         with experts_of(self.vllm_config.model_config.model):
             super().load_model(*arguments, **options)
+        if platform_is_cpu():
+            take_adapters(self.model_runner)
 
     def execute_model(self, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
         """As vLLM's; the choices of the step are noted where somebody asked for them."""
