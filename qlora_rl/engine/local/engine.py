@@ -453,11 +453,7 @@ class LocalEngine:
     def _run(
         self, asked: Sequence[Prompt], params: list[Any], *, bare: bool = False, version: int | None = None
     ) -> tuple[int, list[Any]]:
-        """Drive the engine until all B requests are done; whatever happens, none of them stays behind.
-
-        Returns:
-            The version that has made them, and their outputs.
-        """
+        """Drive the engine until all B requests are done: the version that made them, and their outputs. None of them stays, whatever happens."""
         with self._driver.between_steps() as raise_if_interrupted:
             with self._driver.door, self._driver.lock:
                 self._ensure_usable()  # another thread's call may have failed just now
