@@ -169,7 +169,7 @@ def _kl(apart: torch.Tensor) -> float:
 
 
 def train(base: Path, sync: str, steps: int, out: Path, seed: int = 0) -> dict[str, Any]:
-    """GRPO on the sums with adapters on attention; "replay": with the engine's choice of experts."""
+    """GRPO on the sums with adapters on attention; "experts": on them too; "replay": with the engine's choice of experts."""
     from qlora_rl.base.checkpoint import open_base
     from qlora_rl.demo import task
     from qlora_rl.demo.job import DemoSettings, make_trainer, quieten, summarise_steps
@@ -178,12 +178,12 @@ def train(base: Path, sync: str, steps: int, out: Path, seed: int = 0) -> dict[s
 
     quieten()
     run = RunDirectory(out)
-    replays = sync == "replay"
+    replays = sync.endswith("replay")
     settings = DemoSettings(
         steps=steps,
         seed=seed,
-        sync="lora_adapter" if replays else sync,
-        target_modules=ATTENTION,
+        sync=sync if sync == "trl-merge" else "lora_adapter",
+        target_modules="all-linear" if sync.startswith("experts") else ATTENTION,
         routing_replay=replays,
     )
     trainer = make_trainer(settings, open_base(base), run)
@@ -273,7 +273,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--child", nargs=4)
     parser.add_argument("--sampler", nargs=2)
-    parser.add_argument("--only", choices=["mixture", "mixture, experts in 4 bits", "dense", "random", "rollouts"])
+    parser.add_argument(
+        "--only",
+        choices=["mixture", "mixture, experts in 4 bits", "adapters on experts", "dense", "random", "rollouts"],
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--pretraining", type=int, default=300)
@@ -309,15 +312,16 @@ def main() -> None:
         models = {
             "mixture": (mixture, False, ("lora_adapter", "replay", "trl-merge")),
             "mixture, experts in 4 bits": (mixture, True, ("lora_adapter", "replay")),
+            "adapters on experts": (mixture, True, ("experts", "experts replay")),
             "dense": (lambda: make_tiny_model(progress=_report), False, ("lora_adapter",)),
         }
         for kind, (make, packed, syncs) in models.items():
             if only is not None and kind not in only:
                 continue
             base = prepare_base(make(), quantize_experts=packed, out=root / f"{kind}-base")
-            found: dict[str, Any] = {"sides": compare_sides(base)}
+            found: dict[str, Any] = {} if kind == "adapters on experts" else {"sides": compare_sides(base)}
             for sync in syncs:
-                work = root / f"{kind}-{sync}"
+                work = root / f"{kind}-{sync}".replace(" ", "-")
                 work.mkdir()
                 found[sync] = _in_a_process(base.path, sync, arguments.steps, work)
             print(kind, json.dumps(found, indent=1), flush=True)

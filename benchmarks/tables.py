@@ -332,7 +332,7 @@ def _trained_rows(runs: dict) -> list[str]:
 
 
 def mixtures() -> str:
-    """GRPO of a small mixture of experts beside the dense model of the demo, adapters on attention."""
+    """GRPO of a small mixture of experts beside the dense model of the demo, adapters on attention and on experts."""
     result = _load("mixtures.json")
     steps = result["mixture"]["steps"]
     lines = [
@@ -344,6 +344,8 @@ def mixtures() -> str:
         "the same with `routing_replay`": result["mixture"]["replay"],
         "mixture, experts in 4 bits too": result["mixture, experts in 4 bits"]["lora_adapter"],
         "the same in 4 bits, with `routing_replay`": result["mixture, experts in 4 bits"]["replay"],
+        "adapters on the experts too, in 4 bits": result["adapters on experts"]["experts"],
+        "the same with adapters, and `routing_replay`": result["adapters on experts"]["experts replay"],
         "dense, only the adapter is synced": result["dense"]["lora_adapter"],
         "mixture, TRL 1.16: merge, push, unmerge": result["mixture"]["trl-merge"],
     }
