@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from qlora_rl import letters
 from qlora_rl.errors import RankLostError
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,6 @@ T = TypeVar("T")
 # Seconds between two signs of life; without any for so long a rank counts as gone, and for so long one is looked for whose
 # connections were torn.
 BEAT_S, SILENT_S, TORN_S = 0.5, 60.0, 5.0
-# Of one value of the store; it takes no more than 8 MiB.
-_PIECE = 4 * 2**20
 _KNOWN = "is_known_to_all_ranks"
 _TORN = ("gloo", "nccl", "connection closed", "connection reset", "timed out", "socket", "broken pipe")
 
@@ -144,13 +143,13 @@ class Ranks:
         """Every rank's value. An error of any rank, whatever the others have come for, is raised on all; of several the first rank's."""
         self._count += 1
         said = (doing, value, None if error is None else portable(error, self.rank))
-        self._put(f"{self._blocks}.{self._count}/{self.rank}", pickle.dumps(said))
+        letters.put(self._store, f"{self._blocks}.{self._count}/{self.rank}", pickle.dumps(said))
         heard = [
             said if rank == self.rank else pickle.loads(self._take(f"{self._blocks}.{self._count}/{rank}", rank, doing))
             for rank in range(self.size)
         ]
         # A rank that has sent this word has received all of the one before it.
-        self._drop(f"{self._blocks}.{self._count - 2}/{self.rank}")
+        letters.drop(self._store, f"{self._blocks}.{self._count - 2}/{self.rank}")
         for rank, (_, _, failure) in enumerate(heard):
             if failure is not None:
                 raise mark(error if rank == self.rank else failure)
@@ -158,6 +157,10 @@ class Ranks:
         if others:
             raise mark(self._lost(range(self.size), doing, f"not together: others are at {', '.join(sorted(others))}"))
         return [each for _, each, _ in heard]
+
+    def channel(self) -> Any:
+        """A connection of its own to the store of all ranks, for what threads say to each other (`letters`)."""
+        return self._store.clone()
 
     def close(self) -> None:
         """Leave; the store ends with rank 0, which lets the others read their last messages first. Harmless when repeated."""
@@ -226,7 +229,7 @@ class Ranks:
         """Send it to the others, and give them time to read it: the store ends with rank 0."""
         try:
             self._told += 1
-            self._put(f"failed/{self.rank}", pickle.dumps((self._told, portable(error, self.rank))))
+            letters.put(self._store, f"failed/{self.rank}", pickle.dumps((self._told, portable(error, self.rank))))
             until = time.monotonic() + TORN_S
             heard = [f"heard/{self.rank}.{self._told}/{rank}" for rank in range(self.size) if rank != self.rank]
             while time.monotonic() < until and not self._store.check(heard):
@@ -257,8 +260,8 @@ class Ranks:
                         beat = store.get(f"alive/{rank}")
                         if self._beats.get(rank, (b"", 0.0))[0] != beat:
                             self._beats[rank] = (beat, time.monotonic())
-                    if rank not in self._failed and store.check([f"failed/{rank}/0"]):
-                        told, error = pickle.loads(_whole(store, f"failed/{rank}"))
+                    if rank not in self._failed and letters.is_there(store, f"failed/{rank}"):
+                        told, error = pickle.loads(letters.read(store, f"failed/{rank}"))
                         if told > self._heard.get(rank, 0):
                             self._heard[rank], self._failed[rank] = told, error
                             store.set(f"heard/{rank}.{told}/{self.rank}", "")
@@ -269,16 +272,10 @@ class Ranks:
 
     # --- the store --------------------------------------------------------------------------------------------------
 
-    def _put(self, key: str, value: bytes) -> None:
-        pieces = [value[i : i + _PIECE] for i in range(0, len(value), _PIECE)] or [b""]
-        for number, piece in enumerate(pieces[1:], 1):
-            self._store.set(f"{key}/{number}", piece)
-        self._store.set(f"{key}/0", len(pieces).to_bytes(4, "big") + pieces[0])  # last: with it all are there
-
     def _take(self, key: str, rank: int, doing: str) -> bytes:
         began = time.monotonic()
         pause = 0.0005
-        while not self._ask(f"{key}/0", rank, doing):
+        while not self._ask(key, doing):
             if self._failed:
                 raise mark(self._failed[min(self._failed)])
             now = time.monotonic()
@@ -288,19 +285,13 @@ class Ranks:
                 raise mark(self._lost([rank], doing, f"not there after {self.limit_s:.0f} s (ddp_timeout)"))
             time.sleep(pause)
             pause = min(0.02, 1.5 * pause)
-        return _whole(self._store, key)
+        return letters.read(self._store, key)
 
-    def _ask(self, key: str, rank: int, doing: str) -> bool:
+    def _ask(self, key: str, doing: str) -> bool:
         try:
-            return self._store.check([key])
+            return letters.is_there(self._store, key)
         except (RuntimeError, OSError) as error:
             raise mark(self._failed.get(0) or self._lost([0], doing)) from error
-
-    def _drop(self, key: str) -> None:
-        if self._store.check([f"{key}/0"]):
-            count = int.from_bytes(self._store.get(f"{key}/0")[:4], "big")
-            for number in range(count):
-                self._store.delete_key(f"{key}/{number}")
 
 
 ALONE = Ranks()
@@ -465,12 +456,6 @@ def _raise_known(error: BaseException) -> None:
         known = known.__cause__
     if known is not None:
         raise known
-
-
-def _whole(store: Any, key: str) -> bytes:
-    head = store.get(f"{key}/0")
-    count = int.from_bytes(head[:4], "big")
-    return b"".join([head[4:], *(store.get(f"{key}/{number}") for number in range(1, count))])
 
 
 @contextlib.contextmanager

@@ -102,8 +102,8 @@ class OnlineTrainer(TrainedRun):
     _takes_images = False
     # The engine generates nothing while the policy is trained.
     _rests = True
-    # Why it trains in one process; empty where several can share it.
-    _one_process = ""
+    # Rollouts are generated ahead, in threads: each rank asks an engine that it shares on its own.
+    _is_ahead = False
 
     def set_up(
         self,
@@ -135,10 +135,11 @@ class OnlineTrainer(TrainedRun):
         settings.check(args, rollout)
         settings.check_logprobs(args, rollout, of_trl.get("rollout_func"))
         is_whole = trains_whole(model, peft_config, options.sync)
-        refused = self._one_process or zero.unproven(args, is_whole=is_whole)
+        refused = zero.unproven(args, is_whole=is_whole)
         check_processes(args, "choosing the engine", refused=refused)
         peft_config, start = settle(model, peft_config)
-        if isinstance(rollout, str) and (rollout != "colocate" or _ranks_of_engine(args, options) > 1):
+        is_shared = isinstance(rollout, str) and (rollout != "colocate" or _ranks_of_engine(args, options) > 1)
+        if is_shared and not self._is_ahead:
             check_turns(args, of_trl)
         with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
             # A model that is trained itself is float32 here anyway, and each push brings its head.

@@ -208,6 +208,20 @@ def watch_order(trainer: Any, report: dict[str, Any]) -> None:
     trainer.bridge.strategy.push, trainer._look_at = pushed, looked
 
 
+def note_batches(trainer: Any, report: dict[str, Any]) -> None:
+    """Note what this rank trains on in each step, and how many policies ago it was sampled."""
+    report["batches"], take = [], trainer._next
+
+    def taken(inputs: Any) -> Any:
+        drawn = take(inputs)
+        age = trainer._policy - drawn.policy
+        prompts = [row["prompt"] for row in inputs]
+        report["batches"].append({"step": trainer.state.global_step, "prompts": prompts, "age": age})
+        return drawn
+
+    trainer._next = taken
+
+
 def count_sent(report: dict[str, Any]) -> None:
     """Note how many bytes this rank is sent, or sends, by broadcasts of torch."""
     import torch
@@ -275,14 +289,15 @@ def offline(base: str, out: Path, method: str, **fields: Any) -> Any:
 
 
 def online(base: str, out: Path, engine: Any, method: str, reward: Any, **fields: Any) -> Any:
-    """GRPO, RLOO or online DPO; an engine of the test's own, or a word."""
+    """GRPO, also asynchronous, RLOO or online DPO; an engine of the test's own, or a word."""
     from peft import IA3Config, LoraConfig
     from resumed import make
     from trl import GRPOConfig, RLOOConfig
 
-    from qlora_rl import QLoRAGRPOTrainer, QLoRARLOOTrainer
+    from qlora_rl import QLoRAAsyncGRPOTrainer, QLoRAGRPOTrainer, QLoRARLOOTrainer
 
     kinds = {"grpo": (QLoRAGRPOTrainer, GRPOConfig), "rloo": (QLoRARLOOTrainer, RLOOConfig)}
+    kinds["async"] = QLoRAAsyncGRPOTrainer, GRPOConfig
     if method == "online_dpo":
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
         from trl.experimental.online_dpo import OnlineDPOConfig
@@ -341,6 +356,8 @@ def main(call: dict[str, Any]) -> None:
             if watches:
                 watch_order(trainer, report)
                 count_sent(report)
+            if method == "async":
+                note_batches(trainer, report)
             if parts:
                 part_all(trainer)
             trainer.train()

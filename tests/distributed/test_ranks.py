@@ -13,7 +13,15 @@ from accelerate.state import DistributedType
 from qlora_rl import EngineBrokenError, SamplingSpec, distributed
 from qlora_rl.contracts import Rollout
 from qlora_rl.distributed import Ranks
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RankLostError, RunDirectoryError, SyncError
+from qlora_rl.errors import (
+    ConfigConflictError,
+    NotYetSupportedError,
+    RankLostError,
+    RolloutCancelledError,
+    RunDirectoryError,
+    SyncError,
+    VersionGoneError,
+)
 from qlora_rl.sync.dense import DenseStream
 from qlora_rl.train.ranks.for_all import EngineForAll, TransportForAll
 from qlora_rl.train.setup.processes import check_processes, check_turns, sharding_of
@@ -192,6 +200,83 @@ def test_an_engine_of_all_ranks_may_give_no_logprobs(pair):
     engines = both(pair, lambda ranks: EngineForAll(lambda: Silent(ranks.rank), ranks))
     drawn = both(pair, lambda ranks: engines[ranks.rank].generate([[ranks.rank]], SamplingSpec(first_place=ranks.rank)))
     assert [(each.completion_ids, each.logprobs) for each in drawn] == [([[0, 0]], None), ([[1, 1]], None)]
+
+
+class Slow(Draws):
+    """Holds two versions, and waits before it answers until it may, or is cancelled."""
+
+    def __init__(self, rank):
+        super().__init__(rank)
+        self.may, self.ended = threading.Event(), False
+
+    def capabilities(self):
+        return SimpleNamespace(holds_two=True)
+
+    def generate(self, prompts, sampling, *, version=None):
+        if prompts == [[99]]:
+            raise VersionGoneError("version 3 is gone")
+        self.may.wait(60)
+        if self.ended:
+            raise RolloutCancelledError("ended")
+        return replace(super().generate(prompts, sampling), version=version)
+
+    def cancel(self):
+        self.ended = True
+        self.may.set()
+
+
+@pytest.fixture
+def asked(pair):
+    """An engine of rank 0 that threads of both ranks ask."""
+    engines = both(pair, lambda ranks: EngineForAll(lambda: Slow(ranks.rank), ranks))
+    both(pair, lambda ranks: engines[ranks.rank].let_threads_ask())
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def in_thread(do):
+    found = []
+
+    def run():
+        try:
+            found.append(do())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+def test_threads_of_a_rank_ask_the_engine_of_another_one_which_waits_for_nobody(asked):
+    spec = SamplingSpec(max_tokens=1, first_place=4)
+    asks = [in_thread(lambda i=i: asked[1].generate([[i], [i, i]], spec, version=i)) for i in (1, 2)]
+    mine = in_thread(lambda: asked[0].generate([[7]], spec, version=2))
+    asked[0].inner.may.set()
+    for thread, _ in (*asks, mine):
+        thread.join(60)
+    answers = [found[0] for _, found in (*asks, mine)]
+    assert [(each.completion_ids, each.version) for each in answers] == [
+        ([[1, 4], [1, 1, 5]], 1),
+        ([[2, 4], [2, 2, 5]], 2),
+        ([[7, 4]], 2),
+    ]
+    with pytest.raises(VersionGoneError, match="version 3 is gone") as error:
+        asked[1].generate([[99]], spec, version=3)
+    assert error.value.__notes__ == ["raised on rank 0"]
+
+
+def test_a_rank_that_ends_cancels_what_its_threads_have_asked_for_and_may_ask_again(asked):
+    spec = SamplingSpec(max_tokens=1)
+    thread, found = in_thread(lambda: asked[1].generate([[1]], spec, version=1))
+    while not asked[1]._desk._asked:
+        pass
+    asked[1].cancel()
+    thread.join(60)
+    assert isinstance(found[0], RolloutCancelledError)
+    asked[0].inner.may.set()
+    assert asked[1].generate([[2]], spec, version=1).completion_ids == [[2, 0]]
 
 
 def test_each_group_of_ranks_draws_for_its_own_prompts_on_an_engine_of_its_own_as_one_engine_would():

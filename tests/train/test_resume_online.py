@@ -57,10 +57,10 @@ class Noted(QLoRAAsyncGRPOTrainer):
         super().__init__(*args, **kwargs)
         real = self.bridge.draw
 
-        def draw(prompts, images=None, *, seed, version=None):
+        def draw(prompts, images=None, *, seed, **more):
             text = self.processing_class.decode(prompts[0])
             self.seeds.setdefault(text, []).append(seed)
-            return real(prompts, images, seed=seed, version=version)
+            return real(prompts, images, seed=seed, **more)
 
         self.bridge.draw = draw
 

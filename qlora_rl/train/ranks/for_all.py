@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ from qlora_rl.contracts import (
 from qlora_rl.distributed import Ranks
 from qlora_rl.engine.images import Prompt, as_prompts
 from qlora_rl.sync.dense import DenseStream
+from qlora_rl.train.ranks.desk import Desk
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ logger = logging.getLogger(__name__)
 class EngineForAll:
     """One engine, on rank 0, or one for each group of ranks, on the first of them.
 
-    The prompts of all ranks that share it are sampled in one call, and each is given its own.
+    The prompts of all ranks that share it are sampled in one call, and each is given its own; after `let_threads_ask` each rank's in
+    calls of its own.
 
     Args:
         make: makes the engine; called on the rank that owns it.
@@ -46,6 +49,7 @@ class EngineForAll:
         self._ranks, self._group = ranks, group or ranks.size
         self._first = ranks.rank - ranks.rank % self._group
         self.inner: Any = None
+        self._desk: Desk | None = None
         with ranks.together("starting the engine"):
             if ranks.rank == self._first:
                 self.inner = make()
@@ -66,7 +70,8 @@ class EngineForAll:
         """What its owner hears from the engine."""
 
         def asked() -> tuple[Any, int, int]:
-            answer = ask(self.inner)
+            with nullcontext() if self._desk is None else self._desk.alone():
+                answer = ask(self.inner)
             return answer, self.inner.version, self.inner.incarnation
 
         answer, self._version, self._incarnation = self.share(asked, doing)
@@ -74,13 +79,23 @@ class EngineForAll:
 
     @property
     def version(self) -> int:
-        """Of the adapter that serves, when it was asked last."""
-        return self._version
+        """Of the adapter that serves, when it was asked last; where threads ask it, its owner knows what serves now."""
+        return self._version if self._desk is None or self.inner is None else self.inner.version
 
     @property
     def incarnation(self) -> int:
-        """Of the engine, when it was asked last."""
-        return self._incarnation
+        """Of the engine, as `version`."""
+        return self._incarnation if self._desk is None or self.inner is None else self.inner.incarnation
+
+    def let_threads_ask(self) -> None:
+        """From now on each rank generates when it wants to, from any thread; called by all ranks."""
+        if self._desk is None:
+            self._desk = Desk(self.inner, self._ranks, self._group, holds_two=self._capabilities.holds_two)
+
+    def cancel(self) -> None:
+        """Have the calls of this rank's threads end soon, with `RolloutCancelledError`."""
+        if self._desk is not None:
+            self._desk.cancel()
 
     @property
     def tokenizer(self) -> Any:
@@ -99,8 +114,14 @@ class EngineForAll:
         """Exact scales are written."""
         return self._ask(lambda engine: engine.repair_base(), "repairing the engine's base")
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> Rollout:
-        """One completion for each prompt of this rank; request i of the whole is seeded as in one process."""
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, version: int | None = None) -> Rollout:
+        """One completion for each prompt of this rank; request i of the whole is seeded as in one process.
+
+        Args:
+            version: as `VersionedEngine.generate`, where threads ask.
+        """
+        if self._desk is not None:
+            return self._desk.generate(as_prompts(prompts), sampling, version)
         parts = self._ranks.gather((as_prompts(prompts), sampling), "gathering the prompts")
         parts = parts[self._first : self._first + self._group]
         together = [prompt for part, _ in parts for prompt in part]
@@ -174,6 +195,8 @@ class EngineForAll:
 
     def close(self) -> None:
         """Close it; only its owner has something to close, and waits for nobody."""
+        if self._desk is not None:
+            self._desk.close()
         if self.inner is not None:
             self.inner.close()
 

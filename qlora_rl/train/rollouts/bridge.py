@@ -192,11 +192,20 @@ class EngineBridge:
         self.last = rollout
         return self.as_trl_wants(prompts, rollout)
 
-    def draw(self, prompts: list[list[int]], images: Any = None, *, seed: int, version: int | None = None) -> Rollout:
+    def draw(
+        self,
+        prompts: list[list[int]],
+        images: Any = None,
+        *,
+        seed: int,
+        version: int | None = None,
+        width: int | None = None,
+    ) -> Rollout:
         """One completion per prompt, from any thread. Nothing is woken or verified.
 
         Args:
             version: that samples, of those that the engine holds (`holds_two`); by default what serves.
+            width: prompts of the first call of what these are a turn of; by default of what has begun.
         """
         asked: list[Any] = list(prompts)
         if images is not None and any(images):
@@ -206,9 +215,10 @@ class EngineBridge:
                     "vision-language model, or text prompts."
                 )
             asked = [ImagePrompt(ids, tuple(held)) if held else ids for ids, held in zip(prompts, images, strict=True)]
-        self._width = self._width or len(prompts)
+        if width is None:
+            width = self._width = self._width or len(prompts)
         # What is sampled does not depend on how many processes share the batch: each has its part of the places.
-        spec = dataclasses.replace(self.sampling, seed=seed, first_place=ranks().rank * self._width)
+        spec = dataclasses.replace(self.sampling, seed=seed, first_place=ranks().rank * width)
         with self.alone():
             rollout = (
                 self.engine.generate(asked, spec)

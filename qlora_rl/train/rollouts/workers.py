@@ -24,9 +24,11 @@ import torch
 from trl import GRPOTrainer
 
 from qlora_rl.contracts import CancellableEngine
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import EngineBrokenError, VersionGoneError
 from qlora_rl.train.rollouts.ahead import Batch
 from qlora_rl.train.rollouts.bridge import EngineBridge
+from qlora_rl.train.rollouts.one_rank import OneRank, rewards_of_one_rank
 from qlora_rl.train.rollouts.turnstile import Turnstile
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class Front:
         version: that samples; an engine that holds one alone is not asked for it by name.
         seed_of: the seed of each turn, from 0.
         refuse_stopped: raises where the run ends.
+        width: rows of the batch on each rank.
 
     Attributes:
         tokens, seconds: generated so far, and how long the engine took.
@@ -86,9 +89,10 @@ class Front:
         version: int,
         seed_of: Callable[[int], int],
         refuse_stopped: Callable[[], None],
+        width: int,
     ):
         self._bridge, self._number = bridge, number
-        self._seed_of, self._refuse_stopped = seed_of, refuse_stopped
+        self._seed_of, self._refuse_stopped, self._width = seed_of, refuse_stopped, width
         self.version = version
         self.tokens, self.seconds = 0, 0.0
         self._turn = 0
@@ -110,7 +114,7 @@ class Front:
         self._turn += 1
         with profiler or contextlib.nullcontext():
             asked = self.version if self._bridge.holds_two else None
-            rollout = self._bridge.draw(prompts, images, seed=seed, version=asked)
+            rollout = self._bridge.draw(prompts, images, seed=seed, version=asked, width=self._width)
         if rollout.version != self.version:
             raise EngineBrokenError(
                 f"generating batch {self._number}: it began with version={self.version}, and version={rollout.version} has answered: somebody "
@@ -170,6 +174,10 @@ class Drawing(GRPOTrainer):
         except _Generated as half:
             return half.prompts, half.output
         raise AssertionError("TRL's _generate_and_score_completions has not called _generate")
+
+    def _calculate_rewards(self, *args: Any) -> torch.Tensor:
+        """Of this rank's completions."""
+        return super()._calculate_rewards(*args) if ranks().size == 1 else rewards_of_one_rank()(self, *args)
 
     def _generate(self, prompts: list[Any]) -> Any:
         raise _Generated(prompts, super()._generate(prompts))
@@ -294,8 +302,12 @@ class RolloutWorkers:
         *,
         is_training: bool,
     ) -> None:
-        front = Front(self._bridge, drawn.number, version, seed_of, self.turnstile.refuse_stopped)
+        front = Front(
+            self._bridge, drawn.number, version, seed_of, self.turnstile.refuse_stopped, width=len(drawn.rows)
+        )
         own = {**kit.own, "state": copy.copy(self._trainer().state), "vllm_generation": front}
+        if ranks().size > 1:
+            own["accelerator"] = OneRank(self._picture["accelerator"])
         Drawing(self._picture, own, is_training=is_training).draw(drawn, leave)
         drawn.version = version
         drawn.tokens, drawn.engine_seconds = front.tokens, front.seconds

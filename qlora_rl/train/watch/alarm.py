@@ -362,9 +362,14 @@ def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_fu
             found = examiner.examine(drawn, limit)
         return worst(ranks().gather(found, "examining the rollouts"))
 
+    def rescore(drawn: Drawn) -> tuple[Drawn, float]:
+        again, distance = examiner.rescore(merged(ranks().gather(drawn, "scoring rollouts again")))
+        found = ranks().gather(distance, "scoring rollouts again")
+        return again, float("nan") if any(map(math.isnan, found)) else max(found)
+
     return MismatchAlarm(
         examine,
-        examiner.rescore,
+        rescore,
         on_mismatch=on_mismatch,
         dtype=link.engine.capabilities().adapter_dtype,
         expected=expected,
