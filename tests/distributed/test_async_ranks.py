@@ -7,7 +7,7 @@ import pytest
 from conftest import WAYS, distance, launch, said, skip_without_deepspeed
 from job import main
 from resumed import lines
-from test_ddp_methods import until_step_2
+from test_ddp_methods import VLLM, until_step_2
 
 ASYNC = {"method": "async", "max_staleness": 1, "max_steps": 4, "save_steps": 2}
 TWO = {"per_device_train_batch_size": 4}
@@ -122,3 +122,28 @@ def test_it_learns_from_what_it_samples(exact_base, tmp_path):
     assert [step["policy_version"] for step in steps] == list(range(1, 31))
     first, last = (sum(step["reward"] for step in part) / 5 for part in (steps[:5], steps[-5:]))
     assert last > first + 0.2
+
+
+@pytest.fixture(scope="module")
+def on_vllm(base, tmp_path_factory):
+    """The same training with each kind of engine, one after the other in two processes."""
+    root = tmp_path_factory.mktemp("vllm")
+    common = {"base": str(base.path), "vllm_max_model_length": 32, "bf16": True, **ASYNC, **TWO, "save_strategy": "no"}
+    done = launch([{**common, **more, "out": str(root / name), "rollout": name} for name, more in VLLM.items()])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return root
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rollout", VLLM)
+def test_vllm_generates_ahead_for_both_ranks(rollout, on_vllm):
+    """A server and a fleet are rank 0's, and threads of both ranks ask them."""
+    out = on_vllm / rollout
+    assert [push["version"] for push in lines(out, "sync.jsonl")] == [1, 2, 3, 4]
+    ends = [said(out, rank) for rank in (0, 1)]
+    assert [(end["error"], end["pushes"]) for end in ends] == [(None, 4)] * 2
+    assert [end["owns_engine"] for end in ends] == [True, rollout == "colocate"]
+    assert set(trained_on(out).values()) == {2}
+    assert {batch["age"] for end in ends for batch in end["batches"]} <= {0, 1}
+    assert all(step["base_verified"] and step["rollout_tokens"] > 0 for step in lines(out))
+    assert all(step["rescored_diff"] < 1e-2 for step in lines(out)[1:])
