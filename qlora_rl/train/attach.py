@@ -11,17 +11,19 @@ from trl import GRPOTrainer, RLOOTrainer
 from qlora_rl.adapter.subject import active_adapter, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine, SyncReport
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.distributed import is_sharded, join, ranks
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.train.rloo import SampledLogprobs
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.rollouts.link import Link, link_policy
 from qlora_rl.train.setup import settings
-from qlora_rl.train.setup.entry import base_of
-from qlora_rl.train.setup.processes import check_processes
+from qlora_rl.train.setup.entry import Source, base_of
+from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, fit_for_sharding
 from qlora_rl.train.setup.start import keep_start
 from qlora_rl.train.watch.alarm import MismatchAlarm, alarm_for, check_word
 from qlora_rl.train.watch.measure import MeasuredSteps
+from qlora_rl.train.watch.rewards import agree_on, guard
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +71,9 @@ class Attachment:
                 setattr(trainer, name, self._before[name])
             else:
                 trainer.__dict__.pop(name, None)
+        trainer.reward_funcs = self._before["reward_funcs"]
         trainer.callback_handler.callbacks = [c for c in trainer.callback_handler.callbacks if c not in self._callbacks]
-        for name in ("bridge", "engine", "_link", "alarm"):
+        for name in ("bridge", "engine", "_link", "alarm", "_failures"):
             trainer.__dict__.pop(name, None)
         self._link.close()
 
@@ -85,11 +88,20 @@ class Attached:
     """The methods that an attached trainer has while it is attached."""
 
     _link: Link
+    # Of reward functions, where several ranks must agree before one may raise.
+    _failures: list[RewardFunctionError] | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; a second call pushes again, although its steps are counted from 0."""
         self._link.bridge.install(self)
-        return super().train(*args, **kwargs)
+        with ranks().one_outcome("training"):
+            return super().train(*args, **kwargs)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, in which all ranks meet; then what a reward function has raised on one of them is raised on all."""
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        agree_on(self._failures)
+        return rewards
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
@@ -128,6 +140,8 @@ def attach(
     names `qlora_rl/…`) are those of `QLoRAGRPOTrainer`. Its config is not changed; its LoRA weights stay in the dtype that TRL
     gave them. While it is attached, the trainer's class is a subclass of its own; `close()` undoes that.
 
+    In several processes each of them attaches to its own trainer, and `push` is called by all.
+
     Args:
         trainer: GRPOTrainer or RLOOTrainer, built with use_vllm=False and a PeftModel or peft_config.
         rollout: and all further arguments: as `QLoRAGRPOTrainer` takes them. The base is held twice.
@@ -135,6 +149,7 @@ def attach(
     Raises:
         ConfigConflictError: another trainer, one with vLLM of TRL's, without an adapter, or attached already.
         BaseMismatchError, AdapterRejectedError, EngineUnsupportedError: as there.
+        NotYetSupportedError: a model that is split over processes already.
     """
     _check(trainer, canary_every)
     check_word(on_mismatch)
@@ -142,32 +157,36 @@ def attach(
     settings.check(trainer.args, rollout)
     rollout_func = getattr(trainer, "rollout_func", None)
     settings.check_logprobs(trainer.args, rollout, rollout_func)
-    check_processes(trainer.args, "attaching to a trainer", refused="attach is for one")
-    settings.check_datasets(trainer.train_dataset, trainer.eval_dataset)
-    settings.check_sampling(trainer.args, rollout)
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    base = _written_down(model, trainer)
-    options = {"repair_scales": False, **settings.engine_options(trainer.args), **(engine_options or {})}
-    choice = EngineChoice(rollout, options, api_key_file=api_key_file, sync_dir=sync_dir)
-    link = link_policy(
-        model,
-        base,
-        choice,
-        choice.engine,
-        trainer.args,
-        settings.sampling_spec(trainer.args),
-        sync=sync,
-        sync_dir=sync_dir,
-        canary_every=canary_every,
-        allow_base_mismatch=allow_base_mismatch,
-    )
+    check_processes(trainer.args, "attaching to a trainer")
+    with join(trainer.args.ddp_timeout).one_outcome("attaching to a trainer"):
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        base = _base(model, trainer, rollout)
+        begin_alike(model)
+        options = {"repair_scales": False, **settings.engine_options(trainer.args), **(engine_options or {})}
+        choice = EngineChoice(rollout, options, api_key_file=api_key_file, sync_dir=sync_dir)
+        link = link_policy(
+            model,
+            base,
+            choice,
+            choice.engine,
+            trainer.args,
+            settings.sampling_spec(trainer.args),
+            sync=sync,
+            sync_dir=sync_dir,
+            canary_every=canary_every,
+            allow_base_mismatch=allow_base_mismatch,
+        )
     kind = type(trainer)
-    before = {name: trainer.__dict__[name] for name in _ATTRIBUTES if name in trainer.__dict__}
+    before = {name: trainer.__dict__[name] for name in (*_ATTRIBUTES, "reward_funcs") if name in trainer.__dict__}
     parts = (
         (Attached, MeasuredSteps, SampledLogprobs) if isinstance(trainer, RLOOTrainer) else (Attached, MeasuredSteps)
     )
     trainer.__class__ = type(kind.__name__, (*parts, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     trainer._link, trainer.bridge, trainer.engine = link, link.bridge, link.engine
+    if ranks().size > 1:
+        trainer._failures = []
+        named = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
+        trainer.reward_funcs = [guard(reward, name, trainer._failures) for reward, name in named]
     callbacks = list(trainer.callback_handler.callbacks)
     keep_start(trainer)
     link.bridge.install(trainer)
@@ -176,6 +195,28 @@ def attach(
     added = [c for c in trainer.callback_handler.callbacks if c not in callbacks]
     logger.info("%s samples from %s", kind.__name__, link.engine.capabilities().name)
     return Attachment(trainer, link, kind, before, added)
+
+
+def _base(model: Any, trainer: Any, rollout: Any) -> PreparedBase:
+    """The base of the trainer's model, which is made ready to be split over processes, where it will be."""
+    args = trainer.args
+    settings.check_datasets(
+        trainer.train_dataset,
+        trainer.eval_dataset,
+        **({"why": "in several processes it is sampled from text prompts only"} if ranks().size > 1 else {}),
+    )
+    settings.check_sampling(args, rollout)
+    if is_sharded(model):
+        raise NotYetSupportedError(
+            f"attaching to a trainer: its model is split over {ranks().size} processes already, and its base can no longer be written down. Attach "
+            "before train(); under ZeRO-3 load the model before its config is made."
+        )
+    if isinstance(rollout, str) and (rollout != "colocate" or args.vllm_tensor_parallel_size > 1):
+        asks = {name: getattr(trainer, name, None) for name in ("tools", "rollout_func")}
+        check_turns(args, asks | {"environment_factory": getattr(trainer, "environment_factories", None)})
+    base = ranks().in_turn(lambda: _written_down(model, trainer), "preparing the base")
+    fit_for_sharding(Source(base, model), args).load()
+    return base
 
 
 def _written_down(model: Any, trainer: Any) -> PreparedBase:

@@ -46,7 +46,7 @@ from qlora_rl.train.setup.start import keep_start, settle
 from qlora_rl.train.setup.tower import settle_tower
 from qlora_rl.train.setup.whole import check_whole, trains_whole, unfreeze
 from qlora_rl.train.watch.alarm import alarm_for, check_word
-from qlora_rl.train.watch.rewards import as_list, guard
+from qlora_rl.train.watch.rewards import agree_on, as_list, guard
 
 
 @dataclass(frozen=True)
@@ -334,10 +334,7 @@ class OnlineTrainer(TrainedRun):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, in which all ranks meet; then what a reward function has raised on one of them is raised on all."""
         rewards = super()._calculate_rewards(*args, **kwargs)
-        if self._failures is not None:
-            failed = self._failures.pop(0) if self._failures else None
-            self._failures.clear()
-            ranks().agree(failed, "scoring completions")
+        agree_on(self._failures)
         return rewards
 
     def _take(self, link: Link) -> None:

@@ -318,6 +318,74 @@ def online(base: str, out: Path, engine: Any, method: str, reward: Any, **fields
     return make(base, out, engine, reward=reward, trainer=kind, config=config, **fields)
 
 
+def in_4_bits(model: str) -> Any:
+    """As transformers loads it, multiplied in float32."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    return AutoModelForCausalLM.from_pretrained(
+        model, quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), dtype="float32"
+    )
+
+
+class Attached:
+    """A GRPOTrainer as somebody builds it who knows TRL alone, with an engine attached; the adapter is left as a run leaves it."""
+
+    def __init__(self, base: str, out: Path, engine: Any, reward: Any, **fields: Any):
+        from datasets import Dataset
+        from peft import LoraConfig
+        from transformers import AutoTokenizer
+        from trl import GRPOConfig, GRPOTrainer
+
+        from qlora_rl import attach
+        from qlora_rl.base.checkpoint import open_base
+
+        engine_fields = {name: fields.pop(name) for name in ("sync", "canary_every") if name in fields}
+        fields = {"max_completion_length": 4, "num_generations": 2, "beta": 0.0, "save_strategy": "no", **fields}
+        options = {"lr_scheduler_type": "linear", "logging_steps": 1, "learning_rate": 1e-2, "report_to": []}
+        options |= {"gradient_checkpointing": False, "disable_tqdm": True, "use_cpu": True, "bf16": False}
+        self.out, model = out, in_4_bits(fields.pop("model"))
+        self.trainer = GRPOTrainer(
+            model=model,
+            args=GRPOConfig(output_dir=str(out), **options | fields),
+            processing_class=AutoTokenizer.from_pretrained(open_base(base).path, padding_side="left"),
+            reward_funcs=reward,
+            train_dataset=Dataset.from_list([{"prompt": f"{10 + i}+{11 + i}="} for i in range(16)]),
+            peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]),
+        )
+        for parameter in self.trainer.model.parameters():
+            if parameter.requires_grad:  # TRL has rounded it to bfloat16
+                parameter.data = parameter.data.float()
+        self.held = attach(self.trainer, rollout=engine, **engine_fields)
+        self.bridge, self.engine = self.held.bridge, self.held.engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trainer, name)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.held.close()
+
+    def train(self) -> None:
+        from peft.utils import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        from qlora_rl.train.ranks.sharded import trained_weights
+
+        self.trainer.train()
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        tensors = get_peft_model_state_dict(model, state_dict=trained_weights(model))
+        if RANK == 0:
+            (self.out / "adapter").mkdir(parents=True)
+            save_file(
+                {n: t.contiguous().cpu() for n, t in tensors.items()},
+                self.out / "adapter" / "adapter_model.safetensors",
+            )
+            log = [entry for entry in self.trainer.state.log_history if "reward" in entry]
+            (self.out / "metrics.jsonl").write_text("\n".join(map(json.dumps, log)))
+
+
 def main(call: dict[str, Any]) -> None:
     """Train as `call` says; what happened to this rank is left in `<out>-rank<N>.json`."""
     import torch
@@ -345,6 +413,8 @@ def main(call: dict[str, Any]) -> None:
     try:
         if method in ("sft", "dpo"):
             trainer = offline(base, out, method, **call)
+        elif method == "attach":
+            trainer = Attached(base, out, engine, broken(*fails) if fails else by_text, **call)
         else:
             reward = broken(*fails) if fails else reward_digits if learns else by_text
             trainer = online(base, out, engine, method, reward, **call)

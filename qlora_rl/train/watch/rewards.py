@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import RewardFunctionError
 
 
@@ -50,6 +51,14 @@ def guard(reward: Any, name: str | None = None, failures: list[RewardFunctionErr
 
     call.__name__ = name
     return call
+
+
+def agree_on(failures: list[RewardFunctionError] | None) -> None:
+    """After TRL's collective: what a reward function has raised on one rank is raised on all; called by all, also without a list."""
+    if failures is not None:
+        failed = failures[0] if failures else None
+        failures.clear()
+        ranks().agree(failed, "scoring completions")
 
 
 def as_list(rewards: Any) -> list[Any]:

@@ -1,0 +1,73 @@
+"""`attach` in two processes: recorded rollouts against one process with the doubled batch, and how they end."""
+
+import pytest
+from conftest import WAYS, distance, launch, said, skip_without_deepspeed
+from job import in_4_bits, main
+from resumed import lines
+
+STEPS = {"method": "attach", "max_steps": 4}
+TWO = {"per_device_train_batch_size": 4}
+GLOBAL = ("reward", "reward_std", "grad_norm", "qlora_rl/rollout_tokens", "qlora_rl/policy_version", "qlora_rl/ess")
+
+
+@pytest.fixture(scope="module")
+def its_base(model_dir):
+    """The bytes of a model that transformers has quantised."""
+    from transformers import AutoTokenizer
+
+    from qlora_rl import prepare_base
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    return str(prepare_base(in_4_bits(model_dir), "none", compute_dtype="float32", tokenizer=tokenizer).path)
+
+
+@pytest.fixture(scope="module")
+def alone(its_base, model_dir, tmp_path_factory):
+    """One process with the doubled batch, and everything that it has sampled."""
+    root = tmp_path_factory.mktemp("alone")
+    call = {
+        "base": its_base,
+        "model": str(model_dir),
+        "out": str(root / "one"),
+        "record": str(root / "kept.json"),
+        **STEPS,
+    }
+    main(call | {"per_device_train_batch_size": 8})
+    return root / "one", str(root / "kept.json")
+
+
+@pytest.fixture(
+    scope="module", params=["ddp", *(pytest.param(way, marks=pytest.mark.full) for way in WAYS if way != "ddp")]
+)
+def two(request, alone, its_base, model_dir, tmp_path_factory):
+    """Recorded rollouts replayed; then rewards that raise on rank 1."""
+    skip_without_deepspeed(request.param)
+    root = tmp_path_factory.mktemp(request.param)
+    common = {"base": its_base, "model": str(model_dir), **STEPS, **TWO, "parts": request.param == "zero3"}
+    calls = [
+        {**common, "out": str(root / "two"), "kept": alone[1]},
+        {**common, "out": str(root / "fails"), "fails": [1, 2]},
+    ]
+    done = launch(calls, **WAYS[request.param])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return root
+
+
+def test_two_processes_train_what_one_trains_on_the_doubled_batch(two, alone):
+    assert distance(two / "two", alone[0]) < 1e-5
+    for ours, theirs in zip(lines(two / "two"), lines(alone[0]), strict=True):
+        for name in GLOBAL:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+
+
+def test_every_step_pushes_once_and_every_rank_serves_the_same_version(two):
+    assert [line["qlora_rl/policy_version"] for line in lines(two / "two")] == [1, 2, 3, 4]
+    ends = [said(two / "two", rank) for rank in (0, 1)]
+    assert [(end["error"], end["pushes"]) for end in ends] == [(None, 4)] * 2
+
+
+def test_a_reward_that_raises_on_rank_1_raises_the_same_on_rank_0(two):
+    ends = [said(two / "fails", rank) for rank in (0, 1)]
+    assert ends[0]["error"] == ends[1]["error"]
+    assert "raised ZeroDivisionError: only here" in ends[0]["error"]
+    assert ends[0]["notes"] == ["raised on rank 1"]
