@@ -20,7 +20,6 @@ from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
 from qlora_rl.sync.plan import WISHES, plan_sync
-from qlora_rl.train.ranks import zero
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.rollouts.link import Link, link_policy, release, why_dense
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
@@ -135,8 +134,7 @@ class OnlineTrainer(TrainedRun):
         settings.check(args, rollout)
         settings.check_logprobs(args, rollout, of_trl.get("rollout_func"))
         is_whole = trains_whole(model, peft_config, options.sync)
-        refused = zero.unproven(args, is_whole=is_whole)
-        check_processes(args, "choosing the engine", refused=refused)
+        check_processes(args, "choosing the engine")
         peft_config, start = settle(model, peft_config)
         is_shared = isinstance(rollout, str) and (rollout != "colocate" or _ranks_of_engine(args, options) > 1)
         if is_shared and not self._is_ahead:

@@ -188,12 +188,6 @@ def two_processes(config):
     return TwoProcesses(output_dir=config().output_dir, use_cpu=True, num_generations=2, report_to=[])
 
 
-def test_what_several_processes_cannot_do_is_refused_with_what_they_can(two_processes):
-    check_processes(two_processes, "choosing the engine")  # DDP
-    with pytest.raises(NotYetSupportedError, match=r"2 processes, and engines on Ray are pushed to by one.*GRPO"):
-        check_processes(two_processes, "choosing the engine", refused="engines on Ray are pushed to by one")
-
-
 @pytest.mark.parametrize("shared", [{"rollout": "http://127.0.0.1:9"}, {"engine_options": {"tensor_parallel_size": 2}}])
 def test_tools_on_an_engine_that_processes_share_are_refused_before_anything_is_loaded(
     shared, two_processes, base, plain, lora
@@ -236,16 +230,6 @@ def test_what_of_deepspeed_is_not_proven_is_refused_by_name(two_processes, monke
     two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=2, deepspeed_config=stated)
     with pytest.raises(NotYetSupportedError, match="asks for optimizer, offload_optimizer, zero_hpz_partition_size, "):
         check_processes(two_processes, "choosing the engine")
-
-
-def test_a_model_that_is_trained_itself_is_refused_under_deepspeed(two_processes, monkeypatch):
-    assert not zero.unproven(two_processes, is_whole=True)
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
-    assert not zero.unproven(two_processes, is_whole=False)
-    refused = zero.unproven(two_processes, is_whole=True)
-    with pytest.raises(NotYetSupportedError, match=r"without an adapter, has not been verified under DeepSpeed"):
-        check_processes(two_processes, "choosing the engine", refused=refused)
 
 
 def test_under_deepspeed_bf16_would_cast_another_base(two_processes):

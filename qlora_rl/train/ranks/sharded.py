@@ -22,12 +22,13 @@ def trained_weights(model: Any) -> dict[str, torch.Tensor]:
     A model that is trained itself is gathered weight by weight, into the memory of rank 0's host.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not (is_bare(model) and is_sharded(model)):
-        tensors = list(trained.values())
-        return dict(zip(trained, zero.masters(tensors) if zero.has_masters(tensors) else whole(tensors), strict=True))
+    tensors = list(trained.values())
+    gather = zero.masters if zero.has_masters(tensors) else whole
+    if not (is_bare(model) and is_gathered(model)):
+        return dict(zip(trained, gather(tensors), strict=True))
     found = {}
     for name, parameter in trained.items():
-        (full,) = whole([parameter])
+        (full,) = gather([parameter])
         if ranks().is_first:
             found[name] = full.cpu()
     return found

@@ -66,13 +66,6 @@ def settle(args: Any, doing: str) -> None:
     zero.setdefault("memory_efficient_linear", False)
 
 
-def unproven(args: Any, *, is_whole: bool) -> str:
-    """Why this training is not for DeepSpeed yet; empty where it is."""
-    if is_whole and is_asked_for(args):
-        return "a model that is trained itself, without an adapter, has not been verified under DeepSpeed; DDP and FSDP2 do it"
-    return ""
-
-
 def _is_on(value: Any) -> bool:
     return bool(value.get("enabled", True) if isinstance(value, dict) else value)
 

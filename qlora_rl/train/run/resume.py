@@ -27,7 +27,7 @@ from qlora_rl.adapter.export import settle_patterns
 from qlora_rl.adapter.store import write_origin
 from qlora_rl.adapter.subject import is_bare
 from qlora_rl.base.fingerprint import digest_bytes
-from qlora_rl.distributed import is_sharded, ranks
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import RunDirectoryError
 from qlora_rl.train.ranks import zero
 from qlora_rl.train.ranks.sharded import (
@@ -186,7 +186,7 @@ class Resumable:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """The adapter of a checkpoint, in the dtype in which it is trained; PEFT would cast it."""
         model = self.model if model is None else model
-        if is_bare(model) and not is_sharded(model):
+        if is_bare(model) and not is_gathered(model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         if is_gathered(model):

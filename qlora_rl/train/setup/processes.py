@@ -34,13 +34,12 @@ def sharding_of(args: Any) -> str:
     return "ddp"
 
 
-def check_processes(args: Any, doing: str, *, refused: str = "") -> None:
+def check_processes(args: Any, doing: str) -> None:
     """Reject what several processes cannot do yet.
 
     Args:
         args: TRL's config.
         doing: for the message.
-        `refused`: why this training is for one process; empty where several can do it.
 
     Raises:
         NotYetSupportedError: with what can be done instead.
@@ -55,13 +54,6 @@ def check_processes(args: Any, doing: str, *, refused: str = "") -> None:
                 "or more."
             )
         return
-    if refused:
-        raise NotYetSupportedError(
-            f"{doing}: {args.world_size} processes, and "
-            + refused
-            + ". Start it with plain python, on one GPU (CUDA_VISIBLE_DEVICES=0); "
-            "GRPO, RLOO, online DPO, SFT and DPO train in several (docs/distributed.md)."
-        )
     if sharding not in SUPPORTED:
         raise NotYetSupportedError(
             f"{doing}: {args.world_size} processes under {sharding}: of accelerate's ways to spread a trainer this version has DDP, FSDP2, "
