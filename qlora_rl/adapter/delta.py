@@ -21,8 +21,9 @@ from qlora_rl.adapter.subject import bare_model, is_lora_layer, own_name
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.names import Names
 from qlora_rl.base.quant import dequantised_rows, dequantised_weight
-from qlora_rl.distributed import gathered, is_sharded, ranks
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import AdapterRejectedError, collected
+from qlora_rl.pieces import gathered, is_sharded
 
 # Makes a weight, given the dtype that is wanted; module and name of each parameter that it reads.
 Maker = Callable[[torch.dtype], torch.Tensor]

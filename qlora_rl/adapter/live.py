@@ -16,8 +16,8 @@ from qlora_rl.adapter.export import export_subject, is_folded_after
 from qlora_rl.adapter.subject import Subject, active_adapter, not_finite
 from qlora_rl.adapter.verdict import Verdict, judge_adapter
 from qlora_rl.contracts import AdapterBundle
-from qlora_rl.distributed import shape_of, whole
 from qlora_rl.errors import AdapterRejectedError, collected
+from qlora_rl.pieces import shape_of, whole
 
 
 class LiveAdapter:

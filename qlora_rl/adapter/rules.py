@@ -15,7 +15,7 @@ from qlora_rl.adapter.subject import Subject, is_lora_layer, method_of, not_fini
 from qlora_rl.base.experts import ATTENTION, linear_experts_in, mixtures_in
 from qlora_rl.base.kinds import LANGUAGE_LINEARS, vision_parts
 from qlora_rl.contracts import LORA_RANK_CLASSES
-from qlora_rl.distributed import shape_of
+from qlora_rl.pieces import shape_of
 
 Kind = Literal["adapter", "full_weights", "refuse"]
 Finding = tuple[Kind, str]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qlora_rl.contracts import EngineCapabilities
-from qlora_rl.distributed import shape_of
+from qlora_rl.pieces import shape_of
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

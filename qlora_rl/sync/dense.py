@@ -16,8 +16,9 @@ import torch
 from qlora_rl.adapter.delta import follow_weights, iter_weights
 from qlora_rl.base.fingerprint import digest_plain
 from qlora_rl.contracts import DenseEngine, Leaf, SyncReport
-from qlora_rl.distributed import here, ranks
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import AdapterRejectedError, SyncError
+from qlora_rl.pieces import here
 from qlora_rl.sync.canary import Canary
 
 

@@ -23,9 +23,10 @@ from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.adapter.subject import Subject, active_adapter
 from qlora_rl.base.fingerprint import compare, digest_bytes, fingerprint_base
 from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncStrategy
-from qlora_rl.distributed import is_sharded, put, ranks, shape_of, whole
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import QloraRLError
 from qlora_rl.fidelity import scaled_differences
+from qlora_rl.pieces import is_sharded, put, shape_of, whole
 from qlora_rl.sync.admission import Admission
 from qlora_rl.sync.forward import plain_forward
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qlora_rl.distributed import is_sharded
+from qlora_rl.pieces import is_sharded
 
 
 def plain_forward(model: Any, **inputs: Any) -> Any:

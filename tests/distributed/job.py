@@ -135,7 +135,7 @@ def weigh_pushes(trainer: Any, report: dict[str, Any]) -> None:
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from qlora_rl.distributed import shape_of
+    from qlora_rl.pieces import shape_of
 
     strategy = trainer.bridge.strategy
     strategy.canary, push = None, strategy.push
@@ -162,7 +162,7 @@ def shares(trainer: Any) -> dict[str, float]:
     """Which part of the base, and of the adapter, lies on this rank."""
     from torch.distributed.tensor import DTensor
 
-    from qlora_rl.distributed import shape_of
+    from qlora_rl.pieces import shape_of
 
     def held(p: Any) -> int:
         if hasattr(p, "ds_tensor"):
@@ -187,7 +187,7 @@ def prove(trainer: Any, report: dict[str, Any]) -> None:
 
 def watch_order(trainer: Any, report: dict[str, Any]) -> None:
     """Note what the adapter is at each push, and when what was drawn with it is measured."""
-    from qlora_rl.distributed import whole
+    from qlora_rl.pieces import whole
 
     report["pushed"], report["looked"] = [], []
     push, look = trainer.bridge.strategy.push, trainer._look_at

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate.state import DistributedType
 
-from qlora_rl import EngineBrokenError, SamplingSpec, distributed
+from qlora_rl import EngineBrokenError, SamplingSpec, distributed, pieces
 from qlora_rl.contracts import Rollout
 from qlora_rl.distributed import Ranks
 from qlora_rl.errors import (
@@ -408,7 +408,7 @@ def test_what_deepspeed_has_left_behind_the_last_number_is_no_part_of_a_weight(r
     weight = torch.empty(0)
     weight.ds_tensor = torch.tensor([*held, *[float("nan")] * (2 - len(held))])
     weight.ds_numel, weight.ds_process_group = 3, None
-    assert distributed.here(weight).tolist() == held
+    assert pieces.here(weight).tolist() == held
 
 
 @pytest.mark.parametrize("name", ["tools", "environment_factory", "rollout_func"])

@@ -10,7 +10,8 @@ import torch
 from qlora_rl.adapter.directory import read_saved, saved_names
 from qlora_rl.adapter.subject import is_bare
 from qlora_rl.base.stored import StoredTensors
-from qlora_rl.distributed import is_sharded, put, ranks, whole
+from qlora_rl.distributed import ranks
+from qlora_rl.pieces import is_sharded, put, whole
 from qlora_rl.train.ranks import zero
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"

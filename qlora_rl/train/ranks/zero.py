@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from qlora_rl.distributed import is_sharded, part_of, put, ranks, shape_of
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.pieces import is_sharded, part_of, put, shape_of
 
 # Groups of torch's optimizer as they were made: what is set for each, and its parameters.
 Groups = Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]

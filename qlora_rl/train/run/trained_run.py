@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from qlora_rl.adapter.subject import active_adapter, bare_model, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.kinds import load_processor
-from qlora_rl.distributed import is_sharded, ranks
+from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.pieces import is_sharded
 from qlora_rl.processor import processor
 from qlora_rl.products import Float32Products
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
