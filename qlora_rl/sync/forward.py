@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qlora_rl.pieces import is_sharded
+from qlora_rl.pieces import is_sharded, outermost
 
 
 def plain_forward(model: Any, **inputs: Any) -> Any:
@@ -20,7 +20,7 @@ def plain_forward(model: Any, **inputs: Any) -> Any:
     # What gathers the layers one by one hangs on the outermost module; TRL's forward hangs on the innermost.
     of_trl = vars(base).pop("forward", None)
     try:
-        return model(**inputs)
+        return outermost(model)(**inputs)
     finally:
         if of_trl is not None:
             base.forward = of_trl

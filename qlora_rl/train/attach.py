@@ -11,7 +11,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from qlora_rl.adapter.subject import active_adapter, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine, SyncReport
-from qlora_rl.distributed import is_sharded, join, ranks
+from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.train.rloo import SampledLogprobs

@@ -162,9 +162,11 @@ def shares(trainer: Any) -> dict[str, float]:
     """Which part of the base, and of the adapter, lies on this rank."""
     from torch.distributed.tensor import DTensor
 
-    from qlora_rl.pieces import shape_of
+    from qlora_rl.pieces import here, piece_of, shape_of
 
     def held(p: Any) -> int:
+        if piece_of(p) is not None:
+            return here(p).numel()
         if hasattr(p, "ds_tensor"):
             return p.ds_tensor.numel() + p.numel()  # its part, and itself where it is gathered
         return (p.to_local() if isinstance(p, DTensor) else p).numel()

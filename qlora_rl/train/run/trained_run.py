@@ -14,7 +14,7 @@ from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.kinds import load_processor
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.pieces import is_sharded
+from qlora_rl.pieces import has_sharded_training, is_sharded, without_wrappers
 from qlora_rl.processor import processor
 from qlora_rl.products import Float32Products
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
@@ -102,7 +102,7 @@ class TrainedRun(Resumable):
     def _finish(self, status: str, error: BaseException | None) -> None:
         trained = self.accelerator.unwrap_model(self.model)
         weights = None
-        if status == "finished":
+        if status == "finished" or (is_sharded(trained) and not has_sharded_training(trained)):
             weights = trained_weights(trained) if is_gathered(trained) else None
         elif is_sharded(trained):  # the ranks no longer meet
             logger.warning(
@@ -141,10 +141,11 @@ class TrainedRun(Resumable):
     def _save_trained(self, trained: Any, weights: Any) -> None:
         if trained is None:
             return
-        if is_bare(trained):
-            self.run.save_model(trained, self.base.path, weights)
-        else:
-            self.run.save_adapter(trained, self.base.parent or self.base.identity, weights)
+        with without_wrappers(trained) as plain:
+            if is_bare(plain):
+                self.run.save_model(plain, self.base.path, weights)
+            else:
+                self.run.save_adapter(plain, self.base.parent or self.base.identity, weights)
 
     def _describe(self, adapter_dtype: str, facts: dict[str, Any]) -> dict[str, Any]:
         """The content of config.json; `facts` stand between the base and the seed."""

@@ -11,10 +11,11 @@ import torch
 
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import BaseMismatchError, ConfigConflictError, NotYetSupportedError
-from qlora_rl.train.ranks import zero
+from qlora_rl.train.ranks import fsdp1, zero
 from qlora_rl.train.setup.entry import Source
 
-SUPPORTED = ("ddp", "fsdp2", "zero2", "zero3")
+SUPPORTED = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
+_SHARDS_BASE = ("fsdp1", "fsdp2", "zero3")
 
 
 def sharding_of(args: Any) -> str:
@@ -34,12 +35,13 @@ def sharding_of(args: Any) -> str:
     return "ddp"
 
 
-def check_processes(args: Any, doing: str) -> None:
+def check_processes(args: Any, doing: str, *, is_whole: bool = False) -> None:
     """Reject what several processes cannot do yet.
 
     Args:
         args: TRL's config.
         doing: for the message.
+        is_whole: a model is trained itself.
 
     Raises:
         NotYetSupportedError: with what can be done instead.
@@ -56,11 +58,13 @@ def check_processes(args: Any, doing: str) -> None:
         return
     if sharding not in SUPPORTED:
         raise NotYetSupportedError(
-            f"{doing}: {args.world_size} processes under {sharding}: of accelerate's ways to spread a trainer this version has DDP, FSDP2, "
-            "and DeepSpeed's ZeRO-2 and ZeRO-3. Start it with examples/accelerate/ddp.yaml, fsdp2.yaml, zero2.yaml or zero3.yaml."
+            f"{doing}: {args.world_size} processes under {sharding}: of accelerate's ways to spread a trainer this version has DDP, FSDP1, FSDP2, "
+            "and DeepSpeed's ZeRO-2 and ZeRO-3. Start it with examples/accelerate/ddp.yaml, fsdp1.yaml, fsdp2.yaml, zero2.yaml or zero3.yaml."
         )
     if zero.is_asked_for(args):
         zero.settle(args, doing)
+    if sharding == "fsdp1":
+        fsdp1.settle(args, doing, is_whole=is_whole)
 
 
 def _check_launch(args: Any, doing: str) -> None:
@@ -107,7 +111,7 @@ def check_turns(args: Any, of_trl: Mapping[str, Any]) -> None:
 
 def shards_base(args: Any) -> bool:
     """The trainer's base is sharded over the ranks."""
-    return sharding_of(args) in ("fsdp2", "zero3")
+    return sharding_of(args) in _SHARDS_BASE
 
 
 def fit_for_sharding(source: Source, args: Any) -> Source:
@@ -118,16 +122,16 @@ def fit_for_sharding(source: Source, args: Any) -> Source:
         NotYetSupportedError: its experts are 4-bit.
     """
     sharding = sharding_of(args)
-    if sharding in ("fsdp2", "zero3") and source.base.spec.quantize_experts:
+    if sharding in _SHARDS_BASE and source.base.spec.quantize_experts:
         raise NotYetSupportedError(
             f"sharding the base: experts in 4 bits under {sharding}: a rank would gather only the experts that its own tokens chose, and wait for "
             "ranks that gather others. Train under DDP, or prepare the base with its experts in 16 bits (quantize_experts=False)."
         )
     if sharding.startswith("zero"):
         zero.check_dtype(args, source.base.spec.compute_dtype)
-    if sharding != "fsdp2" or not source.base.spec.is_4bit:
+    if not sharding.startswith("fsdp") or not source.base.spec.is_4bit:
         return source
-    # FSDP2 casts what it gathers to the dtype of the mixed precision: codes that are of it already stay what they are.
+    # FSDP1 takes floats only; FSDP2 casts what it gathers to the dtype of the mixed precision: codes that are of it already stay what they are.
     is_half = args.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
     return replace(source, float_storage=torch.float16 if is_half else torch.bfloat16)
 
