@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from qlora_rl.distributed import ranks
 
-
 # Of a parameter under FSDP1, its `FlatPiece`; of a model, the way to the FSDP1 module around it.
 _PIECE, _ROOT = "fsdp1_piece", "_fsdp1_root"
 _WRAPPED = "_fsdp_wrapped_module"

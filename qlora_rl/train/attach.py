@@ -14,6 +14,7 @@ from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.fidelity import FidelityMonitor
+from qlora_rl.pieces import is_sharded
 from qlora_rl.train.rloo import SampledLogprobs
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.rollouts.link import Link, link_policy

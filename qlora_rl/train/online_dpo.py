@@ -26,8 +26,10 @@ from qlora_rl.adapter.subject import active_adapter, is_bare
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
+from qlora_rl.pieces import outermost
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.setup import settings
+from qlora_rl.train.setup.processes import sharding_of
 from qlora_rl.train.watch.measure import MeasuredSteps, batch_of_all_ranks, of_all_ranks
 
 
@@ -47,7 +49,7 @@ class Reference(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model says, as it was at the start."""
         with use_adapter(self._held[0], self._adapter):
-            return self._held[0](*args, **kwargs)
+            return outermost(self._held[0])(*args, **kwargs)
 
 
 class SampledPairs:
@@ -87,9 +89,14 @@ class SampledPairs:
 
     @property
     def ref_model(self) -> Any:
-        """The reference; none while TRL's `__init__` would have DeepSpeed prepare it: the model in it is the policy's."""
-        is_hidden = isinstance(self._reference, Reference) and getattr(self, "is_deepspeed_enabled", False)
-        return None if is_hidden and not self._is_built else self._reference
+        """The reference; none while TRL's `__init__` would have DeepSpeed or FSDP1 prepare it: the model in it is the policy's."""
+        return None if self._refers_to_wrapped() and not self._is_built else self._reference
+
+    def _refers_to_wrapped(self) -> bool:
+        """The reference is the policy's own model, and what gathers its layers stands around it."""
+        args = getattr(self, "args", None)  # TRL's `__init__` asks before it has them
+        is_around = args is not None and sharding_of(args) in ("fsdp1", "zero2", "zero3")
+        return is_around and isinstance(self._reference, Reference)
 
     @ref_model.setter
     def ref_model(self, reference: Any) -> None:
@@ -163,7 +170,7 @@ class SampledPairs:
         if drawn is None:
             known, self._of_reference = self._of_reference, None
             return super()._forward(*arguments) if known is None else known
-        if self.is_deepspeed_enabled and isinstance(self.ref_model, Reference):
+        if self._refers_to_wrapped():
             # Before the policy's: ZeRO-3 counts what the backward pass has to let go of, and a forward pass in between counts again.
             with torch.no_grad():
                 self._of_reference = super()._forward(self.ref_model, *batch)

@@ -1,4 +1,4 @@
-"""Full weights from two processes: DoRA under DDP, FSDP2 and ZeRO against one process with the doubled batch, and a push that breaks."""
+"""Full weights from two processes: DoRA under DDP, FSDP and ZeRO against one process with the doubled batch, and a push that breaks."""
 
 import json
 
@@ -20,7 +20,9 @@ def alone(exact_base, tmp_path_factory):
     return root / "one", str(root / "kept.json")
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.full), "zero3"])
+@pytest.fixture(
+    scope="module", params=["ddp", "fsdp1", "fsdp2", pytest.param("zero2", marks=pytest.mark.full), "zero3"]
+)
 def two(request, alone, exact_base, tmp_path_factory):
     """Recorded rollouts replayed; then the engine of rank 1 breaks in the middle of the second push."""
     skip_without_deepspeed(request.param)
@@ -50,7 +52,7 @@ def test_every_step_pushes_once_and_every_engine_holds_what_was_trained(two, alo
     assert [end["error"] for end in ends] == [None, None]
     assert ends[0]["held"] == ends[1]["held"]
     assert [end["pushes"] for end in ends] == [4, 4]
-    held = 0.5 if two.name.startswith(("fsdp2", "zero3")) else 1.0
+    held = 0.5 if two.name.startswith(("fsdp", "zero3")) else 1.0
     assert [round(end["shares"]["base"], 2) for end in ends] == [held] * 2
     assert ends[0]["plan"] == said(alone[0], 0)["plan"] == "weights"
 

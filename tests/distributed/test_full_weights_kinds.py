@@ -15,7 +15,7 @@ ONE = {"per_device_train_batch_size": 8, "max_steps": 4, "save_steps": 2}
 TWO = {"per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 2}
 # A base that is not 4-bit is trained itself, and much faster than an adapter.
 KINDS = {"dora": {}, "norms": {}, "ia3": {}, "none": {"learning_rate": 1e-4}}
-PARTED = ("fsdp2", "zero3")
+PARTED = ("fsdp1", "fsdp2", "zero3")
 
 
 def kinds_of(way):

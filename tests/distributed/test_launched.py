@@ -27,6 +27,7 @@ SMALL = {
 
 WAYS = [
     ("ddp", "colocate"),
+    ("fsdp1", "colocate"),
     ("fsdp2", "colocate"),
     ("fsdp2", "server"),
     ("zero2", "colocate"),
@@ -41,7 +42,7 @@ def test_the_command_trains_in_two_processes_on_vllm(way, rollout, model_dir, tm
     # As the files say, but for the class of the tiny model's layers.
     command = [sys.executable, "-m", "accelerate.commands.launch", f"--main_process_port={free_port()}"]
     command += ["--config_file", str(ROOT / "examples" / "accelerate" / f"{way}.yaml")]
-    if way == "fsdp2":
+    if way.startswith("fsdp"):
         command += ["--fsdp_transformer_layer_cls_to_wrap", "Qwen2DecoderLayer"]
     command += ["-m", "qlora_rl.cli", "train", str(ROOT / "examples" / "grpo.toml")]
     settings = {**SMALL, "base.model": model_dir, "run.dir": out, "rollout.where": rollout}
@@ -61,7 +62,7 @@ def test_the_command_trains_in_two_processes_on_vllm(way, rollout, model_dir, tm
     assert json.loads((out / "summary.json").read_text())["status"] == "finished"
     config = json.loads((out / "config.json").read_text())
     assert config["rollout"] == rollout
-    if way in ("fsdp2", "zero3"):
+    if way in ("fsdp1", "fsdp2", "zero3"):
         assert config["base_held"] == {"copies": 2, "reason": "the trainer's is sharded over the processes"}
     else:
         assert config["base_held"]["copies"] == 1

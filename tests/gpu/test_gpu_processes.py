@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-WAYS = (("ddp", 1), ("fsdp2", 1), ("zero2", 1), ("zero3", 1), ("ddp", 2), ("fsdp2", 2))
+WAYS = (("ddp", 1), ("fsdp1", 1), ("fsdp2", 1), ("zero2", 1), ("zero3", 1), ("ddp", 2), ("fsdp2", 2))
 
 
 @pytest.mark.parametrize(("way", "engine_over"), WAYS)
@@ -31,7 +31,7 @@ def test_two_gpus_train_by_the_command_and_push_once_a_step(way, engine_over, mo
     out = tmp_path / "run"
     command = [sys.executable, "-m", "accelerate.commands.launch", f"--main_process_port={port}"]
     command += ["--config_file", str(ROOT / "examples" / "accelerate" / f"{way}.yaml")]
-    if way == "fsdp2":
+    if way.startswith("fsdp"):
         command += ["--fsdp_transformer_layer_cls_to_wrap", "Qwen2DecoderLayer"]  # the class of the tiny model's layers
     command += ["-m", "qlora_rl.cli", "train", str(ROOT / "examples" / "grpo.toml")]
     settings = {

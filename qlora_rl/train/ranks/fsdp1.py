@@ -38,10 +38,11 @@ def settle(args: Any, doing: str, *, is_whole: bool) -> None:
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     plugin = FullyShardedDataParallelPlugin(**(getattr(args, "fsdp_plugin_args", None) or {}))
-    strategy = plugin.sharding_strategy or plugin.reshard_after_forward
-    unproven = []
-    if strategy != ShardingStrategy.FULL_SHARD:
-        unproven.append(f"fsdp_sharding_strategy: {getattr(strategy, 'name', strategy)} (FULL_SHARD does)")
+    unproven = [
+        f"{name}: {wish.name} (FULL_SHARD does)"
+        for name in ("sharding_strategy", "reshard_after_forward")
+        if (wish := getattr(plugin, name)) not in (None, ShardingStrategy.FULL_SHARD)
+    ]
     if plugin.auto_wrap_policy != transformer_auto_wrap_policy:
         unproven.append("another fsdp_auto_wrap_policy than TRANSFORMER_BASED_WRAP")
     if getattr(plugin.cpu_offload, "offload_params", False):
@@ -103,7 +104,9 @@ def left_whole(model: Any, layers: tuple[type, ...]) -> list[torch.nn.Parameter]
     for unit in (*reversed(units), model):  # a layer within another one has its own weights
         own = [parameter for parameter in unit.parameters() if id(parameter) not in seen]
         seen |= {id(parameter) for parameter in own}
-        fit = [p for p in own if p.requires_grad is is_whole and id(p) not in added and p.dim() and p.is_floating_point()]
+        fit = [
+            p for p in own if p.requires_grad is is_whole and id(p) not in added and p.dim() and p.is_floating_point()
+        ]
         sizes: dict[torch.dtype, int] = {}
         for parameter in fit:
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel() * parameter.element_size()
