@@ -41,7 +41,8 @@ class FlatPiece:
     @property
     def local(self) -> torch.Tensor:
         """What this rank holds of it, flat; often nothing."""
-        share, mine = self.handle.flat_param._local_shard, self.span()
+        flat, mine = self.handle.flat_param, self.span()
+        share = getattr(flat, "_local_shard", flat.data)  # before the first pass it is the tensor itself
         offset = self.first - self.handle.rank * share.numel()
         return share[offset + mine.start : offset + mine.stop] if mine.start < mine.stop else share[:0]
 
@@ -58,8 +59,8 @@ class FlatPiece:
     def write(self, values: torch.Tensor) -> None:
         """Copy this rank's piece of `values`."""
         self.local.copy_(values.flatten()[self.span()])
-        if not self.handle.needs_unshard():  # it was left whole behind a pass, with its old numbers
-            self.handle.reshard(True)
+        if hasattr(self.handle.flat_param, "_local_shard") and not self.handle.needs_unshard():
+            self.handle.reshard(True)  # it was left whole behind a pass, with its old numbers
 
 
 def mark_pieces(root: Any, model: Any) -> None:

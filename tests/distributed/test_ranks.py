@@ -497,7 +497,7 @@ def test_of_a_layer_that_is_not_of_one_dtype_what_most_bytes_are_is_sharded():
 def test_pieces_end_where_the_shares_of_a_flat_tensor_end(first, spans):
     flat = SimpleNamespace(_sharded_size=torch.Size([4]))
     for rank, (start, stop) in enumerate(spans):
-        flat._local_shard = torch.arange(4 * rank, 4 * rank + 4)
+        flat.data = torch.arange(4 * rank, 4 * rank + 4)
         piece = pieces.FlatPiece(SimpleNamespace(flat_param=flat, rank=rank), torch.Size([2, 3]), first)
         assert piece.span() == slice(start, stop)
         assert piece.local.tolist() == list(range(first + start, first + stop))
