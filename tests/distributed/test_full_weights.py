@@ -53,7 +53,7 @@ def test_every_step_pushes_once_and_every_engine_holds_what_was_trained(two, alo
     assert ends[0]["held"] == ends[1]["held"]
     assert [end["pushes"] for end in ends] == [4, 4]
     held = 0.5 if two.name.startswith(("fsdp", "zero3")) else 1.0
-    assert [round(end["shares"]["base"], 2) for end in ends] == [held] * 2
+    assert all(end["shares"]["base"] == pytest.approx(held, abs=0.01) for end in ends)  # FSDP1 leaves norms whole
     assert ends[0]["plan"] == said(alone[0], 0)["plan"] == "weights"
 
 
