@@ -87,16 +87,16 @@ class SampledPairs:
             reference = REFERENCE
         return {"model": model, "peft_config": None, "ref_model": Reference(model, reference)}
 
-    @property
-    def ref_model(self) -> Any:
-        """The reference; none while TRL's `__init__` would have DeepSpeed or FSDP1 prepare it: the model in it is the policy's."""
-        return None if self._refers_to_wrapped() and not self._is_built else self._reference
-
     def _refers_to_wrapped(self) -> bool:
         """The reference is the policy's own model, and what gathers its layers stands around it."""
         args = getattr(self, "args", None)  # TRL's `__init__` asks before it has them
         is_around = args is not None and sharding_of(args) in ("fsdp1", "zero2", "zero3")
         return is_around and isinstance(self._reference, Reference)
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference; none while TRL's `__init__` would have DeepSpeed or FSDP1 prepare it: the model in it is the policy's."""
+        return None if self._refers_to_wrapped() and not self._is_built else self._reference
 
     @ref_model.setter
     def ref_model(self, reference: Any) -> None:
