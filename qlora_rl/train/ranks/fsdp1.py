@@ -94,7 +94,7 @@ def wrap(model: Any, accelerator: Any) -> Any:
 
 
 def left_whole(model: Any, layers: tuple[type, ...]) -> list[torch.nn.Parameter]:
-    """What FSDP1 is not given: what an adapter has added, what is trained beside it, and in each layer the weights of another dtype than
+    """What FSDP1 is not given: what an adapter has added, what is trained alongside it, and in each layer the weights of another dtype than
     most of its bytes."""
     is_whole = is_bare(model)
     added = set() if is_whole else Subject(model, active_adapter(model)).added
