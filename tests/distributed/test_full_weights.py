@@ -38,7 +38,8 @@ def two(request, alone, exact_base, tmp_path_factory):
 
 
 def test_two_processes_train_what_one_trains_on_the_doubled_batch(two, alone):
-    assert distance(two / "two", alone[0], only="lora_B") < 1e-3
+    bar = 1e-5 if two.name.startswith("fsdp") else 1e-3
+    assert distance(two / "two", alone[0], only="lora_B") < bar
     # Lengths of rows, which hardly move from where the base has them.
     assert distance(two / "two", alone[0], only="magnitude") < 1e-6
 

@@ -19,8 +19,8 @@ PARTED = ("fsdp1", "fsdp2", "zero3")
 
 
 def kinds_of(way):
-    """Under DeepSpeed IA3, too: a layer is copied to be asked, with ZeRO-3's hooks on it."""
-    return {kind: fields for kind, fields in KINDS.items() if kind != "ia3" or way.startswith("zero")}
+    """Where layers have hooks or wrappers, IA3, too: a layer is copied to be asked, with what ZeRO-3 or FSDP1 has put on it."""
+    return {kind: fields for kind, fields in KINDS.items() if kind != "ia3" or way == "fsdp1" or way.startswith("zero")}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,11 @@ def root_of(kind, two):
     return root
 
 
+def bar(way):
+    """Of the relative distance between float32 sums in another order."""
+    return 1e-5 if way.startswith("fsdp") else 1e-3
+
+
 def apart(kind, one, other):
     """Relative distance of what was trained, of the parts that move."""
     if kind == "none":
@@ -94,7 +99,7 @@ def apart(kind, one, other):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_train_what_one_trains_on_the_doubled_batch(kind, two, alone):
     root = root_of(kind, two)
-    assert apart(kind, root / kind, alone / kind) < 1e-3
+    assert apart(kind, root / kind, alone / kind) < bar(two[0])
     assert [push["version"] for push in lines(root / kind, "sync.jsonl")] == [1, 2, 3, 4]
     ends = [said(root / kind, rank) for rank in (0, 1)]
     assert [end["error"] for end in ends] == [None, None]
@@ -104,7 +109,7 @@ def test_two_processes_train_what_one_trains_on_the_doubled_batch(kind, two, alo
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_checkpoint_of_one_process_goes_on_in_two(kind, two, alone):
     root = root_of(kind, two)
-    assert apart(kind, root / f"{kind}-resumed", alone / kind) < 1e-3
+    assert apart(kind, root / f"{kind}-resumed", alone / kind) < bar(two[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,7 +122,7 @@ def test_the_last_checkpoint_of_two_processes_goes_on_in_one(kind, two, alone, b
     (back / "summary.json").unlink()
     call = {"base": bases[kind], "kept": str(alone / f"{kind}.json"), "adapter": kind, **ONE, **KINDS[kind]}
     main({**call, "out": str(back), "existing": "resume"})
-    assert apart(kind, back, alone / kind) < 1e-3
+    assert apart(kind, back, alone / kind) < bar(two[0])
 
 
 def test_the_base_lies_in_parts_and_a_push_holds_two_modules_at_most(two):
