@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.delta import follow_weights, iter_weights
+from qlora_rl.adapter.subject import own_name
 from qlora_rl.base.fingerprint import digest_plain
 from qlora_rl.contracts import DenseEngine, Leaf, SyncReport
 from qlora_rl.distributed import ranks
@@ -115,8 +116,8 @@ class DenseSync:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not _is_finite(here(parameter)):
                 raise AdapterRejectedError(
-                    f"pushing weights: {name} holds NaN or infinity. Lower the learning rate, or clip gradients.",
-                    module=name.rpartition(".")[0],
+                    f"pushing weights: {own_name(name)} holds NaN or infinity. Lower the learning rate, or clip gradients.",
+                    module=own_name(name).rpartition(".")[0],
                 )
 
     def _load(self, *, digests: bool) -> tuple[DenseStream, int, int]:
