@@ -78,6 +78,8 @@ def refuse_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, A
     before, after = dict(_leaves(saved)), dict(_leaves(now))
     if before.get("processes", 1) != after["processes"]:
         before, after = _by_step(before), _by_step(after)
+    elif after["processes"] > 1:  # as many, which may be spread in another way
+        before, after = _without_launch(before), _without_launch(after)
     # A field that only one of them has is one of another version of TRL or PEFT.
     differ = [name for name in before if name in after and before[name] != after[name]]
     reasons = [
@@ -110,8 +112,12 @@ _LAUNCH = (
 def _by_step(fields: dict[str, Any]) -> dict[str, Any]:
     """With what an optimizer step is made of, and without how that is shared out."""
     size = fields[_SHARES[0]] * fields[_SHARES[1]] * fields.get("processes", 1)
-    kept = {k: v for k, v in fields.items() if k not in (*_SHARES, "processes") and not k.startswith(_LAUNCH)}
+    kept = {k: v for k, v in _without_launch(fields).items() if k not in (*_SHARES, "processes")}
     return kept | {"completions of a step": size}
+
+
+def _without_launch(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if not name.startswith(_LAUNCH)}
 
 
 def digest_dataset(dataset: Any) -> str | None:
