@@ -29,7 +29,7 @@ from qlora_rl.adapter.subject import is_bare
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import RunDirectoryError
-from qlora_rl.pieces import is_sharded, without_wrappers
+from qlora_rl.pieces import without_wrappers
 from qlora_rl.train.ranks import fsdp1, zero
 from qlora_rl.train.ranks.sharded import (
     OPTIMIZER,
