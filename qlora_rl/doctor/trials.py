@@ -53,6 +53,7 @@ def _bitsandbytes() -> str:
 
     from qlora_rl.base.decode import decode_plainly, decoder
     from qlora_rl.base.quant import QuantSpec, dequantize_exactly, quantize_linear, require_bitsandbytes
+    from qlora_rl.engine.linears.native import codes_kernel
 
     weight = torch.linspace(-1, 1, 64 * 128).reshape(64, 128).bfloat16()
     tensors = quantize_linear(weight, QuantSpec(double_quant=False))
@@ -70,7 +71,12 @@ def _bitsandbytes() -> str:
         return "NF4 decoded in plain torch: no compiled CPU kernels here, so this is slow"
     decode(codes, absmax, out)
     assert torch.equal(out, exact), "4-bit weights are decoded wrongly by its CPU kernel"
-    return "NF4 decoded by its CPU kernel, bit for bit what plain torch gives"
+    kernel = codes_kernel()
+    if isinstance(kernel, str):
+        return f"NF4 decoded by its CPU kernel, bit for bit what plain torch gives; rollouts without our kernel for codes: {kernel}"
+    kernel.decode(codes, absmax, tensors["weight.quant_map"], out, 64)
+    assert torch.equal(out, exact), f"4-bit weights are decoded wrongly by our kernel for {kernel.instructions}"
+    return f"NF4 decoded by its CPU kernel and by ours for {kernel.instructions}, bit for bit what plain torch gives"
 
 
 def _trainers() -> str:
