@@ -63,7 +63,9 @@ def add(commands: Any) -> None:
         metavar="T",
         help="memory: live tensors of one step at these lengths in tokens, without a sampler, line by line against the memory estimate",
     )
-    bench.add_argument("--layers", type=COUNT, metavar="N", help="with --max-length: fewer layers than the size has")
+    bench.add_argument(
+        "--layers", type=COUNT, metavar="N", help="with --max-length: another number of layers than the size has"
+    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to this file")
     bench.set_defaults(run=run)
 
@@ -91,6 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             add_to(arguments.json, results)
         return 0
+    if arguments.layers is not None:
+        raise UsageError(
+            "measuring: --layers is for bench memory with --max-length. Add --max-length, or leave it out."
+        )
     if arguments.what in ("step", "memory"):
         from qlora_rl.bench.step import bench_step, memory_table, table
 

@@ -7,7 +7,7 @@ import torch
 
 from qlora_rl.base.checkpoint import prepare_base
 from qlora_rl.bench.live import Live
-from qlora_rl.bench.memory import Step
+from qlora_rl.bench.memory import Step, line_of
 from qlora_rl.bench.shapes import Shape, make_model
 from qlora_rl.cli import main
 
@@ -68,3 +68,20 @@ def test_bench_memory_writes_measured_and_planned_bytes(tmp_path, capsys):
 def test_lengths_are_for_memory_alone(capsys):
     assert main(["bench", "sync", "--max-length", "64"]) != 0
     assert "Use it with bench memory" in capsys.readouterr().err
+
+
+def test_layers_without_lengths_are_rejected(capsys):
+    assert main(["bench", "memory", "--layers", "1"]) == 2
+    assert "Add --max-length" in capsys.readouterr().err
+
+
+def test_a_line_that_is_next_to_nothing_is_not_compared():
+    row = {
+        "seconds": 1.0,
+        "measured": {"logits": 5 * 2**20, "activations": 2**10, "peak": 10 * 2**20},
+        "planned": {"logits": 6 * 2**20, "activations": 2**20, "peak": 11 * 2**20},
+    }
+    _, logits, activations, peak = line_of(64, row).splitlines()
+    assert "+20.0%" in logits
+    assert "+10.0%" in peak
+    assert "%" not in activations
