@@ -243,6 +243,18 @@ def part_all(trainer: Any) -> None:
     plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
 
 
+def keep_inputs_on_host() -> Any:
+    """Have the trainers keep layer inputs with a copier that works on the CPU; returned."""
+    from copiers import LateCopier
+
+    from qlora_rl.train import online
+    from qlora_rl.train.setup.layer_inputs import keep_on_host
+
+    copier = LateCopier()
+    online.keep_on_host = functools.partial(keep_on_host, copier=copier)
+    return copier
+
+
 def strike(trainer: Any, rank: int, step: int, how: str) -> None:
     """End this rank before its backward pass, in which the others wait for it."""
     compute_loss = trainer.compute_loss
@@ -404,6 +416,7 @@ def main(call: dict[str, Any]) -> None:
     watches, parts, spoils = call.pop("watches", False), call.pop("parts", False), call.pop("spoils", 0)
     torch.manual_seed(5)
     report: dict[str, Any] = {"error": None}
+    copier = keep_inputs_on_host() if call.pop("offloads", False) else None
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         cpu_as_accelerator()
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -434,6 +447,7 @@ def main(call: dict[str, Any]) -> None:
                 part_all(trainer)
             trainer.train()
             report["shares"] = shares(trainer)
+            report["inputs_on_host"] = len(copier.sent) if copier else 0
             if proves:
                 prove(trainer, report)
         report["pushes"] = trainer.bridge._pushed[0] if hasattr(trainer, "bridge") else 0
