@@ -7,9 +7,8 @@ trl         TRL 1.16's default: tiles of 4096 tokens x 32768 words
 full        all logits at once, B x T x V (as before TRL had a fused head)
 
 A random 4-bit Qwen2 of two layers with a vocabulary of 65,536 words, LoRA on every linear, gradient checkpointing, bf16
-autocast. Each point is a process of its own. Two measures: `live`, the most bytes of live tensors, as a dispatch mode of torch
-sees them (temporary memory inside one operator is not seen); `resident`, the growth of the process's peak resident memory.
-About ten minutes on two cores.
+autocast, one thread. The head alone differs: all three run in the same trainer, and what else it saves is measured by padding.py. Counted are live
+tensors, as a dispatch mode of torch sees them: temporary memory inside one operator is not seen. About two minutes on an idle core.
 """
 
 from __future__ import annotations
@@ -17,26 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 BATCH, PROMPT, VOCABULARY = 2, 32, 65_536
-# Freed memory goes back at once: glibc would keep blocks of up to 32 MiB, and the peak would be that of its heap.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 LENGTHS = (256, 512, 1024, 2048)
 WAYS = ("ours", "trl", "full")
-
-
-def high_water(reset: bool = False) -> tuple[int, int]:
-    """(resident, peak resident) bytes of this process; `reset` starts the peak anew (Linux)."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return int(fields["VmRSS"].split()[0]) * 1024, int(fields["VmHWM"].split()[0]) * 1024
 
 
 def make_base(directory: Path):
@@ -73,8 +60,8 @@ def full_logits(model, temperature):
     model.forward = types.MethodType(forward, model)
 
 
-def point(way: str, length: int, base: str, measure: str) -> dict:
-    """One step in this process."""
+def measure(way: str, base) -> dict[str, dict]:
+    """A step of each length."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -84,37 +71,37 @@ def point(way: str, length: int, base: str, measure: str) -> dict:
     from qlora_rl import FakeEngine, QLoRAGRPOTrainer, load_base
     from qlora_rl.bench.live import Live
 
-    if way != "ours":
-        online.use_small_tiles = lambda *_: False
     with tempfile.TemporaryDirectory() as directory, FakeEngine(load_base(base), max_model_length=4096) as engine:
-        trainer = QLoRAGRPOTrainer(
-            model=base,
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
-            train_dataset=Dataset.from_list([{"prompt": "1+1="}] * 8),
-            peft_config=LoraConfig(r=8, target_modules="all-linear"),
-            rollout=engine,
-            canary_every=0,
-            args=GRPOConfig(
-                output_dir=directory, per_device_train_batch_size=BATCH, num_generations=2, use_cpu=True, bf16=True,
-                report_to=[], seed=0,
-            ),
-        )  # fmt: skip
-        model = trainer.model
-        bare = model.get_base_model()
+        tiles = online.use_small_tiles if way == "ours" else lambda *_: False
+        with mock.patch.object(online, "use_small_tiles", tiles):
+            trainer = QLoRAGRPOTrainer(
+                model=str(base.path),
+                reward_funcs=lambda completions, **_: [0.0] * len(completions),
+                train_dataset=Dataset.from_list([{"prompt": "1+1="}] * 8),
+                peft_config=LoraConfig(r=8, target_modules="all-linear"),
+                rollout=engine,
+                canary_every=0,
+                args=GRPOConfig(
+                    output_dir=directory, per_device_train_batch_size=BATCH, num_generations=2, use_cpu=True, bf16=True,
+                    report_to=[], seed=0,
+                ),
+            )  # fmt: skip
+        bare = trainer.model.get_base_model()
         if way == "full":
             full_logits(bare, trainer.temperature)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in trainer.model.named_parameters():
                 if "lora_B" in name:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-        model.train()
-        model.gradient_checkpointing_enable()  # transformers does it in train()
+        trainer.model.train()
+        trainer.model.gradient_checkpointing_enable()  # transformers does it in train()
+        model = trainer.accelerator.prepare_model(trainer.model)  # its forward gets autocast
         trainer.use_vllm = False
         trainer.current_gradient_accumulation_steps = 1  # transformers sets it in train()
 
         def step(length: int) -> float:
-            ids = torch.randint(0, VOCABULARY, (BATCH, PROMPT + length), generator=generator)
+            ids = torch.randint(0, VOCABULARY, (BATCH, PROMPT + length), generator=generator.manual_seed(length))
             completion_mask = torch.ones(BATCH, length, dtype=torch.long)
             completion_mask[0, -length // 8 :] = 0
             inputs = {
@@ -131,85 +118,62 @@ def point(way: str, length: int, base: str, measure: str) -> dict:
             trainer.accelerator.backward(loss)
             return loss.item()
 
-        step(16)  # threads, workspaces, gradients
-        before = high_water(reset=True)[0]
-        started = time.perf_counter()
-        if measure == "live":
+        step(16)
+        points = {}
+        for length in LENGTHS:
+            started = time.process_time()
             with Live() as live:
                 loss = step(length)
-            found = {"live_mib": live.peak / 2**20}
-        else:
-            loss = step(length)
-            found = {"resident_mib": (high_water()[1] - before) / 2**20}
-        found |= {"seconds": time.perf_counter() - started, "loss": loss}
-        found["gradients"] = (
-            sum(p.grad.double().norm().item() ** 2 for p in model.parameters() if p.grad is not None) ** 0.5
-        )
+            squares = [p.grad.double().norm().item() ** 2 for p in model.parameters() if p.grad is not None]
+            points[str(length)] = {
+                "live_mib": live.peak / 2**20,
+                "cpu_seconds": time.process_time() - started,
+                "loss": loss,
+                "gradients": sum(squares) ** 0.5,
+            }
+            print(way, length, points[str(length)], flush=True)
         trainer.close()
-        return found
+        return points
 
 
 def estimates(base) -> dict[str, float]:
-    """The ledger's peak of a step at every length, without the gradients, which are there before."""
+    """The ledger's peak of a step at every length."""
     from qlora_rl import plan_memory
     from qlora_rl.ledger.shape import read_config
 
     found = {}
     for length in LENGTHS:
         options = {"batch_size": BATCH, "max_length": PROMPT + length, "device": "cpu", "has_engine": False}
-        ledger = plan_memory(read_config(base), rank=8, spec=base.spec, **options)
-        gradients = next(line.nbytes for line in ledger.lines if line.name == "gradients")
-        found[str(length)] = (ledger.step_bytes - gradients) / 2**20
+        ledger = plan_memory(read_config(base.path), rank=8, spec=base.spec, **options)
+        found[str(length)] = ledger.step_bytes / 2**20
     return found
 
 
 def main() -> None:
+    import torch
+
+    from qlora_rl.bench.rounds import described
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "memory_step.json")
-    parser.add_argument("--point", nargs=4, metavar=("WAY", "LENGTH", "BASE", "MEASURE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.point:
-        way, length, base, measure = arguments.point
-        print(json.dumps(point(way, int(length), base, measure)))
-        return
-    from qlora_rl.bench.rounds import measured_at
-    from qlora_rl.train.run import describe_machine, describe_versions
-
-    points: dict = {way: {} for way in WAYS}
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         base = make_base(Path(directory) / "base")
-        for way in WAYS:
-            for length in LENGTHS:
-                entry: dict = {}
-                for measure in ("live", "resident"):
-                    command = [sys.executable, __file__, "--point", way, str(length), str(base), measure]
-                    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **MALLOC})
-                    if done.returncode:
-                        raise RuntimeError(done.stderr[-2000:])
-                    entry |= json.loads(done.stdout.splitlines()[-1])
-                points[way][str(length)] = entry
-                print(way, length, entry, flush=True)
+        points = {way: measure(way, base) for way in WAYS}
         ledger = estimates(base)
     first, last = str(LENGTHS[0]), str(LENGTHS[-1])
-    commit = measured_at()
     result = {
         "command": "python benchmarks/memory_step.py",
-        "commit": commit,
-        "machine": describe_machine(),
-        "versions": describe_versions(),
         "batch": BATCH,
         "prompt": PROMPT,
         "vocabulary": VOCABULARY,
-        "growth_at_8x": {
-            way: {m: points[way][last][m] / points[way][first][m] for m in ("live_mib", "resident_mib")} for way in WAYS
-        },
-        "less_than_trl_at_8x": {
-            m: points["trl"][last][m] / points["ours"][last][m] for m in ("live_mib", "resident_mib")
-        },
+        "growth_at_8x": {way: points[way][last]["live_mib"] / points[way][first]["live_mib"] for way in WAYS},
+        "less_than_trl_at_8x": points["trl"][last]["live_mib"] / points["ours"][last]["live_mib"],
         "ledger_mib": ledger,
         "points": points,
     }
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    arguments.json.write_text(json.dumps(described(result), indent=1) + "\n")
     print(json.dumps({k: result[k] for k in ("growth_at_8x", "less_than_trl_at_8x")}, indent=1))
 
 

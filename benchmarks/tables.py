@@ -474,18 +474,15 @@ def memory_step() -> str:
     words = {"ours": "small tiles", "trl": "TRL 1.16", "full": "full logits"}
     growth = f"{int(lengths[-1]) // int(lengths[0])}x the length"
     lines = [f"| completion | {' | '.join(lengths)} | {growth} |", f"|---|{'---|' * (len(lengths) + 1)}"]
-    for measure in ("live", "resident"):
-        for way, by_length in points.items():
-            values = [by_length[n][f"{measure}_mib"] for n in lengths]
-            cells = " | ".join(f"{v:,.0f}" for v in values)
-            lines.append(f"| {words[way]}, {measure} | {cells} | {values[-1] / values[0]:.1f}x |")
+    for way, by_length in points.items():
+        values = [by_length[n]["live_mib"] for n in lengths]
+        cells = " | ".join(f"{v:,.0f}" for v in values)
+        lines.append(f"| {words[way]} | {cells} | {values[-1] / values[0]:.1f}x |")
     planned = [result["ledger_mib"][n] for n in lengths]
     cells = " | ".join(f"{v:,.0f}" for v in planned)
     lines.append(f"| small tiles, estimated | {cells} | {planned[-1] / planned[0]:.1f}x |")
     less = result["less_than_trl_at_8x"]
-    lines.append(
-        f"| TRL 1.16 / small tiles, resident | {' | '.join('' for _ in lengths[1:])} | {less['resident_mib']:.1f} | |"
-    )
+    lines.append(f"| TRL 1.16 / small tiles | {' | '.join('' for _ in lengths[1:])} | {less:.1f} | |")
     return "\n".join(lines)
 
 
