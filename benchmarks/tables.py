@@ -486,6 +486,21 @@ def memory_step() -> str:
     return "\n".join(lines)
 
 
+def padding() -> str:
+    """A loss step without padding, against the padded one with whole MLPs."""
+    jobs = _load("padding.json")["jobs"].values()
+    lines = [
+        "| sequences | tokens of each | layers | time | live tensors | live tensors, padded |",
+        "|---|---|---|---|---|---|",
+    ]
+    for job in jobs:
+        peaks = [f"{job['peak_bytes'][side] / 2**20:,.0f} MiB" for side in ("one row", "padded")]
+        lengths = " to ".join(map(str, job["lengths"]))
+        ratios = f"{job['ratio']:.2f} | {peaks[0]} ({job['peak_ratio']:.2f}) | {peaks[1]}"
+        lines.append(f"| {job['sequences']} | {lengths} | {job['layers']} | {ratios} |")
+    return "\n".join(lines)
+
+
 def memory_ledger() -> str:
     """Lines of the memory estimate against what was measured."""
     lines = ["| line | estimated, MB | measured, MB | off |", "|---|---|---|---|"]
@@ -656,6 +671,7 @@ TABLES = {
     "mixture-replay": mixture_replay,
     "mixture-rollouts": mixture_rollouts,
     "memory-step": memory_step,
+    "padding": padding,
     "memory-ledger": memory_ledger,
     "memory-plan": memory_plan,
     "memory-longest": memory_longest,
