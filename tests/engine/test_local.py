@@ -1,5 +1,6 @@
 """LocalEngine alone: real vLLM, real bitsandbytes, no trainer."""
 
+import gc
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ from qlora_rl import (
 )
 from qlora_rl.adapter.store import AdapterStore
 from qlora_rl.contracts import AdapterBundle, RolloutEngine
+from qlora_rl.engine import compat
 
 # bf16 against bf16 of another library, scales as loaded (not repaired), a random model scaled up threefold. Measured mean
 # 0.003 to 0.011, max 0.05; a missing adapter is above 0.1 (see test_an_adapter_is_really_applied).
@@ -34,6 +36,22 @@ def store():
     store = AdapterStore()
     yield store
     store.close()
+
+
+def calls_of_the_collector(base, monkeypatch):
+    """Of `gc.freeze` and `gc.unfreeze` in the life of an engine, without repetitions. The tests freeze otherwise: conftest.py."""
+    asked = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: asked[-1:] == [name] or asked.append(name))
+    with LocalEngine(base, max_model_length=32, max_num_seqs=4):
+        assert asked == ["freeze"]
+    return asked
+
+
+def test_what_vllm_has_frozen_can_be_collected_after_the_end_of_its_engine(base, monkeypatch):
+    """Before the engine of this module has started: the last one's end is another than that of one beside others."""
+    assert compat._alive == 0
+    assert calls_of_the_collector(base, monkeypatch) == ["freeze", "unfreeze"]
 
 
 def test_it_is_a_rollout_engine(engine):
@@ -359,3 +377,7 @@ def test_closing_one_engine_leaves_another_alone(engine, base, prompts):
         second.generate(prompts, max_tokens=4)
         engine.generate(prompts, max_tokens=4)
     assert engine.generate(prompts, max_tokens=4, temperature=0.0).completion_ids == before.completion_ids
+
+
+def test_so_is_what_an_engine_beside_it_has_frozen(engine, base, monkeypatch):
+    assert calls_of_the_collector(base, monkeypatch) == ["freeze", "unfreeze"]
