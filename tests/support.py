@@ -6,6 +6,10 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -227,3 +231,24 @@ def built(instructions):
     found = native._built(instructions)
     assert not isinstance(found, str), found
     return found
+
+
+def command(*arguments, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """`qlora-rl` in a process of its own that need not import anything: forked, as `forking` says."""
+    with tempfile.TemporaryDirectory() as said:
+        out, errors = Path(said) / "out", Path(said) / "errors"
+        words = [*map(str, arguments)]
+        process = forking().Process(target=_obey, args=(words, dict(environment), out, errors))
+        process.start()
+        process.join()
+        return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), errors.read_text())
+
+
+def _obey(arguments: list[str], environment: dict[str, str], out: Path, errors: Path) -> None:
+    for number, path in ((1, out), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    from qlora_rl.cli import main
+
+    sys.exit(main(arguments))

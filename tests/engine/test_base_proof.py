@@ -1,12 +1,11 @@
 """The base inside real vLLM: read, compared, repaired."""
 
 import json
-import subprocess
-import sys
+import os
 
 import pytest
 import torch
-from support import FULL_MATRIX, MATRIX, make_model, score
+from support import FULL_MATRIX, MATRIX, command, make_model, score
 
 from qlora_rl import BaseMismatchError, LocalEngine, compare, fingerprint_base, load_base, prepare_base, verify_base
 
@@ -95,8 +94,7 @@ def test_one_flipped_bit_inside_vllm_is_named(model_dir, what):
 
 
 def verify(*arguments):
-    command = [sys.executable, "-m", "qlora_rl.cli", "verify", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return command("verify", *arguments, environment=os.environ)
 
 
 def test_verify_repairs_and_says_how_much(base):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import support
 
 from qlora_rl.demo.job import DemoSettings, summarise_steps, table
 
@@ -61,7 +62,7 @@ def test_the_demo_leaves_a_whole_run_directory(finished):
 def test_a_directory_that_holds_a_run_is_refused_at_once(finished, demo_cache):
     out, _ = finished
     before = (out / "summary.json").read_bytes()
-    done = subprocess.run(command("demo", "--steps", 5, "--out", out), env=demo_cache, capture_output=True, text=True)
+    done = support.command("demo", "--steps", 5, "--out", out, environment=demo_cache)
     assert done.returncode == 1
     assert "holds another run" in done.stderr
     assert "Traceback" not in done.stderr
@@ -120,10 +121,8 @@ def test_trls_own_way_runs_the_same_job_and_is_measured(finished, demo_cache, tm
 @pytest.mark.parametrize("adapter", ["lora", "dora", "ia3"])
 def test_the_demo_by_full_weights_leaves_a_whole_run(demo_cache, tmp_path, adapter):
     out = tmp_path / adapter
-    done = subprocess.run(
-        command("demo", "--steps", 4, "--sync", "weights", "--adapter", adapter, "--quiet", "--out", out),
-        env=demo_cache, capture_output=True, text=True,
-    )  # fmt: skip
+    arguments = ["--steps", 4, "--sync", "weights", "--adapter", adapter, "--quiet", "--out", out]
+    done = support.command("demo", *arguments, environment=demo_cache)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 4
@@ -135,9 +134,7 @@ def test_the_demo_by_full_weights_leaves_a_whole_run(demo_cache, tmp_path, adapt
 
 
 def test_an_adapter_that_cannot_travel_alone_is_refused_without_full_weights(demo_cache, tmp_path):
-    done = subprocess.run(
-        command("demo", "--adapter", "dora", "--out", tmp_path / "run"), env=demo_cache, capture_output=True, text=True
-    )
+    done = support.command("demo", "--adapter", "dora", "--out", tmp_path / "run", environment=demo_cache)
     assert done.returncode == 1
     assert "Use --sync weights" in done.stderr
     assert not (tmp_path / "run").exists()
@@ -146,13 +143,13 @@ def test_an_adapter_that_cannot_travel_alone_is_refused_without_full_weights(dem
 def test_prepare_makes_a_base_and_says_what(model_dir, tmp_path, demo_cache):
     out = tmp_path / "base"
     arguments = ["prepare", model_dir, out, "--quant", "fp4", "--no-double-quant", "--blocksize", 128]
-    done = subprocess.run(command(*arguments), env=demo_cache, capture_output=True, text=True)
+    done = support.command(*arguments, environment=demo_cache)
     assert done.returncode == 0, done.stderr
     assert "fp4-128" in done.stdout
     from qlora_rl.base.checkpoint import open_base
 
     assert open_base(out).spec.blocksize == 128
-    done = subprocess.run(command("prepare", tmp_path / "none", out), env=demo_cache, capture_output=True, text=True)
+    done = support.command("prepare", tmp_path / "none", out, environment=demo_cache)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
 
 

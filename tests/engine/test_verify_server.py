@@ -9,6 +9,7 @@ import time
 import urllib.request
 
 import pytest
+import support
 
 from qlora_rl import prepare_base
 
@@ -44,8 +45,7 @@ def server(base):
 
 
 def verify(*arguments):
-    command = [sys.executable, "-m", "qlora_rl.cli", "verify", *map(str, arguments), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = support.command("verify", *arguments, "--json", environment=os.environ)
     return done.returncode, json.loads(done.stdout)
 
 
