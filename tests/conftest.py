@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -82,7 +83,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # vLLM freezes all that there is when an engine starts, and unfreezes all when it ends, the libraries too: four searches through a million objects were
 # nine tenths of the time of an engine. `test_local.py` asks whether whoever closes an engine unfreezes.
-_freeze, _unfreeze = gc.freeze, gc.unfreeze
+_freeze, _unfreeze = (
+    inspect.unwrap(gc.freeze),
+    inspect.unwrap(gc.unfreeze),
+)  # a worker of pytest-xdist is a child as well
 gc.freeze = gc.unfreeze = lambda: None
 
 

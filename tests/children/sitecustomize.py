@@ -24,9 +24,15 @@ def _import_without_searching(*args, **kwargs):
         gc.enable()
 
 
-def _nothing() -> None:
-    """For vLLM, which would unfreeze the libraries with its own."""
+def _nothing(wrapped):
+    """For vLLM, which would unfreeze the libraries with its own; `inspect.unwrap` finds the true one."""
+
+    def call():
+        pass
+
+    call.__wrapped__ = wrapped
+    return call
 
 
 builtins.__import__ = _import_without_searching
-gc.freeze = gc.unfreeze = _nothing
+gc.freeze, gc.unfreeze = _nothing(gc.freeze), _nothing(gc.unfreeze)

@@ -73,7 +73,8 @@ def launch(
         file = HERE.parents[1] / "examples" / "accelerate" / example
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
         command += [f"--num_processes={processes}", f"--main_process_port={port}"]
-    known = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path]), **environment}
+    path = [str(HERE.parents[1]), *sys.path, os.environ["PYTHONPATH"]]
+    known = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), **environment}
     return subprocess.run(
         [*command, str(HERE / "job.py"), json.dumps(calls)],
         env=os.environ | known,

@@ -17,7 +17,8 @@ TESTS = Path(__file__).parents[1]
 
 def start(base, out, engine, **fields):
     call = json.dumps({"base": str(base.path), "out": str(out), "engine": engine, **fields})
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+    path = [str(TESTS.parent), str(TESTS), os.environ["PYTHONPATH"]]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, TESTS / "resumed.py", call], env=environment)
 
 
