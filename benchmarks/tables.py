@@ -344,11 +344,11 @@ def mixtures() -> str:
         "the same with `routing_replay`": result["mixture"]["replay"],
         "mixture, experts in 4 bits too": result["mixture, experts in 4 bits"]["lora_adapter"],
         "the same in 4 bits, with `routing_replay`": result["mixture, experts in 4 bits"]["replay"],
-        "adapters on the experts too, in 4 bits": result["adapters on experts"]["experts"],
-        "the same with adapters, and `routing_replay`": result["adapters on experts"]["experts replay"],
         "dense, only the adapter is synced": result["dense"]["lora_adapter"],
         "mixture, TRL 1.16: merge, push, unmerge": result["mixture"]["trl-merge"],
     }
+    if more := result.get("adapters on experts"):
+        rows |= {"adapters on experts in 4 bits too": more["experts"], "the same replayed": more["experts replay"]}
     return "\n".join([*lines, *_trained_rows(rows)])
 
 

@@ -123,12 +123,17 @@ def check_model(config: RunConfig) -> str:
         and config.adapter.kind == "lora"
         and (better := adaptable(found, targets)) != targets
         and ((has_experts := isinstance(better, list)) or config.sync.how != "weights")
+        and not (has_experts and held.quantize_experts)
     ):
         raise NotYetSupportedError(
             f"reading the config: {held.model} is a {'mixture of experts' if has_experts else 'vision-language model'}, and target_modules = {targets!r} also "
             f"adapts {'experts and routers' if has_experts else 'the vision tower'}, whose adapters the engine does not apply. Adapt the "
             f"{'attention' if has_experts else 'language model'} alone: target_modules = {value(better)}"
-            + ("" if has_experts else ", or send full weights: [sync] how = 'weights'")
+            + (
+                ", or hold the experts in 4 bits: [base] quantize_experts = true"
+                if has_experts
+                else ", or send full weights: [sync] how = 'weights'"
+            )
         )
     return ""
 

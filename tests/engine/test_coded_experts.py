@@ -17,6 +17,7 @@ from qlora_rl import (
     bake_base,
     borrow_base,
     compare,
+    export_adapter,
     fingerprint_base,
     load_base,
     prepare_base,
@@ -109,14 +110,15 @@ def test_in_float32_their_dequantised_copy_is_served_exactly(mixture, tmp_path):
         assert pair.difference(pair.adapted(LoraConfig(r=8, lora_alpha=32, target_modules=list(ATTENTION)))) < EXACT
 
 
-def test_grpo_trains_with_one_copy_of_the_experts(mixture, tmp_path):
+@pytest.mark.parametrize("targets", [list(ATTENTION), "all-linear"], ids=["attention", "experts"])
+def test_grpo_trains_with_one_copy_of_the_experts(mixture, targets, tmp_path):
     options = tiny_training(
         output_dir=str(tmp_path / "run"), num_generations=4, max_steps=STEPS, per_device_train_batch_size=8
     )
     with QLoRAGRPOTrainer(
         model=mixture,
         args=GRPOConfig(**options | {"max_completion_length": 16}),
-        peft_config=LoraConfig(r=8, target_modules=list(ATTENTION)),
+        peft_config=LoraConfig(r=8, target_modules=targets),
         rollout="colocate",
         engine_options={"max_model_length": 64},
         reward_funcs=lambda completions, **_: [float(len(completion) % 3) for completion in completions],
@@ -125,6 +127,10 @@ def test_grpo_trains_with_one_copy_of_the_experts(mixture, tmp_path):
         loan = trainer.model.get_base_model().qlora_loan
         assert {name.split(".")[-2] for name in loan.copied} == {"gate"}
         trainer.train()
+        held, live = trainer.engine.held_adapter(8), export_adapter(trainer.model).modules
+        assert any(".experts." in name for name in live) == (targets == "all-linear")
+        # A seldom expert may have no gradient yet: its B is zero, and it is left out.
+        assert {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in held} == set(live)
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["policy_version"] for step in steps] == list(range(1, STEPS + 1))
     assert all(step["base_verified"] for step in steps)

@@ -11,6 +11,7 @@ import torch
 from qlora_rl.adapter.shape import trained_shapes
 from qlora_rl.adapter.verdict import judge_adapter, judge_config
 from qlora_rl.base.checkpoint import MANIFEST, empty_model
+from qlora_rl.base.experts import is_mixture
 from qlora_rl.base.quant import QuantSpec, spec_of
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
@@ -182,6 +183,10 @@ def expects_full_weights(model: Any, peft_config: Any, sync: str, *, trust_remot
             return judge_adapter(model).kind == "full_weights"
         is_path = isinstance(model, str | os.PathLike)
         config = read_config(model, trust_remote_code=trust_remote_code) if is_path else model.config
+        if is_mixture(config):
+            return (
+                False  # no engine takes those of a mixture, and whether its experts take adapters is not in its config
+            )
         return (
             judge_config(empty_model(config, trust_remote_code=trust_remote_code), peft_config).kind == "full_weights"
         )
