@@ -210,6 +210,25 @@ def watch_order(trainer: Any, report: dict[str, Any]) -> None:
     trainer.bridge.strategy.push, trainer._look_at = pushed, looked
 
 
+def shared(make: Any) -> Any:
+    """An engine that rank 0 makes, and owns, for all ranks."""
+    from accelerate import PartialState
+
+    from qlora_rl.distributed import join
+    from qlora_rl.train.ranks.for_all import EngineForAll
+
+    PartialState(cpu=True)
+    return EngineForAll(make, join(120.0))
+
+
+def ask_often(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """A rollout_func that asks the engine more often on one rank than on another."""
+    ids = trainer.processing_class(prompts)["input_ids"]
+    for _ in range(1 + 2 * RANK):
+        _, completions, logprobs, _ = trainer.vllm_generation.generate(ids)
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[v for (v,) in row] for row in logprobs]}
+
+
 def note_batches(trainer: Any, report: dict[str, Any]) -> None:
     """Note what this rank trains on in each step, and how many policies ago it was sampled."""
     report["batches"], take = [], trainer._next
@@ -422,7 +441,12 @@ def main(call: dict[str, Any]) -> None:
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
             keep_parameters()
         call["use_cpu"] = False
-    engine = call.pop("rollout", None) or replayed(base, Path(kept) if kept else None, dense, breaks, spoils)
+    is_shared, turns = call.pop("shared", False), call.pop("turns", False)
+
+    def replay() -> Any:
+        return replayed(base, Path(kept) if kept else None, dense, breaks, spoils)
+
+    engine = call.pop("rollout", None) or (shared(replay) if is_shared else replay())
     if forgets:
         forget(engine, *forgets)
     try:
@@ -443,6 +467,8 @@ def main(call: dict[str, Any]) -> None:
                 count_sent(report)
             if method == "async":
                 note_batches(trainer, report)
+            if turns:
+                trainer.rollout_func = ask_often
             if parts:
                 part_all(trainer)
             trainer.train()

@@ -39,6 +39,8 @@ def two(request, alone, recorded, exact_base, tmp_path_factory):
         {**common, "out": str(root / "two"), "kept": alone[1]},
         {**common, "out": str(root / "grpo"), "kept": recorded[1], "max_staleness": 0},
         {**common, "out": str(back), "kept": alone[1], "existing": "resume"},
+        {**common, "out": str(root / "shared"), "kept": alone[1], "shared": True},
+        {**common, "out": str(root / "turns"), "shared": True, "turns": True},
         {**common, "out": str(root / "fails"), "fails": [1, 2]},
     ]
     done = launch(calls, **WAYS[request.param])
@@ -75,6 +77,17 @@ def test_what_is_measured_is_of_all_of_them(two, alone):
     for ours, theirs in zip(lines(two / "two"), lines(alone[0]), strict=True):
         for name in GLOBAL:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+
+
+def test_threads_of_both_ranks_ask_an_engine_that_rank_0_owns_each_as_often_as_it_wants(two, alone):
+    assert distance(two / "shared", alone[0]) < 1e-3
+    for name in ("shared", "turns"):
+        ends = [said(two / name, rank) for rank in (0, 1)]
+        assert [(end["error"], end["pushes"], end["owns_engine"]) for end in ends] == [
+            (None, 4, True),
+            (None, 4, False),
+        ]
+        assert set(trained_on(two / name).values()) == {2}
 
 
 def test_every_step_pushes_once_and_every_rank_serves_the_same_version(two):
