@@ -210,15 +210,12 @@ def watch_order(trainer: Any, report: dict[str, Any]) -> None:
     trainer.bridge.strategy.push, trainer._look_at = pushed, looked
 
 
-def shared(make: Any) -> Any:
-    """An engine that rank 0 makes, and owns, for all ranks."""
-    from accelerate import PartialState
+def shared(make: Any) -> str:
+    """Where a server would be started, rank 0 makes this engine, and owns it for all ranks."""
+    from qlora_rl.train.rollouts import engines
 
-    from qlora_rl.distributed import join
-    from qlora_rl.train.ranks.for_all import EngineForAll
-
-    PartialState(cpu=True)
-    return EngineForAll(make, join(120.0))
+    engines._STARTS["server"] = lambda *_: engines._for_all(make)
+    return "server"
 
 
 def ask_often(prompts: list[Any], trainer: Any) -> dict[str, Any]:
