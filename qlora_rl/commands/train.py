@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with loading():  # TRL's config classes
         config = read_config(arguments.file, arguments.overrides)
-    from qlora_rl.config.launch import check_model, launch, unchecked
+    from qlora_rl.config.launch import check_model, find_trainer, launch, unchecked
 
     if arguments.check:
         left = [each for each in (check_model(config), *unchecked(config)) if each]
@@ -67,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
 
     try:
+        with loading():  # the trainer, and TRL and vLLM with it
+            find_trainer(config.method)
         out = launch(config)
     except KeyboardInterrupt:
         whole = any(Path(config.run.dir).glob("checkpoint-*"))
