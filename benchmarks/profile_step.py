@@ -35,7 +35,7 @@ PARTS = {
     "alarm": ("Examiner.examine",),
     "canary": ("Canary.check",),
     "push": ("EngineBridge.sync_weights", "VLLMGeneration.sync_weights"),
-    "rollout: requests handed in": ("Driver.begin", "LLM._render_and_add_requests", "LLM._add_request"),
+    "rollout: requests handed in": ("Driver.begin",),  # by us; those of TRL are within the next part but one
     "rollout: vLLM's scheduler and outputs": (
         "EngineBridge.generate>Scheduler.schedule",
         "EngineBridge.generate>Scheduler.update_from_output",

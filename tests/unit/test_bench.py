@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 
 from qlora_rl.bench.rounds import LEAST_ROUNDS, add_to, compare, in_turns
@@ -47,22 +48,48 @@ def test_results_of_other_sizes_stay_in_the_file(tmp_path):
     assert json.loads(file.read_text()) == {"demo": {"ratio": 3}, "0.4b": {"ratio": 2}}
 
 
-def test_a_sample_counts_once_for_the_outermost_part():
-    """Frames as py-spy writes them, outermost first."""
-    loop = "main (a.py:1);Trainer._inner_training_loop (t.py:2);"
+def test_a_sample_counts_once_for_the_first_of_the_parts():
+    """Names of the functions, outermost first, and microseconds."""
+    loop, made = "main;Trainer._inner_training_loop;", "GRPOTrainer._generate_and_score_completions;"
+    scores = "GRPOTrainer._get_per_token_logps_and_entropies"
     lines = [
-        "main (a.py:1);load (b.py:3) 50",  # before the loop
-        loop + "EngineBridge.generate (b.py:1);Canary.check (c.py:2) 6",
-        loop + "GRPOTrainer._generate_and_score_completions (g.py:1);EngineBridge.generate (b.py:1) 4",
-        loop
-        + "GRPOTrainer._generate_and_score_completions (g.py:1);GRPOTrainer._get_per_token_logps_and_entropies (g.py:2) 3",
-        loop + "GRPOTrainer.compute_loss (g.py:3);GRPOTrainer._get_per_token_logps_and_entropies (g.py:2) 5",
-        loop + "Examiner.examine (d.py:3) 1000",  # left out
-        loop + "somewhere (e.py:1) 2",
+        "main;load 50",  # before the loop
+        loop + "EngineBridge.generate;Canary.check 6000",
+        loop + made + "EngineBridge.generate 4000",
+        loop + made + scores + " 3000",
+        loop + "GRPOTrainer.compute_loss;" + scores + " 5000",
+        loop + "GRPOTrainer.compute_loss 1000",
+        loop + "Examiner.examine 1000000",  # left out
+        loop + "somewhere 2000",
     ]
-    found = profile_step.shares("\n".join(lines))
-    rest = "the rest of TRL and transformers"
-    assert found == {"proof": 0.3, "forward and loss": 0.25, "rollout": 0.2, "first pass": 0.15, rest: 0.1}
+    found = profile_step.milliseconds("\n".join(lines), steps=2)
+    assert found == {
+        "canary": 3.0,
+        "forward": 2.5,
+        "rollout: model and sampling": 2.0,
+        "first pass": 1.5,
+        profile_step.REST: 1.0,
+        "loss": 0.5,
+    }
+
+
+def test_a_sample_has_the_processor_time_since_the_one_before():
+    """Sleep is none. Half of the time may be missing, where the system's clock ticks slowly."""
+
+    def compute(until):
+        while time.thread_time() < until:
+            sum(range(1000))
+
+    sampler = profile_step.Sampler()
+    sampler.start()
+    began = time.thread_time()
+    compute(began + 0.3)
+    spent = time.thread_time() - began
+    time.sleep(0.2)
+    sampler.stop()
+    found = sum(seconds for names, seconds in sampler.seconds.items() if any(n.endswith("compute") for n in names))
+    assert 0.5 * spent < found < 1.1 * spent
+    assert all(len(line.rsplit(" ", 1)) == 2 for line in sampler.lines().splitlines())
 
 
 def test_what_comes_in_one_step_of_a_cycle_counts_its_part():
