@@ -1,5 +1,6 @@
 """Mixtures of experts as bases, without an engine: stored names, and what is rejected."""
 
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -11,8 +12,9 @@ from support import MIXTURES, make_model, randomise
 from trained import make_run
 
 from qlora_rl import bake_base, compare, fingerprint_base, iter_weights, judge_adapter, load_base, prepare_base
-from qlora_rl.base.experts import ATTENTION
+from qlora_rl.base.experts import ATTENTION, naming_of
 from qlora_rl.base.fingerprint import fingerprint_stored, linear_names
+from qlora_rl.base.quant import dequantised_weight
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
 from qlora_rl.export.job import LIMIT, export_run
@@ -151,20 +153,23 @@ def test_a_merged_export_of_experts_in_4_bits_has_the_names_of_the_checkpoint(co
     assert sorted(StoredTensors(done.path)) == sorted(StoredTensors(source))
 
 
-def test_an_adapter_beyond_the_attention_of_4_bit_experts_is_rejected_by_name(coded):
-    _, base = coded
+def test_an_adapter_on_4_bit_experts_is_where_it_was_asked_for_and_is_added_by_the_names_of_the_checkpoint(coded):
+    source, base = coded
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapted = get_peft_model(load_base(base), LoraConfig(r=4, target_modules="all-linear"))
-        for experts in (
-            r".*experts\.0\..*",
-            r".*layers\.1\..*\.(w2|down_proj)",
-        ):
-            with pytest.raises(ValueError, match=r"not found in the base model|no `target_parameters` found"):
-                get_peft_model(load_base(base), LoraConfig(r=4, target_modules=experts))
-    verdict = judge_adapter(adapted)
-    assert verdict.kind != "adapter"
-    assert any(".mlp.gate" in reason and "Adapt the attention alone" in reason for reason in verdict.reasons)
+        for experts in (r".*experts\.0\..*", r".*layers\.1\..*\.(w2|down_proj)", "all-linear"):
+            model = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=experts, init_lora_weights=False))
+            adapted = [name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name]
+            assert judge_adapter(model)
+            if experts != "all-linear":
+                assert all(re.fullmatch(experts, name) for name in adapted)
+    naming = naming_of(model.get_base_model())
+    linear = model.get_base_model().model.layers[1].mlp.experts.get_submodule(f"2.{naming.down}")
+    wanted = dequantised_weight(linear.base_layer.weight).float() + linear.get_delta_weight("default").float()
+    found = dict(iter_weights(model))
+    assert sorted(found) == sorted(StoredTensors(source))
+    merged = found[f"model.layers.1.{naming.block}.experts.2.{naming.down}.weight"]
+    torch.testing.assert_close(merged, wanted.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_experts_that_are_not_there_or_do_not_fit_are_named(tmp_path):
