@@ -331,3 +331,12 @@ def test_grpo_learns_with_adapters_on_the_experts_alone_and_resumes_bit_for_bit(
     assert again.keys() == trained.keys()
     assert all(torch.equal(again[name], trained[name]) for name in trained)
     assert [step["reward"] for step in resumed.lines(tmp_path / "two")] == rewards
+
+
+def test_a_server_takes_them(qwen, tmp_path):
+    with begin(qwen, tmp_path / "run", max_steps=2, save_steps=2, rollout="server") as trainer:
+        assert trainer.engine.capabilities().adapts_experts
+        trainer.train()
+        held = trainer.engine.held_adapter(8)
+    assert sum(".experts." in name for name in held) == 2 * 3 * 2 * 8
+    assert [step["policy_version"] for step in resumed.lines(tmp_path / "run")] == [1, 2]
