@@ -348,13 +348,12 @@ def online(base: str, out: Path, engine: Any, method: str, reward: Any, **fields
     return make(base, out, engine, reward=reward, trainer=kind, config=config, **fields)
 
 
-def in_4_bits(model: str) -> Any:
-    """As transformers loads it, multiplied in float32."""
+def in_4_bits(model: str, dtype: str = "float32") -> Any:
+    """As transformers loads it, multiplied in this dtype."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    return AutoModelForCausalLM.from_pretrained(
-        model, quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), dtype="float32"
-    )
+    quant = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(model, quantization_config=quant, dtype=dtype)
 
 
 class Attached:
@@ -373,7 +372,7 @@ class Attached:
         fields = {"max_completion_length": 4, "num_generations": 2, "beta": 0.0, "save_strategy": "no", **fields}
         options = {"lr_scheduler_type": "linear", "logging_steps": 1, "learning_rate": 1e-2, "report_to": []}
         options |= {"gradient_checkpointing": False, "disable_tqdm": True, "use_cpu": True, "bf16": False}
-        self.out, model = out, in_4_bits(fields.pop("model"))
+        self.out, model = out, in_4_bits(fields.pop("model"), fields.pop("dtype", "float32"))
         self.trainer = GRPOTrainer(
             model=model,
             args=GRPOConfig(output_dir=str(out), **options | fields),

@@ -71,3 +71,18 @@ def test_a_reward_that_raises_on_rank_1_raises_the_same_on_rank_0(two):
     assert ends[0]["error"] == ends[1]["error"]
     assert "raised ZeroDivisionError: only here" in ends[0]["error"]
     assert ends[0]["notes"] == ["raised on rank 1"]
+
+
+@pytest.mark.full
+def test_vllm_serves_both_ranks(base, model_dir, tmp_path):
+    call = {"base": str(base.path), "model": str(model_dir), "dtype": "bfloat16", "bf16": True, **STEPS, **TWO}
+    call |= {"max_steps": 3, "vllm_max_model_length": 32}
+    done = launch([call | {"out": str(tmp_path / name), "rollout": name} for name in ("server", "colocate")])
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("server", "colocate"):
+        ends = [said(tmp_path / name, rank) for rank in (0, 1)]
+        assert [(end["error"], end["pushes"]) for end in ends] == [(None, 3)] * 2
+        assert [end["owns_engine"] for end in ends] == [True, name == "colocate"]
+        steps = lines(tmp_path / name)
+        assert [step["qlora_rl/policy_version"] for step in steps] == [1, 2, 3]
+        assert all(step["qlora_rl/mismatch_kl"] < 1e-2 for step in steps)
