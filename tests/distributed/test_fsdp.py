@@ -209,12 +209,3 @@ def test_a_rank_that_is_killed_is_named(way, exact_base, tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", 2)
     assert (out / "checkpoint-2").is_dir()
-
-
-def test_trls_config_asks_for_it_too(exact_base, recorded, tmp_path):
-    asked = {"version": 1, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
-    call = {"base": exact_base, "kept": recorded[1], **TWO, "fsdp": True, "fsdp_config": asked}
-    done = launch([{**call, "out": str(tmp_path / "two")}], ACCELERATE_TORCH_DEVICE="cpu")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert distance(tmp_path / "two", recorded[0]) < CLOSE
-    assert said(tmp_path / "two", 1)["shares"] == {"base": pytest.approx(0.5, abs=0.01), "adapter": 1.0}
