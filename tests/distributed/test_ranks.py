@@ -463,7 +463,6 @@ def test_a_trainer_in_parts_on_processes_of_the_cpu_is_rejected(wish, monkeypatc
         ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "another fsdp_auto_wrap_policy"),
         ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "gradient_checkpointing=True"),
-        ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_SYNC_MODULE_STATES": "true"}, "ram_efficient_loading"),
         ({"FSDP_IGNORED_MODULES": ".*norm"}, "fsdp_ignored_modules"),
         ({"fp16": True}, "fp16"),
         ({"optim": "adamw_8bit"}, "optim='adamw_8bit' on pieces of matrices"),
