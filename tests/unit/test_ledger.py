@@ -407,7 +407,7 @@ def test_what_cannot_be_at_once_is_not_added():
             {"batch_size": 4},
             {"activations", "one layer's work", "logits"},
         ),
-        ({"offload": True}, {"activations"}),
+        ({"offload": True}, {"activations", "layer inputs"}),
         ({"padded": True}, {"attention masks", "attention mask of a layer", "one layer's work"}),
         ({"tiles": False}, {"one layer's work", "adapter, autocast"}),
         ({"spec": QuantSpec("none")}, {"base, shared", "one dequantised weight", "rollout"}),
