@@ -92,7 +92,7 @@ def test_all_chosen_experts_at_once_give_the_bits_of_one_after_another(instructi
 
     together = TogetherExperts(kernel, *([pair[i] for pair in pairs] for i in (0, 1)))
     generator = torch.Generator().manual_seed(0)
-    for tokens in (1, 2, 37):
+    for tokens in (1, 2, 37, 300):
         x = torch.randn(tokens, 128, generator=generator).to(torch.bfloat16)
         logits = torch.randn(tokens, 7, generator=generator)
         logits[:, 3] = -100  # nobody chooses this one

@@ -381,7 +381,8 @@ def test_only_the_trainer_that_began_a_push_may_go_on_with_it(server, far):
         assert ask(server, method, f"/qlora/v1{path}", server.key, content=b"x").status_code == 409
     other = push[:-1] + ("0" if push[-1] != "0" else "1")
     for method, path in routes[:4]:
-        refused = ask(server, method, f"/qlora/v1{path.replace(push, other)}", server.key, mine, content=b"x")
+        content = b"x" if method == "PUT" else b""
+        refused = ask(server, method, f"/qlora/v1{path.replace(push, other)}", server.key, mine, content=content)
         assert (refused.status_code, "not open" in refused.text) == (422, True)
     assert len(stages(far.engine)) == 2
     assert all(stage.stat().st_mode & 0o777 == 0o700 for stage in stages(far.engine))

@@ -25,6 +25,7 @@ from qlora_rl.ledger.plan import largest_length
 from qlora_rl.ledger.published import models, published
 from qlora_rl.ledger.request import MemoryRequest
 from qlora_rl.ledger.shape import Cache, read_config, read_shape, skeleton
+from qlora_rl.processor import Processor
 from qlora_rl.train.scoring.attention import without_masks
 from qlora_rl.train.scoring.padding import remove_padding, row_inputs
 
@@ -714,9 +715,14 @@ def test_plan_as_json_holds_every_line(config_json, capsys):
     assert adapter["nbytes"] == 4 * 36 * 32 * (4096 + 4096 + 4096 + 1024)
 
 
-@pytest.mark.parametrize(("products", "width"), [("native", 2), ("float32", 4)])
-def test_plan_has_a_line_for_decoded_copies_and_only_on_the_cpu(products, width, config_json, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("products", "kernel", "width"), [("native", "", 2), ("float32", "avx2", 2), ("float32", "", 4)]
+)
+def test_plan_has_a_line_for_decoded_copies_and_only_on_the_cpu(
+    products, kernel, width, config_json, capsys, monkeypatch
+):
     monkeypatch.setenv("QLORA_RL_CPU_PRODUCTS", products)
+    monkeypatch.setattr(Processor, "codes_kernel", kernel)
     lines = {}
     for way in ("nf4", "baked"):
         assert main(["plan", config_json, "--base-compute", way, "--json"]) == 0

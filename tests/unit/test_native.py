@@ -1,5 +1,6 @@
 """The kernel for 4-bit codes: exact, the same bits in any company, and every reason why there is none is said."""
 
+import ctypes
 import os
 
 import pytest
@@ -194,7 +195,15 @@ def test_the_setting_that_leaves_products_to_torch_leaves_it_out(monkeypatch):
 
 @needs_x86
 def test_it_has_torchs_threads(kernel):
-    """One OpenMP in the process: two would have their threads wait for each other's."""
+    """Two OpenMP would each have threads that wait for the other's; that of scikit-learn may be loaded as well."""
     with open("/proc/self/maps") as maps:
-        names = {line.split()[-1] for line in maps if "omp" in line.rsplit("/", 1)[-1] and "/" in line}
-    assert len({os.path.realpath(name) for name in names if "gomp" in name or "iomp" in name}) == 1
+        loaded = {line.split()[-1] for line in maps if "/" in line}
+    (torchs,) = (path for path in loaded if "/torch/lib/libgomp" in path)
+    kernels = [path for path in loaded if "/codes-" in path]
+    assert kernels
+    for path in [torchs, *kernels]:
+        assert _address(path) == _address(torchs)
+
+
+def _address(path):
+    return ctypes.cast(ctypes.CDLL(path).omp_get_max_threads, ctypes.c_void_p).value

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -157,10 +158,12 @@ def test_a_command_sets_its_libraries_aside_and_leaves_another_process_alone():
         "with loading('torch'): pass\n"
         "print(gc.get_freeze_count())"
     )
+    path = [part for part in os.environ["PYTHONPATH"].split(os.pathsep) if not part.endswith("tests/children")]
+    plain = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}  # without the tests' own sitecustomize
     counts = [
         int(
             subprocess.run(
-                [sys.executable, "-c", code.format(first=first)], capture_output=True, check=True, text=True
+                [sys.executable, "-c", code.format(first=first)], capture_output=True, check=True, text=True, env=plain
             ).stdout
         )
         for first in ("", "import torch")

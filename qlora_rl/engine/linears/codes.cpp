@@ -1,4 +1,4 @@
-// Products of a few tokens with 4-bit weights: rows are decoded in registers, GROUP at a time, so that memory gives half a byte for a weight.
+// Products of tokens with 4-bit weights: a few rows are decoded at a time and stay in the first cache, so that memory gives half a byte for a weight.
 // The same with bf16 weights, for a processor that has no instructions for those. Built by `native.py`, without headers of torch.
 //
 // A weight is bf16(value[code] * scale), as bitsandbytes decodes it; products are added up in float32 and rounded once to bf16. The
@@ -14,8 +14,9 @@
 
 namespace {
 
-constexpr int GROUP = 4;             // rows of a weight that are decoded together
-constexpr int64_t TOKENS_READ = 64;  // tokens after which rows are decoded again: these stay in the second cache
+constexpr int GROUP = 4;                   // rows of a weight that a tile has
+constexpr int64_t HELD_BYTES = 24 << 10;  // of rows that are decoded at a time: they stay in the first cache while all tokens are multiplied
+constexpr int64_t MOST_GROUPS = 8;         // of them: threads share the rows of a small weight
 
 struct alignas(64) Line {
     char bytes[64];
@@ -24,7 +25,7 @@ struct alignas(64) Line {
 #ifdef __AVX512BF16__
 
 using Number = uint16_t;  // bf16
-constexpr int TOKENS = 4;
+constexpr int TOKENS = 6;
 struct Values {
     __m512 all;
 };
@@ -156,14 +157,14 @@ inline void in_order(const Number* row, int64_t columns, uint16_t* out) {
 
 #endif
 
-// The last tokens, fewer than TOKENS.
+// As many tokens as are left, at most T.
 template <int T>
-inline void rest(int64_t left, const Number* x, const Number* weights, int64_t columns, int64_t width, uint16_t* out, int64_t stride, int rows) {
+inline void up_to(int64_t left, const Number* x, const Number* weights, int64_t columns, int64_t width, uint16_t* out, int64_t stride, int rows) {
     if constexpr (T > 0) {
         if (left == T)
             tile<T>(x, weights, columns, width, out, stride, rows);
         else
-            rest<T - 1>(left, x, weights, columns, width, out, stride, rows);
+            up_to<T - 1>(left, x, weights, columns, width, out, stride, rows);
     }
 }
 
@@ -179,22 +180,25 @@ thread_local std::vector<Line> decoded_rows, prepared_tokens;
 // Weights [O, I], each times tokens starts[p] to starts[p + 1]; read(p, row, out) gives one of its rows.
 template <typename Read>
 void multiply(int64_t weights, Read read, const int64_t* starts, const uint16_t* x, uint16_t* out, int64_t rows, int64_t columns, int threads) {
-    const int64_t groups = (rows + GROUP - 1) / GROUP, width = columns + 64 / (int64_t)sizeof(Number), tokens = starts[weights];
+    const int64_t width = columns + 64 / (int64_t)sizeof(Number), tokens = starts[weights];
+    const int64_t held = std::clamp<int64_t>(HELD_BYTES / (width * (int64_t)sizeof(Number)) / GROUP, 1, MOST_GROUPS) * GROUP;
+    const int64_t groups = (rows + held - 1) / held;
     Number* shared = sizeof(Number) == sizeof(float) ? room_for(prepared_tokens, tokens * columns) : nullptr;
 #pragma omp parallel num_threads(threads)
     {
-        Number* own = room_for(decoded_rows, GROUP * width);
+        Number* own = room_for(decoded_rows, held * width);
         const Number* all = prepared(x, shared, tokens, columns);
-#pragma omp for schedule(dynamic, 8)
+#pragma omp for schedule(dynamic, 2)
         for (int64_t number = 0; number < weights * groups; number++) {
-            const int64_t weight = number / groups, first = number % groups * GROUP;
-            const int here = (int)std::min<int64_t>(GROUP, rows - first);
-            for (int64_t from = starts[weight]; from < starts[weight + 1]; from += TOKENS_READ) {
-                const int64_t to = std::min(from + TOKENS_READ, starts[weight + 1]);
-                for (int o = 0; o < here; o++) read(weight, first + o, own + o * width);
-                int64_t t = from;
-                for (; t + TOKENS <= to; t += TOKENS) tile<TOKENS>(all + t * columns, own, columns, width, out + t * rows + first, rows, here);
-                rest<TOKENS - 1>(to - t, all + t * columns, own, columns, width, out + t * rows + first, rows, here);
+            const int64_t weight = number / groups, first = number % groups * held, last = std::min(first + held, rows);
+            if (starts[weight] == starts[weight + 1]) continue;
+            for (int64_t row = first; row < last; row++) read(weight, row, own + (row - first) * width);
+            for (int64_t t = starts[weight]; t < starts[weight + 1]; t += TOKENS) {
+                const int64_t left = std::min<int64_t>(TOKENS, starts[weight + 1] - t);
+                for (int64_t row = first; row < last; row += GROUP) {
+                    up_to<TOKENS>(left, all + t * columns, own + (row - first) * width, columns, width, out + t * rows + row, rows,
+                                 (int)std::min<int64_t>(GROUP, last - row));
+                }
             }
         }
     }

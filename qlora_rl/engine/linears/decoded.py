@@ -1,7 +1,7 @@
 """A 4-bit base multiplied with less work than vLLM's bitsandbytes layers do on the CPU.
 
-"nf4": the parts of a fused linear are one weight. `native`'s kernel decodes it in registers; for many tokens, and where it cannot be built, it
-is decoded slice by slice into one buffer that stays in the processor's cache.
+"nf4": the parts of a fused linear are one weight. `native`'s kernel multiplies its codes; where that cannot be built, it is decoded slice by
+slice into one buffer that stays in the processor's cache.
 "baked": the decoded weight is kept next to the codes, packed as vLLM packs a 16-bit one. Both multiply with the numbers that
 bitsandbytes decodes, bit for bit but for the sign of a zero, which is checked for every weight before its layer is changed.
 
@@ -46,7 +46,7 @@ class DecodedLinear:
         weight: vLLM's parameter: codes [bytes, 1], a QuantState per part.
         buffer: bf16, as many elements as are decoded at a time; every layer of the engine may have the same.
         lifted: float32, as large: products are made in float32 and rounded once. Without it in bf16.
-        kernel: multiplies codes where it takes less time; it is left out for a weight that it would change.
+        kernel: multiplies codes; it is left out for a weight that it would change.
 
     Raises:
         ValueError: says why this weight is left to vLLM.
@@ -232,7 +232,7 @@ class DecodedLinear:
         if self._joined.renew():
             self._cut()
         flat = x.reshape(-1, self._columns).to(torch.bfloat16)
-        if self._kernel is not None and self._kernel.is_best_for(len(flat)):
+        if self._kernel is not None:
             out = self._multiply_codes(self._kernel, flat)
         else:
             out = self._product(flat) if self._lifted is None else self._lifted_product(flat, self._lifted)

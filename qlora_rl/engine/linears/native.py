@@ -26,8 +26,6 @@ from qlora_rl.processor import processor
 SOURCE = Path(__file__).with_name("codes.cpp")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-mavx2", "-mfma")
 AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16")
-# Up to so many tokens it takes less time than decoding and torch's product; by instructions, where that is faster for more.
-MOST_TOKENS = {"avx512_bf16": 64}
 BUILD_TIMEOUT_S = 120.0
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 
@@ -53,10 +51,6 @@ class CodesKernel:
     def takes(self, columns: int, blocksize: int) -> bool:
         """It multiplies weights with rows of so many columns in blocks of this size."""
         return blocksize % 32 == 0 and columns % blocksize == 0
-
-    def is_best_for(self, tokens: int) -> bool:
-        """It takes less time for so many tokens of a weight than decoding it and torch's product."""
-        return tokens <= MOST_TOKENS.get(self.instructions, tokens)
 
     def decode(
         self, codes: torch.Tensor, absmax: torch.Tensor, values: torch.Tensor, out_OI: torch.Tensor, blocksize: int

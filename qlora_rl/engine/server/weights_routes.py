@@ -54,8 +54,8 @@ class WeightsApi:
 
         A body, in JSON, says by which other way they come: `Carrier.describe`.
         """
-        told = await _told(request)
-        return await self.weights.begin(self._pusher(request), self._number(request, "version"), told)
+        session = self._pusher(request)
+        return await self.weights.begin(session, self._number(request, "version"), await _told(request))
 
     async def write(self, request: Request) -> dict[str, Any]:
         """The body is a piece of a part (safetensors); `push`, `part` and `offset` in bytes are in the query."""
@@ -67,12 +67,15 @@ class WeightsApi:
     async def take(self, request: Request) -> dict[str, Any]:
         """A part is complete; `push`, `part` and its `digest` (sha256) are in the query. One that comes by another way has a body instead:
         its ticket, size, checksum, and the places of its weights."""
+        session, push, index = (
+            self._pusher(request),
+            request.query_params.get("push", ""),
+            self._number(request, "part"),
+        )
         if (carried := await _told(request)) is not None:
-            push, index = request.query_params.get("push", ""), self._number(request, "part")
-            await self.weights.take_carried(self._pusher(request), push, index, carried)
-            return {}
-        push, digest = request.query_params.get("push", ""), request.query_params.get("digest", "")
-        await self.weights.take(self._pusher(request), push, self._number(request, "part"), digest)
+            await self.weights.take_carried(session, push, index, carried)
+        else:
+            await self.weights.take(session, push, index, request.query_params.get("digest", ""))
         return {}
 
     async def commit(self, request: Request) -> dict[str, Any]:

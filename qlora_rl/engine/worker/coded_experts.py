@@ -102,9 +102,7 @@ class CodedExperts(FusedMoEMethodBase):
         if self._tokens is not None and any(kind.held is not None for kind in self._adapters):
             return self._apply_adapted(activation, x, weights, topk_ids)
         if self._together is not None and x.dtype == torch.bfloat16:
-            found = self._together(x, topk_ids, weights, activation)
-            if found is not None:
-                return found
+            return self._together(x, topk_ids, weights, activation)
         return mix(x, topk_ids, weights, functools.partial(self._expert, activation))
 
     def _expert(self, activation: Any, number: int, x: torch.Tensor) -> torch.Tensor:
@@ -210,13 +208,11 @@ class TogetherExperts:
 
     def __call__(
         self, x_TH: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor, activation: Any
-    ) -> torch.Tensor | None:
-        """As `mix`; `None` where experts have so many tokens that decoding them takes less time."""
+    ) -> torch.Tensor:
+        """As `mix`."""
         choices = chosen_TK.flatten()
         counts = choices.bincount(minlength=len(self._both[0])).tolist()
         hit = [number for number, count in enumerate(counts) if count]
-        if not self._kernel.is_best_for(choices.numel() // max(1, len(hit))):
-            return None
         order = choices.argsort(stable=True)
         token = order // chosen_TK.shape[1]
         starts = list(itertools.accumulate((counts[number] for number in hit), initial=0))
