@@ -18,12 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 
 # Length of the longest sequence, of the shortest as a part of it, sequences of the micro-batch, layers of the model, rounds. Two of the
-# twelve layers, and one or four at 8192: the ratio is that of a layer. More layers add their inputs to the padded side alone.
+# twelve layers at 512: the ratio is that of a layer.
 JOBS = {
     "512": (512, 0.25, 8, 2, 3),
     "512, nearly equal": (512, 0.95, 8, 2, 3),
-    "8192": (8192, 0.25, 2, 1, 1),
-    "8192, four layers": (8192, 0.25, 2, 4, 1),
+    "8192": (8192, 0.25, 2, 12, 1),
 }
 PROMPT = 64
 
