@@ -177,7 +177,7 @@ class EngineCapabilities:
         can_sleep: it can give back memory between rollouts.
         takes_in_place: it lends the buffers that its layers multiply with (`InPlaceEngine`).
         takes_bytes, byte_way: it takes an adapter as bytes (`ByteEngine`), by "http" or "object_store" (Ray's).
-        dense_way: how full weights reach it: "stream" (in this process), "directory", "http" or "object_store".
+        dense_way: how full weights reach it: "stream" (in this process), "directory", "http", "object_store", or one of `carriers.WAYS`.
         holds_two: it samples with two versions at once (`VersionedEngine`); where not, nothing may be sampled during a push.
         gives_logprobs: it reports the logprobs of what it samples. Where not, only the canary watches it, and nothing corrects the distance.
         takes_images: `generate` and `score` take `ImagePrompt`s.

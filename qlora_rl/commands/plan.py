@@ -11,6 +11,8 @@ from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.cards import card_size
 from qlora_rl.ledger.methods import METHODS, OFFLINE
 
+_GENERATIONS = 8
+
 
 def add(commands: Any) -> None:
     """The command's arguments."""
@@ -72,7 +74,7 @@ def add(commands: Any) -> None:
         "--batch-size", type=COUNT, default=8, metavar="N", help="per_device_train_batch_size (default: %(default)s)"
     )
     plan.add_argument(
-        "--num-generations", type=COUNT, default=8, metavar="N", help="completions per prompt (default: %(default)s)"
+        "--num-generations", type=COUNT, metavar="N", help=f"completions per prompt (default: {_GENERATIONS})"
     )
     plan.add_argument(
         "--optim",
@@ -143,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_length=arguments.max_length,
         image_tokens=arguments.image_tokens,
         batch_size=arguments.batch_size,
-        sequences=max(arguments.batch_size, arguments.num_generations),
+        sequences=max(arguments.batch_size, arguments.num_generations or _GENERATIONS),
         optimizer=arguments.optim,
         gradient_checkpointing=arguments.gradient_checkpointing,
         offload=arguments.offload if arguments.base_compute is None else False,
@@ -190,5 +192,6 @@ def _of_the_engine(arguments: argparse.Namespace) -> list[str]:
         "--two-copies": arguments.two_copies,
         "--sleep": arguments.sleep is not None,
         "--base-compute baked": arguments.base_compute == "baked",
+        "--num-generations": arguments.num_generations is not None,
     }
     return [option for option, is_there in said.items() if is_there]

@@ -13,9 +13,12 @@ import os
 import re
 import shutil
 import socket
+import stat
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -139,11 +142,15 @@ def open_carrier(way: str, towards: str) -> Carrier:
 
     Raises:
         ConfigConflictError: there is no such way here; says which there are.
+        SyncError: no directory can be made in shared memory, or `towards` is no host that can be reached.
     """
     check_way(way)
-    if way == "shared_memory":
-        return SharedMemory()
-    return CudaIpc() if way == "cuda_ipc" else Group(way, _own_address(towards))
+    try:
+        if way == "shared_memory":
+            return SharedMemory()
+        return CudaIpc() if way == "cuda_ipc" else Group(way, _own_address(towards))
+    except OSError as error:
+        raise SyncError(f"sending weights: weights_by={way!r}: {error}. Use weights_by='http'.") from error
 
 
 def check_way(way: str) -> None:
@@ -227,21 +234,39 @@ class SharedMemoryEnd:
         """
         named = _FILE.fullmatch(str(ticket.get("file")))
         file = default_root() / named[0] if named else None
+        opened = _own_file(file) if file is not None else None
         try:
-            size = os.lstat(file).st_size if file is not None else -1
-        except OSError:
-            size = -1
-        if size != nbytes:
+            if opened is not None and os.fstat(opened).st_size == nbytes:
+                if not nbytes:
+                    return torch.empty(0, dtype=torch.uint8, device=self._device)
+                path = f"/proc/self/fd/{opened}"
+                return torch.from_file(path, shared=False, size=nbytes, dtype=torch.uint8).clone().to(self._device)
             raise SyncError(
-                f"taking weights: {str(ticket.get('file'))[:80]!r} is no part of {nbytes} bytes on this machine. Both sides must be on one; between two "
-                "use weights_by='http'."
+                f"taking weights: {str(ticket.get('file'))[:80]!r} is no part of {nbytes} bytes of this user on this machine. Both sides must be on "
+                "one, as one user; between two use weights_by='http'."
             )
-        if not nbytes:
-            return torch.empty(0, dtype=torch.uint8, device=self._device)
-        return torch.from_file(str(file), shared=False, size=nbytes, dtype=torch.uint8).clone().to(self._device)
+        finally:
+            if opened is not None:
+                os.close(opened)
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _own_file(file: Path) -> int | None:
+    """Descriptor of a file of this user in a directory of this user, neither of them a link; `None` where it is none."""
+    try:
+        with contextlib.ExitStack() as opened:
+            home = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened.callback(os.close, home)
+            found = os.open(file.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=home)
+            is_ours = all(os.fstat(each).st_uid == os.getuid() for each in (home, found))
+            if is_ours and stat.S_ISREG(os.fstat(found).st_mode):
+                return found
+            os.close(found)
+    except OSError:
+        pass
+    return None
 
 
 # What `reduce_tensor` says of a tensor in CUDA memory, in its order; `None`: the same everywhere, or of this process.
@@ -274,7 +299,7 @@ class CudaIpc:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def describe(self) -> dict[str, Any]:
-        """Which GPU it is, whatever number each side gives it."""
+        """The way alone: each ticket names its GPU, whatever number either side gives it."""
         return {"way": "cuda_ipc"}
 
     def join(self) -> None:
@@ -332,7 +357,7 @@ class Group:
         self.backend, self.host = backend, host
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._asker = ThreadPoolExecutor(1, "qlora-rl-carrier")
-        with socket.socket() as listening:
+        with socket.socket(_family(host)) as listening:
             listening.bind((host, 0))
             listening.listen()
             self.port = listening.getsockname()[1]
@@ -346,8 +371,19 @@ class Group:
         return {"way": self.backend, "host": self.host, "port": self.port}
 
     def join(self) -> None:
-        """Wait for the other end."""
-        self._group = _group(self.backend, self._store, 0)
+        """Wait for the other end.
+
+        Raises:
+            SyncError: it does not come.
+        """
+        try:
+            self._group = _group(self.backend, self._store, 0, self.host)
+        except Exception as error:
+            first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            raise SyncError(
+                f"sending weights: the engine does not come to {self.host} port {self.port} for weights_by={self.backend!r}: {first}. Let it reach "
+                "that address, or use weights_by='http'."
+            ) from error
 
     def carry(self, buffer: torch.Tensor, ask: Ask) -> None:
         """See `Carrier`; asks and broadcasts at the same time, as either waits for the other."""
@@ -359,7 +395,9 @@ class Group:
     def close(self) -> None:
         """See `Carrier`."""
         self._asker.shutdown(wait=False)
-        self._group = self._store = None
+        held, self._group, self._store = [self._group, self._store], None, None
+        # Its end waits for a broadcast that nobody takes, up to the time limit: not in this thread.
+        threading.Thread(target=held.clear, daemon=True, name="qlora-rl-carrier-end").start()
 
 
 class GroupEnd:
@@ -372,7 +410,8 @@ class GroupEnd:
         def join() -> Any:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            return _group(backend, torch.distributed.TCPStore(host, port, 2, False, _TIMEOUT), 1)
+            store = torch.distributed.TCPStore(host, port, 2, False, _TIMEOUT)
+            return _group(backend, store, 1, _own_address(host))
 
         self._group: Future[Any] = self._thread.submit(join)
 
@@ -389,12 +428,22 @@ class GroupEnd:
         self._thread.shutdown(wait=False)
 
 
-def _group(backend: str, store: Any, rank: int) -> Any:
-    """A group of two that the process knows nothing else of: its own, of other sizes, stay as they are."""
+def _group(backend: str, store: Any, rank: int, address: str) -> Any:
+    """A group of two that the process knows nothing else of: its own, of other sizes, stay as they are.
+
+    Args:
+        backend: "gloo" or "nccl".
+        store: where they meet.
+        rank: 0 or 1.
+        address: of this machine, as the other end sees it: gloo would take what the host's name means, often the machine itself alone.
+    """
     from torch import distributed
 
     if backend == "gloo":
-        return distributed.ProcessGroupGloo(store, rank, 2, _TIMEOUT)
+        gloo = distributed.ProcessGroupGloo
+        ours = gloo._Options()
+        ours._devices, ours._timeout = [gloo.create_device(hostname=address)], _TIMEOUT
+        return gloo(store, rank, 2, ours)
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT
     return distributed.ProcessGroupNCCL(store, rank, 2, options)
@@ -402,6 +451,12 @@ def _group(backend: str, store: Any, rank: int) -> Any:
 
 def _own_address(towards: str) -> str:
     """Of this machine, as `towards` sees it; nothing is sent."""
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        probe.connect((towards, 9))
+    known = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
+    family, _, _, _, address = min(known, key=lambda found: found[0] != socket.AF_INET)
+    with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+        probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

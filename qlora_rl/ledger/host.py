@@ -20,8 +20,17 @@ def memory_gib(root: Path = Path("/")) -> tuple[float, float]:
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit.isdigit() and int(limit) / GIB < total:
-            held = int((group / "memory.current").read_text())
+            held = int((group / "memory.current").read_text()) - _file_pages(group / "memory.stat")
             return int(limit) / GIB, min(free, (int(limit) - held) / GIB)
     except OSError:  # no cgroup, or an older one
         pass
     return total, free
+
+
+def _file_pages(stat: Path) -> int:
+    """Bytes of files that the kernel keeps and gives up when memory is asked for: a cgroup counts them as its own."""
+    try:
+        known = dict(line.split() for line in stat.read_text().splitlines())
+    except OSError:
+        return 0
+    return int(known.get("active_file", 0)) + int(known.get("inactive_file", 0))

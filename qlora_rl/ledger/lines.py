@@ -216,13 +216,17 @@ def base_lines(
     ]
 
 
-def parted_base(lines: list[Line], shape: ModelShape, trainer: int, engine: int) -> list[Line]:
+def parted_base(
+    lines: list[Line], shape: ModelShape, spec: QuantSpec, trainer: int, engine: int, *, keeps_root: bool
+) -> list[Line]:
     """The lines of the base on one of several GPUs.
 
     Args:
         lines: of `base_lines`, of a trainer and an engine that hold one each.
-        trainer: processes that its base is sharded over (FSDP2, ZeRO-3); it is gathered layer by layer.
+        spec: dtype of the embedding and the output head.
+        trainer: processes that its base is sharded over; it is gathered layer by layer, and its head for the logits.
         engine: ranks of the engine.
+        keeps_root: embedding and head are whole during all of a step (FSDP1), not the head alone while there are logits (FSDP2, ZeRO-3).
     """
     found = []
     for line in lines:
@@ -232,6 +236,10 @@ def parted_base(lines: list[Line], shape: ModelShape, trainer: int, engine: int)
         if line.name == "base, trainer" and parts > 1:
             layer = ceil(line.nbytes / max(1, shape.layers))
             found.append(Line("base, a gathered layer", layer, f"one of {shape.layers} layers, whole", "layer", False))
+            count = shape.embeddings if keeps_root else 1
+            why = f"{count} x {shape.vocabulary} x {shape.hidden} in {spec.compute_dtype}, whole"
+            head = count * shape.vocabulary * shape.hidden * width(spec)
+            found.append(Line("base, gathered head", head, why, "step" if keeps_root else "head", False))
     return found
 
 

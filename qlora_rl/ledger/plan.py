@@ -405,7 +405,9 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
     base = count.base_lines(shape, spec, request.shared and request.has_engine, request.baked, device)
     seen = min(request.image_tokens or count.ASSUMED_IMAGE_TOKENS, length)
     lines = [
-        *count.parted_base(base, shape, request.trainer_parts, request.engine_parts),
+        *count.parted_base(
+            base, shape, spec, request.trainer_parts, request.engine_parts, keeps_root=request.trainer_keeps_root
+        ),
         *count.adapter_lines(shape, spec, adapter, trained, device, tiled=tiled),
         count.optimizer_line(adapter, trained, request.optimizer),
         *step.activation_lines(
@@ -421,7 +423,13 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
             tiles=request.tiles,
         ),
         step.head_line(shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device),
-        *count.tower_lines(shape, spec, batch=batch, sequences=request.sequences, image_tokens=seen),
+        *count.tower_lines(
+            shape,
+            spec,
+            batch=batch,
+            sequences=batch if request.method in OFFLINE else request.sequences,
+            image_tokens=seen,
+        ),
         count.rollout_line(shape, spec, sequences=request.sequences, length=length, image_tokens=seen),
     ]
     if request.copies_dtype and spec.is_4bit:
@@ -430,7 +438,7 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
         overhead = int(count.OVERHEAD_GIB * GIB)
         lines.append(Line("CUDA and vLLM", overhead, "context, workspaces, CUDA graphs: assumed", is_exact=False))
     if not request.has_engine:
-        if device == "cuda" and request.method in OFFLINE:
+        if device == "cuda":
             context = int(count.CONTEXT_GIB * GIB)
             lines.append(Line("CUDA", context, "context, workspaces: assumed", is_exact=False))
         lines = [line for line in lines if line.name not in count.OF_THE_ENGINE]
@@ -472,7 +480,7 @@ def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
     if request.kv_cache_gib is not None:
         half = request.kv_cache_gib / 2
         changes.append((f"kv_cache_gib={half:g}", {"kv_cache_gib": half}))
-    if request.sequences > 1:
+    if request.sequences > 1 and request.method not in OFFLINE:
         changes.append((f"{request.sequences // 2} completions at once", {"sequences": request.sequences // 2}))
     ranks = {rank for _, rank in count.adapted_inputs(ledger.adapter).values()}
     if ranks and max(ranks) > 8:

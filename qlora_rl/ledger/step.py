@@ -132,10 +132,12 @@ def activation_lines(
 
 
 def host_line(shape: ModelShape, spec: QuantSpec, *, tokens: int) -> Line:
-    """Layer inputs in pinned host memory, of which torch's allocator makes blocks whose sizes are powers of two."""
+    """Layer inputs in pinned host memory, at most: torch's allocator makes blocks whose sizes are powers of two, and keeps those of each size
+    that a micro-batch had; all smaller ones together are as large as the largest.
+    """
     each = width(spec) * shape.hidden * tokens
-    why = f"{shape.layers} of {each:,} bytes, in pinned blocks of a power of two"
-    return Line("layer inputs", shape.layers * (1 << max(0, each - 1).bit_length()), why, "host", False)
+    why = f"{shape.layers} of {each:,} bytes, in pinned blocks of powers of two, of each size for shorter micro-batches"
+    return Line("layer inputs", 2 * shape.layers * (1 << max(0, each - 1).bit_length()), why, "host", False)
 
 
 def head_line(shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, chunked: bool, device: str) -> Line:

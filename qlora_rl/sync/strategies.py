@@ -83,6 +83,7 @@ class AdapterSync:
             raise
         proven = time.perf_counter()
         self.transport.commit()
+        self.after = version  # a server that is restarted says 0 until it has this one again
         self._adapter.forget()
         return SyncReport(
             version=version,

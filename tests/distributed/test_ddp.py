@@ -14,11 +14,12 @@ GLOBAL = ("reward", "reward_std", "rollout_tokens", "policy_version", "grad_norm
 
 @pytest.fixture(scope="module")
 def two(exact_base, recorded, tmp_path_factory):
-    """Recorded rollouts replayed; then rewards that raise on rank 1, in the same processes."""
+    """Recorded rollouts replayed; then rewards that raise on rank 1, and more turns there, in the same processes."""
     root = tmp_path_factory.mktemp("two")
     calls = [
         {"base": exact_base, "out": str(root / "two"), "kept": recorded[1], **STEPS},
         {"base": exact_base, "out": str(root / "fails"), "fails": [1, 2], **STEPS},
+        {"base": exact_base, "out": str(root / "turns"), "turns": True, **STEPS},
     ]
     done = launch(calls)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -46,6 +47,14 @@ def test_live_they_draw_what_one_process_draws(two, recorded):
 def test_every_step_pushes_once_and_every_rank_serves_the_same_version(two):
     assert [push["version"] for push in lines(two / "two", "sync.jsonl")] == [1, 2, 3, 4]
     assert said(two / "two", 0)["pushes"] == said(two / "two", 1)["pushes"] == 4
+
+
+def test_each_rank_asks_its_own_engine_as_often_as_its_conversations_need(two):
+    """Rank 1 three times in each step, rank 0 once: nobody may wait for the other between two turns."""
+    assert [(said(two / "turns", rank)["error"], said(two / "turns", rank)["pushes"]) for rank in (0, 1)] == [
+        (None, 4)
+    ] * 2
+    assert [step["policy_version"] for step in lines(two / "turns")] == [1, 2, 3, 4]
 
 
 def test_one_rank_writes_and_the_others_leave_their_random_numbers(two):

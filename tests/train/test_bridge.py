@@ -59,12 +59,16 @@ def test_it_sleeps_between_rollouts_and_proves_the_adapter_after_the_wake(parts,
     checks = []
     real = strategy.canary.check
     monkeypatch.setattr(strategy.canary, "check", lambda *a, **k: checks.append(k) or real(*a, **k))
-    used.generate(PROMPTS)
-    assert (engine.naps, checks) == (1, [])  # nothing happened since the push
-    used.generate(PROMPTS)  # another turn of the same step: woken without a push
+    for _ in range(2):  # two turns: awake in between
+        used.generate(PROMPTS)
+        assert (engine.naps, checks) == (0, [])  # nothing happened since the push
+    used.rest()
+    used.generate(PROMPTS)  # the same step again: woken without a push
+    used.rest()
     assert (engine.naps, checks) == (2, [{"scored": True}])
     used.sync_weights()
     used.generate(PROMPTS)
+    used.rest()
     assert engine.naps == 3
     assert checks[1:] == [{}, {"scored": True}]  # the push's own proof, which need not score, and that of the wake
 
@@ -74,6 +78,7 @@ def test_an_adapter_lost_in_sleep_is_noticed_before_a_token_is_drawn(parts, monk
     used = bridge(engine, strategy, sleeps=True)
     used.sync_weights()
     used.generate(PROMPTS)
+    used.rest()
     real = engine.wake
 
     def wake_without_it():
@@ -117,6 +122,7 @@ def test_the_kv_cache_is_away_while_the_policy_is_trained_and_back_for_each_push
         used.begin(step)
         used.sync_weights()
         used.generate(PROMPTS)
+        used.rest()
         assert engine._is_asleep  # from here on the policy is trained
     first, second = calls[: calls.index("sleep") + 1], calls[calls.index("sleep") + 1 :]
     assert first == ["wake", "push", "wake", "generate", "sleep"]

@@ -2,13 +2,18 @@
 
 import functools
 import json
+import os
+import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
 
 from qlora_rl.adapter.store import default_root
 from qlora_rl.base.fingerprint import digest_plain
+from qlora_rl.engine import carriers
 from qlora_rl.engine.carriers import (
     as_ticket,
     check_way,
@@ -19,6 +24,7 @@ from qlora_rl.engine.carriers import (
     pack,
     unpack,
 )
+from qlora_rl.engine.client.carried import CarriedPush
 from qlora_rl.engine.worker.carried import CarriedWeights
 from qlora_rl.errors import ConfigConflictError, SyncError
 
@@ -82,6 +88,9 @@ def test_what_the_other_end_says_is_raised_and_nobody_waits_for_it(ends):
 
     with pytest.raises(SyncError, match="no weight z"):
         ours.carry(pack(WEIGHTS, CPU)[0], ask)
+    began = time.monotonic()
+    ours.close()
+    assert time.monotonic() - began < 5
 
 
 def test_a_checksum_notices_every_changed_word_and_an_exchange():
@@ -101,8 +110,61 @@ def test_a_checksum_notices_every_changed_word_and_an_exchange():
     ["../etc/passwd", "/etc/passwd", "qlora-rl-carried-a/../../etc/passwd", "qlora-rl-carried-a/0", None, "x" * 500],
 )
 def test_the_worker_opens_nothing_but_parts(file):
-    with pytest.raises(SyncError, match="is no part of 16 bytes on this machine"):
+    with pytest.raises(SyncError, match="is no part of 16 bytes of this user on this machine"):
         open_receiver({"way": "shared_memory"}, CPU).receive({"file": file}, 16)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_the_worker_follows_no_link(kind, tmp_path):
+    """What a link leads to has the size that is asked for, and is not read."""
+    (tmp_path / "0").write_bytes(b"x" * 16)
+    home = default_root() / f"qlora-rl-carried-link{os.getpid()}"
+    home.symlink_to(tmp_path) if kind == "directory" else home.mkdir()
+    try:
+        if kind == "file":
+            (home / "0").symlink_to(tmp_path / "0")
+        with pytest.raises(SyncError, match="is no part of 16 bytes of this user"):
+            open_receiver({"way": "shared_memory"}, CPU).receive({"file": f"{home.name}/0"}, 16)
+    finally:
+        home.unlink() if kind == "directory" else shutil.rmtree(home)
+
+
+@pytest.mark.parametrize("towards", ["127.0.0.1", "localhost", "::1"])
+def test_a_group_meets_at_the_address_by_which_the_engine_sees_this_machine(towards, monkeypatch):
+    """Whatever the name of this machine means."""
+    if towards == "::1" and not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("this machine has no IPv6")
+    asked = []
+    make = torch.distributed.ProcessGroupGloo.create_device
+    monkeypatch.setattr(
+        torch.distributed.ProcessGroupGloo, "create_device", lambda **named: asked.append(named) or make(**named)
+    )
+    ours = open_carrier("gloo", towards)
+    theirs = open_receiver(ours.describe(), CPU)
+    ours.join()
+    buffer = torch.arange(64, dtype=torch.uint8)
+    ours.carry(buffer, lambda ticket: torch.testing.assert_close(theirs.receive(ticket, 64), buffer))
+    assert asked == [{"hostname": "::1" if towards == "::1" else "127.0.0.1"}] * 2
+    ours.close()
+    theirs.close()
+
+
+def test_a_host_that_nobody_knows_is_said():
+    with pytest.raises(SyncError, match=r"weights_by='gloo'.* Use weights_by='http'"):
+        open_carrier("gloo", "no-such-host.invalid")
+
+
+def test_an_end_that_does_not_come_is_said_and_leaves_no_push(monkeypatch):
+    monkeypatch.setattr(carriers, "_TIMEOUT", timedelta(seconds=1))
+    carrier, asked = open_carrier("gloo", "127.0.0.1"), []
+
+    def ask(method, path, body=None):
+        asked.append((method, path))
+        return {"push": "p", "nbytes": 8}
+
+    with pytest.raises(SyncError, match=r"does not come to 127\.0\.0\.1 port \d+ for weights_by='gloo'"):
+        CarriedPush(ask, 3, carrier=carrier, commit=print)
+    assert asked == [("POST", "/weights?version=3"), ("DELETE", "/weights?push=p")]
 
 
 def test_what_torch_says_of_cuda_memory_survives_json():

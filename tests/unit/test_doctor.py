@@ -77,6 +77,8 @@ def test_memory_is_that_of_the_container_where_it_has_less(tmp_path):
     (group / "memory.max").write_text(f"{4 * 2**30}\n")
     (group / "memory.current").write_text(f"{2**30}\n")
     assert memory_gib(tmp_path) == (4, 3)
+    (group / "memory.stat").write_text(f"anon 5\nactive_file {2**28}\ninactive_file {2**28}\n")
+    assert memory_gib(tmp_path) == (4, 3.5)
     (group / "memory.max").write_text("max\n")
     assert memory_gib(tmp_path) == (16, 8)
 

@@ -30,17 +30,18 @@ class CarriedPush:
         nbytes: of all weights that the server wants.
 
     Raises:
-        SyncError: the server, or its worker, does not have that way.
+        SyncError: the server, or its worker, does not have that way, or the two ends do not meet.
     """
 
     def __init__(self, ask: Ask, version: int, *, carrier: Carrier, commit: Callable[[str], None]):
         self._ask, self._commit, self._carrier, self._index = ask, commit, carrier, 0
+        self.name = ""
         try:
             begun = ask("POST", f"/weights?version={version}", carrier.describe)
             self.name, self.nbytes = str(begun["push"]), int(begun["nbytes"])
             carrier.join()
         except BaseException:
-            carrier.close()
+            self.abandon()
             raise
 
     def upload(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
@@ -75,6 +76,9 @@ class CarriedPush:
 
     def abandon(self) -> None:
         """Throw away what has come."""
-        with contextlib.suppress(QloraRLError):
-            self._ask("DELETE", f"/weights?push={self.name}")
-        self._carrier.close()
+        try:
+            if self.name:
+                with contextlib.suppress(QloraRLError):
+                    self._ask("DELETE", f"/weights?push={self.name}")
+        finally:
+            self._carrier.close()

@@ -19,6 +19,7 @@ from qlora_rl.engine.linears import kernels
 from qlora_rl.engine.linears.decoded import LIFTED_SLICE, SLICE, DecodedLinear
 from qlora_rl.engine.linears.native import CodesKernel, codes_kernel
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.ledger.host import memory_gib
 from qlora_rl.processor import processor
 
 MODES = ("nf4", "baked", "auto", "vllm")
@@ -209,23 +210,7 @@ def _seconds(
 
 def _held_and_limit(planned_gib: float | None, limit_gib: float | None) -> tuple[float, float]:
     """GiB that will be held without copies, and that may be; without a limit the machine's, and what others hold on it."""
-    total, used = _machine_gib()
+    total, available = memory_gib()
     own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
     held = own if planned_gib is None else max(planned_gib, own)
-    return (max(used - own, 0.0) + held, total) if limit_gib is None else (held, limit_gib)
-
-
-def _machine_gib() -> tuple[float, float]:
-    """Memory of the machine (or of the container), and what of it is in use."""
-    pages = {
-        line.split(":")[0]: int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line
-    }
-    total, used = pages["MemTotal"], pages["MemTotal"] - pages["MemAvailable"]
-    group = Path("/sys/fs/cgroup/memory.max")
-    if group.is_file() and (limit := group.read_text().strip()).isdigit():
-        current = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        if int(limit) < total:
-            total, used = int(limit), int(current)
-    return total / GIB, used / GIB
+    return (max(total - available - own, 0.0) + held, total) if limit_gib is None else (held, limit_gib)

@@ -17,6 +17,7 @@ namespace {
 constexpr int GROUP = 4;                   // rows of a weight that a tile has
 constexpr int64_t HELD_BYTES = 24 << 10;  // of rows that are decoded at a time: they stay in the first cache while all tokens are multiplied
 constexpr int64_t MOST_GROUPS = 8;         // of them: threads share the rows of a small weight
+constexpr size_t KEPT_BYTES = 16 << 20;    // of tokens, from call to call
 
 struct alignas(64) Line {
     char bytes[64];
@@ -171,8 +172,16 @@ inline void up_to(int64_t left, const Number* x, const Number* weights, int64_t 
 // Memory of this thread, kept from call to call.
 inline Number* room_for(std::vector<Line>& lines, int64_t numbers) {
     const size_t needed = (numbers * sizeof(Number) + sizeof(Line) - 1) / sizeof(Line);
-    if (lines.size() < needed) lines.resize(needed);
+    if (lines.size() < needed) {
+        lines.clear();  // nothing is to be copied
+        lines.resize(needed);
+    }
     return (Number*)lines.data();
+}
+
+// What a long prompt took is not kept for steps of a few tokens.
+inline void give_back(std::vector<Line>& lines) {
+    if (lines.size() * sizeof(Line) > KEPT_BYTES) std::vector<Line>().swap(lines);
 }
 
 thread_local std::vector<Line> decoded_rows, prepared_tokens;
@@ -202,6 +211,7 @@ void multiply(int64_t weights, Read read, const int64_t* starts, const uint16_t*
             }
         }
     }
+    give_back(prepared_tokens);
 }
 
 }  // namespace

@@ -98,7 +98,7 @@ class CodesKernel:
         return out_TO
 
     def takes_plain(self, columns: int) -> bool:
-        """It multiplies bf16 weights with rows of so many columns, and torch has no instructions for that."""
+        """It multiplies bf16 weights with rows of so many columns; `kernels.pack` asks whether torch would."""
         return self.instructions == "avx2" and columns % 16 == 0
 
     def multiply_plain(self, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def codes_kernel() -> CodesKernel | str:
 
 @functools.cache
 def _built(instructions: str) -> CodesKernel | str:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         return "there is no C++ compiler; install g++, or set CXX"
     command = [compiler, *FLAGS, *(AVX512_FLAGS if instructions == "avx512_bf16" else ())]
@@ -133,6 +133,8 @@ def _built(instructions: str) -> CodesKernel | str:
             return f"others may write into {folder}, from where it would be loaded; chmod 700 it"
         if not path.is_file():
             _build(command, path)
+        if path.stat().st_uid != os.getuid() or path.stat().st_mode & 0o022:
+            return f"others may write into {path}, which would be loaded; delete it"
         return CodesKernel(path, instructions)
     except subprocess.CalledProcessError as failed:
         said = failed.stderr.decode(errors="replace").strip().splitlines()
@@ -148,6 +150,7 @@ def _build(command: Sequence[str], path: Path) -> None:
         subprocess.run(
             [*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=BUILD_TIMEOUT_S
         )
+        made.chmod(0o700)
         made.replace(path)
 
 

@@ -136,7 +136,8 @@ class ServedWeights:
                     await self._write_over(stage.version, "qlora_load_parts", (files,))
                 self.push, self._stage = push, None
                 self.seconds, self.nbytes = time.perf_counter() - started, float(stage.nbytes)
-                await asyncio.to_thread(stage.discard)
+                if not isinstance(stage, CarriedStage):  # what was carried went with the loading
+                    await asyncio.to_thread(stage.discard)
                 return True
         except SyncError:
             if push == self.push:  # it came again while the first call was at work

@@ -54,8 +54,10 @@ class WeightsApi:
 
         A body, in JSON, says by which other way they come: `Carrier.describe`.
         """
-        session = self._pusher(request)
-        return await self.weights.begin(session, self._number(request, "version"), await _told(request))
+        self._pusher(request)
+        told = await _told(request)
+        session = self._pusher(request)  # somebody may have taken the lease while the body came
+        return await self.weights.begin(session, self._number(request, "version"), told)
 
     async def write(self, request: Request) -> dict[str, Any]:
         """The body is a piece of a part (safetensors); `push`, `part` and `offset` in bytes are in the query."""

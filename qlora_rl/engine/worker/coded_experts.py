@@ -8,9 +8,9 @@ Shape letters: I inner width of an expert, H hidden size, T tokens of a step, K 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -26,6 +26,8 @@ from qlora_rl.engine.linears.native import CodesKernel, codes_kernel
 from qlora_rl.engine.worker.expert_adapters import AdaptedTokens, ExpertAdapters, ExpertMatrix, matrices_of
 from qlora_rl.errors import EngineUnsupportedError
 from qlora_rl.processor import processor
+
+logger = logging.getLogger(__name__)
 
 
 class CodedExperts(FusedMoEMethodBase):
@@ -171,8 +173,10 @@ class Weights:
         self.bnb_quant_state = {i: _state(part, device, dtype) for i, part in enumerate(matrices.values())}
         self.product: DecodedLinear | None = None
         if device.type == "cpu" and dtype == torch.bfloat16:
-            with contextlib.suppress(ValueError):  # bitsandbytes has no kernel for it: decoded in plain torch
+            try:
                 self.product = DecodedLinear(cast(torch.nn.Parameter, self), *_buffers(), *_kernel())
+            except ValueError as why:
+                _say_slow(str(why))
 
     def data_ptr(self) -> int:
         """As of a parameter."""
@@ -254,6 +258,11 @@ def _state(part: Stored4bit, device: torch.device, dtype: torch.dtype) -> Any:
         quant_type=part.kind,
         dtype=dtype,
     )
+
+
+@functools.cache  # once for each reason
+def _say_slow(why: str) -> None:
+    logger.warning("experts are decoded in plain torch for each product: %s", why)
 
 
 def _kernel() -> tuple[CodesKernel, ...]:

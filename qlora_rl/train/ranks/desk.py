@@ -58,18 +58,26 @@ class Desk:
         """See `VersionedEngine.generate`; from any thread of any rank.
 
         Raises:
-            RolloutCancelledError: another thread has called `cancel`. RankLostError: the engine's owner is gone. And what its engine raises.
+            RolloutCancelledError: another thread has called `cancel`. EngineClosedError: the owner has closed its engine. RankLostError: rank 0,
+                which holds the store, is gone. And what the engine raises.
         """
         if self._engine is not None:
             return self._generate(prompts, sampling, version)
+        asked = pickle.dumps(
+            (list(prompts), sampling, version)
+        )  # before it has a number: the owner waits for each of them
         with self._lock:
             number = next(self._count)
             self._asked = number
         key = f"{self._name}/{self._ranks.rank}/{number}"
         with self._reaching():
-            letters.put(self._store, f"{key}/asked", pickle.dumps((list(prompts), sampling, version)))
+            letters.put(self._store, f"{key}/asked", asked)
         pause = _PAUSE_S[0]
         while not self._is_answered(key):
+            if pause == _PAUSE_S[1] and self._is_closed():
+                raise EngineClosedError(
+                    f"generating: rank {self._first} has closed the engine. Leave its trainer's block on all ranks together."
+                )
             if number <= self._cancelled:
                 raise RolloutCancelledError("generating: the call was cancelled, because the run ends.")
             if self._ends.is_set():
@@ -96,6 +104,8 @@ class Desk:
         if listener is not None:
             listener.join()
             self._executor.shutdown(wait=False, cancel_futures=True)
+            with contextlib.suppress(RuntimeError, OSError):  # the store went with rank 0
+                letters.put(self._store, f"{self._name}/closed", b"")
 
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, version: int | None) -> Rollout:
         with self._alone:
@@ -106,6 +116,10 @@ class Desk:
     def _is_answered(self, key: str) -> bool:
         with self._reaching():
             return letters.is_there(self._store, f"{key}/answer")
+
+    def _is_closed(self) -> bool:
+        with self._reaching():
+            return letters.is_there(self._store, f"{self._name}/closed")
 
     def _listen(self, others: Sequence[int]) -> None:
         expected, pause = dict.fromkeys(others, 1), _PAUSE_S[0]

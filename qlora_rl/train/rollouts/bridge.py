@@ -166,24 +166,32 @@ class EngineBridge:
     def generate(
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], list[list[list[int]]]]:
-        """One completion per prompt (TRL has repeated each `num_generations` times already).
+        """One completion per prompt (TRL has repeated each `num_generations` times already). The engine is awake afterwards: `rest` once all
+        turns are there.
 
         Returns:
             Prompt ids and completion ids (B lists each), logprobs [B][T][1] of the sampled tokens, and their ids [B][T][1].
         """
         seed = self.next_seed()
+        # Of later turns each rank has as many as its conversations need: no rank may wait for others there.
+        is_alone = self._width > 0 and ranks().size > 1
         self.wake()
-        self._prove()  # it may have slept, or been rebuilt, since the last push
+        if not is_alone:
+            self._prove()  # it may have slept, or been rebuilt, since the last push
+        elif self.engine.incarnation != self._proven:
+            raise EngineBrokenError(
+                f"generating: the engine of rank {ranks().rank} was rebuilt between two turns of a conversation, and the ranks verify it together "
+                "before a rollout only. Start the run again with existing_run='resume'."
+            )
         with profiler or nullcontext():
             try:
                 rollout = self.draw(prompts, images, seed=seed)
             except EngineBrokenError:
-                if self.engine.incarnation == self._proven:
+                if is_alone or self.engine.incarnation == self._proven:
                     raise
                 # A server was restarted in the middle, and has lost full weights: they are pushed again.
                 self._prove()
                 rollout = self.draw(prompts, images, seed=seed)
-        self.rest()
         if rollout.version != self.serves:
             raise EngineBrokenError(
                 f"generating: version={rollout.version} has answered, and version={self.serves} was pushed: somebody else has pushed to "

@@ -52,7 +52,8 @@ class TrainedRun(Resumable):
             resume_from_checkpoint: as transformers has it: a checkpoint, or True for the last one, here the last whole one. With
                 existing_run="resume" it may be left out.
         """
-        checkpoint = self.resume_point(resume_from_checkpoint)  # what it rejects leaves the run directory as it is
+        with ranks().one_outcome("choosing the checkpoint"):
+            checkpoint = self.resume_point(resume_from_checkpoint)  # what it rejects leaves the run directory as it is
         self._before_train()
         try:
             with ranks().one_outcome("training"):

@@ -58,6 +58,11 @@ class MeasuredSteps:
     def _before_rollout(self, mode: str) -> None:
         """A generation begins, for "train" or "eval"."""
 
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        generated = super()._generate(*args, **kwargs)  # all turns of all conversations
+        self.bridge.rest()
+        return generated
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         mode = "train" if self.model.training else "eval"
         self._before_rollout(mode)
