@@ -113,6 +113,9 @@ class Attached:
             self._last_loaded_step = -1
         self._link.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")
 
+    def _after_generation(self) -> None:
+        self._link.bridge.rest()
+
     def _rollout_facts(self) -> dict[str, float]:
         return self._link.rollout_facts(None)
 

@@ -360,6 +360,9 @@ class OnlineTrainer(TrainedRun):
             self._last_loaded_step = -1
         self.bridge.begin(self.state.global_step, is_evaluation=mode == "eval")
 
+    def _after_generation(self) -> None:
+        self.bridge.rest()
+
     def _states(self) -> dict[str, Any]:
         canary = self.bridge.strategy.canary
         return {

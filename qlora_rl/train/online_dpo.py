@@ -140,7 +140,7 @@ class SampledPairs:
         ids = self.processing_class(text=texts, add_special_tokens=False)["input_ids"]
         # On their way the two of a prompt are neighbours: so the place of each, which its seed depends on, is its place in one process too.
         prompt_ids, completion_ids, _, _ = self.bridge.generate([row for row in ids for _ in range(settings.PAIR)])
-        self.bridge.rest()
+        self._after_generation()
         prompt_ids, completion_ids, self._drawn = (
             [row for first in range(settings.PAIR) for row in rows[first :: settings.PAIR]]
             for rows in (prompt_ids, completion_ids, self.bridge.last.logprobs)

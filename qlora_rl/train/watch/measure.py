@@ -58,9 +58,12 @@ class MeasuredSteps:
     def _before_rollout(self, mode: str) -> None:
         """A generation begins, for "train" or "eval"."""
 
+    def _after_generation(self) -> None:
+        """All completions are there, before they are rewarded."""
+
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate(*args, **kwargs)  # all turns of all conversations
-        self.bridge.rest()
+        self._after_generation()
         return generated
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
