@@ -14,6 +14,7 @@ import functools
 import importlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ NAMINGS = {
 }
 # The linears of their attention: what an adapter on one of them can reach.
 ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -131,6 +133,11 @@ def routers_of(model: torch.nn.Module) -> list[str]:
     if naming is None:
         return []
     return [f"{name.removesuffix('mlp')}{naming.block}.gate" for name in mixtures_in(model)]
+
+
+def of_expert(name: str) -> bool:
+    """A module, or a tensor of it, belongs to one expert that is made of linears."""
+    return _ONE_EXPERT.search(name) is not None
 
 
 def mixtures_in(model: torch.nn.Module) -> list[str]:

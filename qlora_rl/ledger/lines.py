@@ -17,6 +17,7 @@ from math import ceil, prod
 import torch
 
 from qlora_rl.adapter.shape import adapted_inputs
+from qlora_rl.base.experts import of_expert
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import rank_class
 from qlora_rl.ledger.shape import ModelShape, Tower
@@ -274,10 +275,14 @@ def adapter_lines(
     count = adapter_bytes(adapter, 1)
     ranks = [rank for _, rank in adapted_inputs(adapter).values()]
     rank = rank_class(max(ranks, default=1))
-    slot = rank * sum(o + i for o, i in shape.linears.values()) * width(spec)
+    matrices = list(shape.linears.values())
+    if experts := any(map(of_expert, adapter)):
+        matrices += shape.expert_matrices()
+    slot = rank * sum(o + i for o, i in matrices) * width(spec)
+    where = "every linear and matrix of experts" if experts else "every linear"
     lines = [
         Line("adapter", count * dtype_width, f"{count:,} numbers x {dtype_width} bytes"),
-        Line("adapter, engine", _SLOTS * slot, f"{_SLOTS} slots of rank {rank} at every linear, {spec.compute_dtype}"),
+        Line("adapter, engine", _SLOTS * slot, f"{_SLOTS} slots of rank {rank} at {where}, {spec.compute_dtype}"),
         Line("gradients", count * dtype_width, "one for every trained number", "step"),
     ]
     if device == "cpu":

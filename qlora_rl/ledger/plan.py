@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.shape import adapter_shapes
-from qlora_rl.base.kinds import adaptable
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import rank_class
 from qlora_rl.errors import MemoryBudgetError
@@ -21,7 +19,7 @@ from qlora_rl.ledger.choice import OFFLOAD, SLEEPS, Way, describe, sets_of
 from qlora_rl.ledger.lines import Line, counted
 from qlora_rl.ledger.methods import OFFLINE
 from qlora_rl.ledger.request import MemoryRequest
-from qlora_rl.ledger.shape import ModelShape, read_shape, skeleton
+from qlora_rl.ledger.shape import ModelShape, planned_adapter, read_shape, skeleton
 
 GIB = 2**30
 
@@ -328,7 +326,7 @@ def plan_memory(
         config: transformers config of the model; no weight is loaded.
         lora: PEFT's config of the adapter; otherwise `rank` and `target_modules` say what it is.
         rank: R.
-        target_modules: as PEFT takes them; "all-linear" is the attention alone in a mixture of experts.
+        target_modules: as PEFT takes them; in a mixture "all-linear" is the attention, and the experts where these are 4-bit.
         adapter: shapes of the trained tensors, where they are known already; wins over the three before it.
         request: the fields of `MemoryRequest`.
 
@@ -342,7 +340,7 @@ def plan_memory(
     model = skeleton(config)
     shape = read_shape(config, model)
     if adapter is None:
-        adapter = adapter_shapes(model, lora, rank=rank, target_modules=adaptable(config, target_modules))
+        adapter = planned_adapter(config, model, wanted.spec, lora, rank=rank, target_modules=target_modules)
     return _ledger(shape, wanted, adapter)
 
 

@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from qlora_rl.adapter.shape import adapter_shapes
 from qlora_rl.base.checkpoint import MANIFEST, models_are_whole, open_base
-from qlora_rl.base.experts import NAMINGS, is_mixture
+from qlora_rl.base.experts import NAMINGS, experts_as_linears, is_mixture
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
-from qlora_rl.base.kinds import VISION_TYPES, auto_class, takes_images, vision_parts
+from qlora_rl.base.kinds import VISION_TYPES, adaptable, auto_class, takes_images, vision_parts
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.ledger.published import UNSUPPORTED, Published, published, why_unsupported
@@ -257,6 +258,31 @@ def skeleton(config: Any) -> torch.nn.Module:
             f"reading the config: transformers makes no language model of {type(config).__name__} "
             f"({type(error).__name__}: {lines[0][:200] if lines else ''}). Pass the config of a model that writes text."
         ) from error
+
+
+def planned_adapter(
+    config: Any,
+    model: torch.nn.Module,
+    spec: QuantSpec,
+    lora: Any = None,
+    *,
+    rank: int = 16,
+    target_modules: str | Sequence[str] = "all-linear",
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that an adapter will train, by name.
+
+    Args:
+        config: of transformers.
+        model: its skeleton; of no further use.
+        spec: of the base: experts that are 4-bit can be adapted, too.
+        lora, rank, target_modules: of `plan_memory`.
+    """
+    if spec.quantize_experts and is_mixture(config):
+        with experts_as_linears(config):
+            model = skeleton(config)
+    else:
+        target_modules = adaptable(config, target_modules)
+    return adapter_shapes(model, lora, rank=rank, target_modules=target_modules)
 
 
 def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from math import ceil
 
 from qlora_rl.adapter.shape import adapted_inputs
+from qlora_rl.base.experts import of_expert
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.ledger.lines import (
     HEAD_TOKENS,
@@ -41,12 +42,17 @@ def layer_activations(
         feed_forward = 3 * shape.inner + shape.chosen * shape.hidden + ceil((4 * shape.pool + 40 * shape.chosen) / wide)
     kept = 4 * shape.norms + wide * (attention + feed_forward)
     inputs = adapted_inputs(adapter)
+    # Of adapted experts a token passes through the chosen ones alone, each of which keeps its own copy of it.
+    shares = {name: shape.chosen / shape.pool if of_expert(name) else 1.0 for name in inputs}
     if device == "cpu":
         # The input of the down projection is the product above.
-        own = sum(i for i, _ in inputs.values() if shape.chosen or i != shape.inner) / shape.layers
+        own = (
+            sum(shares[name] * i for name, (i, _) in inputs.items() if shape.chosen or i != shape.inner) / shape.layers
+        )
     else:
         own = 2 * shape.hidden if inputs else 0
-    return kept + wide * (own + sum(rank for _, rank in inputs.values()) / shape.layers)
+        own += shape.chosen * shape.hidden if min(shares.values(), default=1.0) < 1 else 0
+    return kept + wide * (own + sum(shares[name] * rank for name, (_, rank) in inputs.items()) / shape.layers)
 
 
 def has_tiles(shape: ModelShape) -> bool:

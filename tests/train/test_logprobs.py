@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support import randomise
+from support import make_model, randomise
+from transformers import AutoModelForCausalLM
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
 from trl.trainer.utils import add_fused_lm_head
@@ -106,6 +107,35 @@ def test_a_call_without_the_fused_head_is_the_models_own(adapted):
         after = bare(ids, labels=ids)
     assert torch.equal(before.logits, after.logits)
     assert torch.equal(before.loss, after.loss)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("asked", ["call", "config"])
+def test_a_mixture_keeps_its_loss_of_balance(architecture, asked, tmp_path):
+    """Loss, balance and gradients are those of TRL's head, which makes all logits at once."""
+    model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, architecture=architecture)).float()
+    model.config.router_aux_loss_coef = 0.5
+    model.config.output_router_logits = asked == "config"
+    ids = torch.randint(3, 60, (3, 11), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    call = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "fused_lm_head": True}
+    call |= {"output_router_logits": True} if asked == "call" else {}
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    found = []
+    for is_ours in (False, True):
+        assert not is_ours or logprobs.use_small_tiles(model, 1.0)
+        model.zero_grad()
+        out = model(**call)
+        out.loss.backward()
+        found.append((out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+    (theirs, their_gradients), (ours, our_gradients) = found
+    for name in ("loss", "aux_loss", "log_probs", "entropy", "label_mask"):
+        torch.testing.assert_close(ours[name], theirs[name])
+    assert ours.aux_loss > 0.5
+    assert our_gradients.keys() == their_gradients.keys()
+    for name, gradient in our_gradients.items():
+        torch.testing.assert_close(gradient, their_gradients[name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_batch_in_which_nothing_counts_gives_a_zero_that_can_be_differentiated(adapted):

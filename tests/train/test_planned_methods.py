@@ -4,12 +4,16 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from support import make_model as tiny_model
 from support import tiny_training
+from transformers import AutoModelForCausalLM
 from trl import DPOConfig, SFTConfig
 
 from qlora_rl import QLoRADPOTrainer, QLoRASFTTrainer, plan_memory, prepare_base
+from qlora_rl.base.experts import ATTENTION
 from qlora_rl.bench.live import Live
 from qlora_rl.bench.shapes import Shape, make_model
+from qlora_rl.ledger.lines import HEAD_VOCABULARY
 from qlora_rl.ledger.shape import read_config
 
 TOKENS = 640
@@ -22,9 +26,30 @@ def wide(tmp_path_factory):
     return prepare_base(make_model(work / "model", Shape(256, 768, 2, 4, 2), positions=TOKENS), out=work / "base")
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Of 8 experts, of which 2 are chosen, in 4 bits; its head fills a tile of logits."""
+    work = tmp_path_factory.mktemp("mixture")
+    model = tiny_model(work / "model", architecture="qwen3_moe", head_dim=64, positions=TOKENS)
+    made = AutoModelForCausalLM.from_pretrained(model)
+    made.resize_token_embeddings(HEAD_VOCABULARY)
+    made.save_pretrained(model)
+    return prepare_base(model, out=work / "base", quantize_experts=True)
+
+
 @pytest.mark.parametrize(("method", "batch"), [("sft", 2), ("dpo", 1)])
 def test_a_step_is_within_5_percent_of_the_estimate(method, batch, wide, tmp_path):
     """Two sequences of the longest length, in both."""
+    measure_step(method, batch, wide, LoraConfig(r=16, target_modules="all-linear"), tmp_path)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", list(ATTENTION), [*ATTENTION, "experts.3.down_proj"]])
+def test_adapters_on_experts_are_in_the_estimate(targets, mixture, tmp_path):
+    measure_step("sft", 2, mixture, LoraConfig(r=16, target_modules=targets), tmp_path)
+
+
+def measure_step(method, batch, base, lora, tmp_path):
+    """The peak of live tensors of one step, against the estimate."""
     trainer, config, row = {
         "sft": (QLoRASFTTrainer, SFTConfig, {"text": "1+2=" * TOKENS}),
         "dpo": (QLoRADPOTrainer, DPOConfig, {"prompt": "1+2=", "chosen": "3" * TOKENS, "rejected": "4" * TOKENS}),
@@ -36,8 +61,7 @@ def test_a_step_is_within_5_percent_of_the_estimate(method, batch, wide, tmp_pat
         "max_steps": 1,
     }
     args = config(**tiny_training(output_dir=str(tmp_path), **fields))
-    lora = LoraConfig(r=16, target_modules="all-linear")
-    with trainer(wide, args=args, train_dataset=Dataset.from_list([row] * 4), peft_config=lora) as made:
+    with trainer(base, args=args, train_dataset=Dataset.from_list([row] * 4), peft_config=lora) as made:
         with torch.no_grad():
             for name, parameter in made.model.named_parameters():
                 if "lora_B" in name:
@@ -53,6 +77,6 @@ def test_a_step_is_within_5_percent_of_the_estimate(method, batch, wide, tmp_pat
 
         made.training_step = counted
         made.train()
-    request = {"method": method, "batch_size": batch, "max_length": TOKENS, "device": "cpu", "spec": wide.spec}
-    planned = plan_memory(read_config(wide.path), lora=lora, **request)
+    request = {"method": method, "batch_size": batch, "max_length": TOKENS, "device": "cpu", "spec": base.spec}
+    planned = plan_memory(read_config(base.path), lora=lora, **request)
     assert peaks == [pytest.approx(planned.step_bytes, rel=0.05)]

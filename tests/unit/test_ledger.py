@@ -221,12 +221,31 @@ def test_a_base_with_experts_in_4_bits_is_counted_exactly(tmp_path, architecture
 
 def test_a_card_of_24_gb_holds_30_b_parameters_of_experts_in_4_bits():
     config = known("Qwen3-30B-A3B")[0]
-    wide, packed = plan_memory(config), plan_memory(config, spec=QuantSpec(quantize_experts=True))
+    wide = plan_memory(config)
+    packed = plan_memory(config, spec=QuantSpec(quantize_experts=True), target_modules=ATTENTION)
     assert wide.peak_bytes > 115 * 2**30
     lines = {line.name: line.nbytes / 2**30 for line in packed.lines}
     assert 16.5 < lines["base, shared"] < 17
     assert lines["base, trainer's routers"] < 0.03
     assert packed.peak_bytes < wide.peak_bytes / 4
+
+
+def test_adapters_on_experts_are_counted_exactly(mixture_in_4_bits):
+    """Of the engine two slots of the largest rank for each matrix, once an adapter has reached experts."""
+    for targets in ("all-linear", ["q_proj", "experts.3.down_proj"], ["q_proj"]):
+        config = LoraConfig(r=8, target_modules=targets)
+        ledger = plan_memory(read_config(mixture_in_4_bits.path), lora=config, spec=mixture_in_4_bits.spec)
+        trained = get_peft_model(load_base(mixture_in_4_bits), config)
+        assert dict(ledger.adapter) == {n: tuple(p.shape) for n, p in trained.named_parameters() if p.requires_grad}
+        slots = next(line.nbytes for line in ledger.lines if line.name == "adapter, engine")
+        linears = [*ledger.shape.linears.values(), *(ledger.shape.expert_matrices() if targets != ["q_proj"] else ())]
+        assert slots == 2 * 8 * sum(map(sum, linears)) * 2
+
+
+@pytest.fixture(scope="module")
+def mixture_in_4_bits(tmp_path_factory):
+    work = tmp_path_factory.mktemp("mixture")
+    return prepare_base(make_model(work / "model", architecture="qwen3_moe"), out=work / "base", quantize_experts=True)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"], r".*\.1\..*v_proj", None])

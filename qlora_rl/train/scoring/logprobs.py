@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # TRL takes it for all mixtures
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head, maybe_gather_lm_head_ctx
@@ -50,14 +51,16 @@ def use_small_tiles(model: Any, temperature: float, outputs: Collection[str] = (
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
-        is_special = kwargs.get("shift_labels") is not None or kwargs.get("output_router_logits")
-        if not fused_lm_head or is_special:
+        if not fused_lm_head or kwargs.get("shift_labels") is not None:
             if fused_lm_head:
                 kwargs["fused_lm_head"] = True
             return of_trl(*args, labels=labels, **kwargs) if labels is not None else of_trl(*args, **kwargs)
         count = kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
-        hidden_BTH = self.base_model(*args, **kwargs).last_hidden_state[:, :-1]
+        if getattr(text, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        found = self.base_model(*args, **kwargs)
+        hidden_BTH = found.last_hidden_state[:, :-1]
         wanted_BT = labels[:, 1:] != -100
         head = self.get_output_embeddings()
         # The head itself is not called, so ZeRO-3 would not gather it.
@@ -71,10 +74,15 @@ def use_small_tiles(model: Any, temperature: float, outputs: Collection[str] = (
             return values_N.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT, values_N)
 
         loss = -logprobs.sum() / (wanted_BT.sum().clamp(min=1) if count is None else count)
+        balance = None
+        if kwargs.get("output_router_logits"):
+            mask = kwargs.get("attention_mask")
+            balance = load_balancing_loss_func(found.router_logits, text.num_experts, text.num_experts_per_tok, mask)
+            loss = loss + getattr(text, "router_aux_loss_coef", 0.0) * balance
         spreads = {
             name: spread(values) for name, values in zip(("log_probs", *names), (logprobs, *others), strict=True)
         }
-        return FusedCausalLMOutput(loss=loss, label_mask=wanted_BT, **spreads)
+        return FusedCausalLMOutput(loss=loss, label_mask=wanted_BT, aux_loss=balance, **spreads)
 
     model.forward = types.MethodType(forward, model)
     return True
