@@ -1,20 +1,28 @@
-"""What the layers multiply with on a CPU are packed copies: they are what is read after a push, and a wrong one is noticed."""
+"""What the layers multiply with on a CPU is what is read after a push: vLLM's buffers through the kernel, or packed copies. A wrong one is noticed."""
 
 import pytest
 import torch
 from support import randomise
 
 from qlora_rl import AdapterSync, Canary, CanaryError, LocalEngine
-from qlora_rl.engine.linears.linear import AdapterProducts, Packed
+from qlora_rl.engine.linears import kernels
+from qlora_rl.engine.linears.linear import AdapterProducts, Held, Packed
+from qlora_rl.engine.linears.native import Adapter, codes_kernel
 from qlora_rl.sync.in_place import InPlaceTransport
 
 UP = "base_model.model.model.layers.1.mlp.up_proj"
 
 
-@pytest.fixture(scope="module")
-def engine(base):
-    with LocalEngine(base, max_lora_rank=16, max_model_length=32, max_num_seqs=8) as engine:
-        yield engine
+@pytest.fixture(scope="module", params=[Packed, Adapter])
+def engine(base, request):
+    if request.param is Adapter and isinstance(codes_kernel(), str):
+        pytest.skip(f"no kernel: {codes_kernel()}")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param is Packed:
+            patch.setattr(kernels, "codes_kernel", lambda: "left out by a test")
+        with LocalEngine(base, max_lora_rank=16, max_model_length=32, max_num_seqs=8) as engine:
+            engine.expected = request.param
+            yield engine
 
 
 @pytest.fixture
@@ -30,40 +38,36 @@ def pushed(engine, adapted, tmp_path):
     strategy.close()
 
 
-def packed_slot(engine):
-    """The packed copy of the serving slot of one layer, and the key under which its products keep it."""
+def held_slot(engine):
+    """What multiplies the serving slot of one layer."""
     manager = engine.llm.llm_engine.model_executor.driver_worker.model_runner.lora_manager._adapter_manager
     layer = next(layer for name, layer in manager.modules.items() if name.endswith("layers.1.mlp.gate_up_proj"))
-    products, slot = (
-        layer.punica_wrapper.add_lora_linear,
-        manager.lora_index_to_id.index(engine._adapters.served.request.lora_int_id),
-    )
-    key = id(layer.lora_a_stacked), slot
-    return products._packed, key
+    slot = manager.lora_index_to_id.index(engine._adapters.served.request.lora_int_id)
+    held = layer.punica_wrapper.add_lora_linear._held[id(layer.lora_a_stacked), slot]
+    assert type(held.product) is engine.expected
+    return held
 
 
-@pytest.mark.parametrize("part", ["down", "up"])
-def test_a_packed_copy_that_was_changed_is_noticed_at_the_next_verification(engine, pushed, part):
+@pytest.mark.parametrize("part", ["A", "B"])
+def test_a_product_that_was_changed_is_noticed_at_the_next_verification(engine, pushed, part, monkeypatch):
     _, strategy = pushed
     strategy.verify()
-    held, key = packed_slot(engine)
-    own = held[key].down if part == "down" else held[key].up[0]
-
-    def changed(x, bias):
-        return own(x, bias) * 1.01
-
-    if part == "down":
-        held[key].down = changed
+    product = held_slot(engine).product
+    low, add_up = product.low, product.add_up
+    if part == "A":
+        monkeypatch.setattr(product, "low", lambda x: low(x) * 1.01)
     else:
-        held[key].up[0] = changed
-    with pytest.raises(CanaryError, match=rf"layers\.1\.mlp\..*lora_{'A' if part == 'down' else 'B'}"):
+        monkeypatch.setattr(product, "add_up", lambda y, low, scale: add_up(y, low, scale * 1.01))
+    with pytest.raises(CanaryError, match=rf"layers\.1\.mlp\..*lora_{part}"):
         strategy.canary.check(strategy._pushed)  # not scored: what is held is enough
 
 
 def test_copies_that_are_not_packed_again_are_noticed_at_the_push(engine, pushed, monkeypatch):
     model, strategy = pushed
+    if engine.expected is Adapter:
+        pytest.skip("there are no copies")
     strategy.push()  # both slots have been packed
-    monkeypatch.setattr(Packed, "is_current", lambda *_: True)
+    monkeypatch.setattr(Held, "is_current", lambda *_: True)
     with torch.no_grad():  # one step at a learning rate of 1e-5
         for name, weight in model.named_parameters():
             if ".lora_B" in name:

@@ -100,6 +100,79 @@ def test_bf16_weights_are_multiplied_as_4_bit_ones(columns):
     assert ((found.double() - exact).abs() <= room).all()
 
 
+def adapter(sizes, rank, columns, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    a = [(torch.randn(rank, columns, generator=generator) / columns**0.5).to(BF16) for _ in sizes]
+    return a, [torch.randn(size, rank, generator=generator).to(BF16) for size in sizes]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 6, 50, 130])
+@pytest.mark.parametrize(("sizes", "rank", "columns"), [((48,), 4, 32), ((64, 16, 16), 16, 256), ((80, 144), 64, 96)])
+def test_an_adapter_is_added_as_two_products_that_are_rounded(kernel, sizes, rank, columns, tokens):
+    """A sum in another order may cross the border between two numbers of bf16: a unit of its last place."""
+    a, b = adapter(sizes, rank, columns)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, columns, generator=generator).to(BF16)
+    y = torch.randn(tokens, sum(sizes), generator=generator).to(BF16)
+    assert kernel.takes_adapter(a, b)
+    made = kernel.adapter(a, b)
+    low = [(x.double() @ part.double().t()).to(BF16) for part in a]
+    found = made.low(x)
+    assert torch.allclose(found.double(), torch.cat(low, 1).double(), rtol=2**-7, atol=1e-6)
+    parts = torch.cat([one.double() @ part.double().t() for one, part in zip(found.split(rank, 1), b, strict=True)], 1)
+    wanted = (y.double() + 0.5 * parts.to(BF16).double()).to(BF16)
+    whole, steps = y.clone(), y.clone()
+    made.add(whole, x, 0.5)
+    made.add_up(steps, found, 0.5)
+    assert torch.equal(whole, steps)
+    assert torch.allclose(whole.double(), wanted.double(), rtol=2**-7, atol=2**-7)
+    assert (whole == wanted).double().mean() > 0.99
+
+
+def test_an_adapters_matrices_come_out_exactly_and_writes_into_them_count(kernel):
+    a, b = adapter((64, 32), 16, 128)
+    made = kernel.adapter(a, b)
+    for _ in range(2):
+        assert torch.equal(made.low(torch.eye(128, dtype=BF16)).t(), torch.cat(a))
+        y = torch.zeros(32, 96, dtype=BF16)
+        made.add_up(y, torch.eye(32, dtype=BF16), 1.0)
+        assert torch.equal(y.t(), torch.block_diag(*b))
+        for part in (*a, *b):
+            part.copy_(torch.randn(part.shape))
+
+
+def test_a_token_gets_the_same_adapter_in_any_company_with_any_number_of_threads(kernel):
+    a, b = adapter((256, 80), 16, 768)
+    made = kernel.adapter(a, b)
+    x = torch.randn(130, 768, generator=torch.Generator().manual_seed(1)).to(BF16)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        together = torch.zeros(130, 336, dtype=BF16)
+        made.add(together, x, 1.0)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for first, count in ((0, 130), (5, 1), (17, 2), (30, 67), (129, 1)):
+                alone = torch.zeros(count, 336, dtype=BF16)
+                made.add(alone, x[first : first + count], 1.0)
+                assert torch.equal(alone, together[first : first + count])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_adapters_that_it_does_not_take(kernel):
+    def takes(sizes=(64,), rank=16, columns=64, change=lambda part: part):
+        a, b = adapter(sizes, rank, columns)
+        return kernel.takes_adapter([*map(change, a)], [*map(change, b)])
+
+    assert takes()
+    assert not takes(sizes=(64, 24))
+    assert not takes(rank=6)
+    assert not takes(columns=48)
+    assert not takes(change=torch.Tensor.float)
+    assert not takes(change=lambda part: part.t().contiguous().t())
+
+
 def test_several_weights_each_take_their_own_tokens(kernel):
     weights = [quantised(37, 256, seed=seed) for seed in range(5)]
     x = torch.randn(80, 256, generator=torch.Generator().manual_seed(1)).to(BF16)

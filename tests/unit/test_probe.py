@@ -168,6 +168,6 @@ def test_products_of_a_tiny_adapter_are_found_applied(dtype):
 
     products = AdapterProducts(None, lambda weight: lambda x, bias: torch.nn.functional.linear(x, weight, bias))
     assert products.is_applied((a,), (b,), 0, 5)
-    products._packed.clear()
+    products._held.clear()
     products._pack = lambda weight: lambda x, bias: torch.nn.functional.linear(x, torch.zeros_like(weight), bias)
     assert not products.is_applied((a,), (b * 100,), 0, 5)

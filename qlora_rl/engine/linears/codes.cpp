@@ -1,15 +1,17 @@
 // Products of tokens with 4-bit weights: a few rows are decoded at a time and stay in the first cache, so that memory gives half a byte for a weight.
-// The same with bf16 weights, for a processor that has no instructions for those. Built by `native.py`, without headers of torch.
+// The same with bf16 weights, for a processor that has no instructions for those, and LoRA adapters added to such products, read where vLLM keeps
+// them. Built by `native.py`, without headers of torch.
 //
 // A weight is bf16(value[code] * scale), as bitsandbytes decodes it; products are added up in float32 and rounded once to bf16. The
 // bits of a token's result depend neither on the other tokens nor on the number of threads.
 //
-// Letters: T tokens, I and O columns and rows of a weight.
+// Letters: T tokens, I and O columns and rows of a weight, R rank of an adapter, N parts of a fused linear.
 
 #include <immintrin.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace {
@@ -18,6 +20,7 @@ constexpr int GROUP = 4;                   // rows of a weight that a tile has
 constexpr int64_t HELD_BYTES = 24 << 10;  // of rows that are decoded at a time: they stay in the first cache while all tokens are multiplied
 constexpr int64_t MOST_GROUPS = 8;         // of them: threads share the rows of a small weight
 constexpr size_t KEPT_BYTES = 16 << 20;    // of tokens, from call to call
+constexpr int64_t OUTPUTS = 64;            // of an adapter, that are added at a time
 
 struct alignas(64) Line {
     char bytes[64];
@@ -75,6 +78,33 @@ inline const Number* prepared(const uint16_t* x, Number*, int64_t, int64_t) { re
 inline void read_plain(const uint16_t* row, int64_t columns, Number* out) { std::copy(row, row + columns, out); }
 
 inline void in_order(const Number* row, int64_t columns, uint16_t* out) { std::copy(row, row + columns, out); }
+
+inline const Number* four_rows(const uint16_t* rows, int64_t, Number*) { return rows; }
+
+// B [16 groups, R] as pairs of neighbours in R, those of 16 outputs side by side: what one instruction adds up.
+inline void turned(const uint16_t* b, int64_t groups, int64_t rank, Number* out) {
+    const uint32_t* pairs = (const uint32_t*)b;
+    for (int64_t group = 0; group < groups; group++)
+        for (int64_t o = 0; o < 16; o++)
+            for (int64_t r = 0; r < rank / 2; r++) ((uint32_t*)out)[(group * (rank / 2) + r) * 16 + o] = pairs[(group * 16 + o) * (rank / 2) + r];
+}
+
+// One token: y [16 G] += scale * bf16(B low). The sums of several groups do not wait for each other.
+template <int G>
+inline void add_up(const uint16_t* low, const Number* b, int64_t rank, float scale, uint16_t* y) {
+    const auto wide = [](__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); };
+    __m512 sum[G];
+    for (int g = 0; g < G; g++) sum[g] = _mm512_setzero_ps();
+    for (int64_t r = 0; r < rank / 2; r++) {
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int*)low)[r]);
+        for (int g = 0; g < G; g++) sum[g] = _mm512_dpbf16_ps(sum[g], pair, (__m512bh)_mm512_loadu_si512(b + (g * (rank / 2) + r) * 32));
+    }
+    for (int g = 0; g < G; g++) {
+        const __m256i part = (__m256i)_mm512_cvtneps_pbh(sum[g]), before = _mm256_loadu_si256((const __m256i*)(y + g * 16));
+        const __m512 all = _mm512_fmadd_ps(wide(part), _mm512_set1_ps(scale), wide(before));
+        _mm256_storeu_si256((__m256i*)(y + g * 16), (__m256i)_mm512_cvtneps_pbh(all));
+    }
+}
 
 #else
 
@@ -156,6 +186,43 @@ inline void in_order(const Number* row, int64_t columns, uint16_t* out) {
         }
 }
 
+inline const Number* four_rows(const uint16_t* rows, int64_t columns, Number* room) {
+    for (int64_t o = 0; o < GROUP; o++) read_plain(rows + o * columns, columns, room + o * columns);
+    return room;
+}
+
+inline float wide(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float found;
+    std::memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+// B [16 groups, R] with its outputs side by side.
+inline void turned(const uint16_t* b, int64_t groups, int64_t rank, Number* out) {
+    for (int64_t group = 0; group < groups; group++)
+        for (int64_t o = 0; o < 16; o++)
+            for (int64_t r = 0; r < rank; r++) out[(group * rank + r) * 16 + o] = wide(b[(group * 16 + o) * rank + r]);
+}
+
+// One token: y [16 G] += scale * bf16(B low). The sums of several groups do not wait for each other.
+template <int G>
+inline void add_up(const uint16_t* low, const Number* b, int64_t rank, float scale, uint16_t* y) {
+    const __m256 by = _mm256_set1_ps(scale);
+    __m256 sum[2 * G];
+    for (int g = 0; g < 2 * G; g++) sum[g] = _mm256_setzero_ps();
+    for (int64_t r = 0; r < rank; r++) {
+        const __m256 own = _mm256_set1_ps(wide(low[r]));
+        for (int g = 0; g < 2 * G; g++) sum[g] = _mm256_fmadd_ps(own, _mm256_loadu_ps(b + (g / 2 * rank + r) * 16 + g % 2 * 8), sum[g]);
+    }
+    for (int g = 0; g < 2 * G; g++) {
+        const __m256i before = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(y + 8 * g))), 16);
+        const __m256i all = _mm256_castps_si256(rounded(_mm256_fmadd_ps(rounded(sum[g]), by, _mm256_castsi256_ps(before))));
+        const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_srli_epi32(all, 16), all), 0x08);
+        _mm_storeu_si128((__m128i*)(y + 8 * g), _mm256_castsi256_si128(words));
+    }
+}
+
 #endif
 
 // As many tokens as are left, at most T.
@@ -234,6 +301,57 @@ void qlora_rl_multiply(int64_t weights, const uint8_t* const* codes, const float
 void qlora_rl_multiply_plain(const uint16_t* weight, const uint16_t* x, uint16_t* out, int64_t tokens, int64_t rows, int64_t columns, int threads) {
     const int64_t starts[2] = {0, tokens};
     multiply(1, [=](int64_t, int64_t row, Number* to) { read_plain(weight + row * columns, columns, to); }, starts, x, out, rows, columns, threads);
+}
+
+// An adapter of N parts added to a product: y [T, O] += scale * B (A x), part by part; A x and B (A x) are rounded to bf16, as a 16-bit
+// product of each would be.
+//
+// a, b: by part, bf16 [R, I] and [outputs[n], R]; x: bf16 [T, I], or null where `low` is given; low: bf16 [T, N R]; y: bf16 [T, O], or null where
+// only `low` is wanted.
+void qlora_rl_adapt(int64_t parts, const uint16_t* const* a, const uint16_t* const* b, const int64_t* outputs, int64_t rank, const uint16_t* x,
+                    uint16_t* low, uint16_t* y, int64_t tokens, int64_t columns, float scale, int threads) {
+    const int64_t width = parts * rank, chunk = 8 * TOKENS, chunks = (tokens + chunk - 1) / chunk;
+    int64_t all_outputs = 0, blocks = 0;
+    for (int64_t n = 0; n < parts; n++) {
+        all_outputs += outputs[n];
+        blocks += (outputs[n] + OUTPUTS - 1) / OUTPUTS;
+    }
+    Number* shared = x && sizeof(Number) == sizeof(float) ? room_for(prepared_tokens, tokens * columns) : nullptr;
+#pragma omp parallel num_threads(threads)
+    {
+        Number* own = room_for(decoded_rows, std::max(GROUP * columns, OUTPUTS * rank));
+        if (x) {
+            const Number* all = prepared(x, shared, tokens, columns);
+#pragma omp for
+            for (int64_t number = 0; number < width / GROUP * chunks; number++) {
+                const int64_t row = number / chunks * GROUP, first = number % chunks * chunk, last = std::min(first + chunk, tokens);
+                const Number* rows = four_rows(a[row / rank] + row % rank * columns, columns, own);
+                for (int64_t t = first; t < last; t += TOKENS)
+                    up_to<TOKENS>(std::min<int64_t>(TOKENS, last - t), all + t * columns, rows, columns, columns, low + t * width + row, width, GROUP);
+            }
+        }
+        if (y) {
+#pragma omp for
+            for (int64_t number = 0; number < blocks; number++) {
+                int64_t part = 0, block = number, before = 0;
+                for (; block >= (outputs[part] + OUTPUTS - 1) / OUTPUTS; part++) {
+                    block -= (outputs[part] + OUTPUTS - 1) / OUTPUTS;
+                    before += outputs[part];
+                }
+                const int64_t first = block * OUTPUTS, groups = std::min(OUTPUTS, outputs[part] - first) / 16;
+                turned(b[part] + first * rank, groups, rank, own);
+                for (int64_t t = 0; t < tokens; t++) {
+                    const uint16_t* of_part = low + t * width + part * rank;
+                    uint16_t* place = y + t * all_outputs + before + first;
+                    if (groups == OUTPUTS / 16)
+                        add_up<OUTPUTS / 16>(of_part, own, rank, scale, place);
+                    else
+                        for (int64_t g = 0; g < groups; g++) add_up<1>(of_part, own + g * 16 * rank, rank, scale, place + g * 16);
+                }
+            }
+        }
+    }
+    give_back(prepared_tokens);
 }
 
 // The weight itself, bf16 [O, I].

@@ -29,6 +29,7 @@ def multiply_adapters_directly(runner: Any) -> str:
         return "the engine takes no adapters"
     if not runner.vllm_config.model_config.enforce_eager:
         return "enforce_eager is off: the compiled graph holds vLLM's own way"
+    kernel = codes_kernel()
     products: dict[int, AdapterProducts] = {}
     for layer in manager.modules.values():
         wrapper = getattr(layer, "punica_wrapper", None)
@@ -37,7 +38,10 @@ def multiply_adapters_directly(runner: Any) -> str:
         if isinstance(wrapper.add_lora_linear, AdapterProducts):
             products.setdefault(id(wrapper), wrapper.add_lora_linear)
         else:
-            products[id(wrapper)] = _follow(wrapper, AdapterProducts(wrapper.add_lora_linear, pack))
+            products[id(wrapper)] = _follow(
+                wrapper,
+                AdapterProducts(wrapper.add_lora_linear, pack, None if isinstance(kernel, str) else kernel),
+            )
         if isinstance(layer.lora_a_stacked, tuple):
             layer.lora_a_stacked = _numbered(layer.lora_a_stacked)
             layer.lora_b_stacked = _numbered(layer.lora_b_stacked)

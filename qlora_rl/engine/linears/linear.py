@@ -1,9 +1,10 @@
 """One adapter multiplied without detours, where vLLM's CPU backend gathers A and B again for every token.
 
-Which adapter each token of a step has is looked up once per step. An adapter's tokens then go through two products: A of all
-parts of a fused linear joined, and B of all parts as one block-diagonal matrix. Both are packed the way vLLM packs a 16-bit
-weight. vLLM's own buffers stay what counts: torch numbers the writes into a tensor, through whatever view, so a copy is packed
-again at the first product after a write. Tokens without an adapter are left as they are.
+Which adapter each token of a step has is looked up once per step. `native`'s kernel then adds an adapter out of vLLM's own buffers, in one
+call for all parts of a fused linear. Where it cannot (another dtype, no compiler), an adapter's tokens go through two products, A of all parts
+joined, and B of all parts as one block-diagonal matrix, both packed the way vLLM packs a 16-bit weight. The buffers stay what counts: torch
+numbers the writes into a tensor, through whatever view, so a copy is packed again at the first product after a write. Tokens without an adapter
+are left as they are.
 
 Letters: T tokens of a step, I and O in- and out-features, R rank of the slots, S slots, N parts of a fused linear.
 """
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from qlora_rl.engine.linears.native import Adapter, CodesKernel
 
 Groups = list[tuple[int, torch.Tensor | None]]
 # The product of x [T, I] with a weight [O, I], and a bias [O] or none.
@@ -28,27 +31,58 @@ COLUMNS, ROUNDING = 32, 0.02
 
 @dataclass
 class Packed:
-    """One slot of a linear, ready to be multiplied.
+    """One slot of a linear, copied into the form that vLLM's kernels multiply; the interface of `native.Adapter`.
+
+    Attributes:
+        down: the product with A [N R, I].
+        up: the product with B [O, N R]; or one per part, where it would hold too many zeros.
+        sizes: O of each part.
+    """
+
+    down: Product
+    up: list[Product]
+    sizes: list[int]
+
+    def low(self, x: torch.Tensor) -> torch.Tensor:
+        """A x of all parts [T, N R]."""
+        return self.down(x, None)
+
+    def add_up(self, y: torch.Tensor, low: torch.Tensor, scale: float) -> None:
+        """Add scale * B low to y [T, O], part by part."""
+        if len(self.up) == 1:
+            y.add_(self.up[0](low, None), alpha=scale)
+            return
+        lows = low.chunk(len(self.sizes), dim=1)
+        for part, own, up in zip(y.split(self.sizes, dim=1), lows, self.up, strict=True):
+            part.add_(up(own.contiguous(), None), alpha=scale)
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
+        """Add scale * B (A x)."""
+        self.add_up(y, self.low(x), scale)
+
+
+@dataclass
+class Held:
+    """The product with one slot of a linear, and what it was made of.
 
     Attributes:
         a_stacked: vLLM's buffers, A [S, 1, R, I] of each part.
         b_stacked: B [S, 1, O, R] of each part.
-        writes: torch's number of the writes into each of them, when they were packed.
-        down: the product with A [N R, I].
-        up: the product with B [O, N R]; or one per part, where it would hold too many zeros.
+        mark: of the buffers when it was made: their addresses, where it reads them; torch's numbers of the writes into them, where it has a copy.
+        product: with the slot.
     """
 
     a_stacked: tuple[torch.Tensor, ...]
     b_stacked: tuple[torch.Tensor, ...]
-    writes: list[int]
-    down: Product
-    up: list[Product]
+    mark: list[int]
+    product: Packed | Adapter
 
     def is_current(self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...]) -> bool:
-        """These are the buffers, and nobody has written into them since."""
-        return (
-            self.a_stacked is a_stacked and self.b_stacked is b_stacked and self.writes == _writes(a_stacked, b_stacked)
-        )
+        """It is what these buffers hold now."""
+        if self.a_stacked is not a_stacked or self.b_stacked is not b_stacked:
+            return False
+        mark = _writes if isinstance(self.product, Packed) else _addresses
+        return self.mark == mark(a_stacked, b_stacked)
 
 
 class AdapterProducts:
@@ -57,14 +91,15 @@ class AdapterProducts:
     Args:
         own: vLLM's, for whatever is not of the plain kind.
         pack: makes of a weight [O, I] the product with a copy of it.
+        kernel: adds adapters out of the buffers, where it takes them.
     """
 
-    def __init__(self, own: Callable[..., Any], pack: Pack) -> None:
-        self._own, self._pack = own, pack
+    def __init__(self, own: Callable[..., Any], pack: Pack, kernel: CodesKernel | None = None) -> None:
+        self._own, self._pack, self._kernel = own, pack, kernel
         self._groups: Groups | None = None
         self._tokens = 0
         # By the identity of vLLM's tuple, which is kept here, so that none can be taken for another.
-        self._packed: dict[tuple[int, int], Packed] = {}
+        self._held: dict[tuple[int, int], Held] = {}
 
     def note(self, slots_T: torch.Tensor) -> None:
         """What adapter the tokens of the next steps have: their slots, -1 for none."""
@@ -86,15 +121,14 @@ class AdapterProducts:
         if groups is None or more or not is_plain:
             return self._own(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **more)
         for slot, rows in groups:
-            packed = self._slot(lora_a_stacked, lora_b_stacked, slot)
-            if rows is None and len(packed.up) == 1:  # nearly always
-                y.add_(packed.up[0](packed.down(x, None), None), alpha=scale)
-            elif rows is None:
-                _add(y, x, packed, scale, output_slices)
+            product = self._slot(lora_a_stacked, lora_b_stacked, slot)
+            if rows is None and y.is_contiguous():  # nearly always
+                product.add(y, x.contiguous(), scale)
             else:
-                part = y[rows]
-                _add(part, x[rows], packed, scale, output_slices)
-                y[rows] = part
+                chosen = slice(None) if rows is None else rows
+                part = y[chosen].contiguous()
+                product.add(part, x[chosen].contiguous(), scale)
+                y[chosen] = part
         return None
 
     def read(
@@ -105,14 +139,14 @@ class AdapterProducts:
         A product with one 1 and else zeros is exact, up to the sign of a zero. B is read whole; of A only `COLUMNS` columns, from
         `start` on: the others are those of the buffers.
         """
-        packed = self._slot(a_stacked, b_stacked, slot)
+        product = self._slot(a_stacked, b_stacked, slot)
         ranks, sizes = [a.shape[2] for a in a_stacked], [b.shape[2] for b in b_stacked]
         a_parts = [a[slot, 0].clone() for a in a_stacked]
         chosen = slice(start, min(start + COLUMNS, a_parts[0].shape[1]))
-        for part, found in zip(a_parts, packed.down(_one_hot(chosen, a_parts[0]), None).split(ranks, 1), strict=True):
+        for part, found in zip(a_parts, product.low(_one_hot(chosen, a_parts[0])).split(ranks, 1), strict=True):
             part[:, chosen] = found.T
         y = a_parts[0].new_zeros(sum(ranks), sum(sizes))
-        _add_up(y, torch.eye(sum(ranks), dtype=y.dtype), packed, 1.0, sizes)
+        product.add_up(y, torch.eye(sum(ranks), dtype=y.dtype), 1.0)
         own_rows = torch.arange(sum(ranks)).split(ranks)
         return a_parts, [part[rows].T for part, rows in zip(y.split(sizes, dim=1), own_rows, strict=True)]
 
@@ -141,26 +175,26 @@ class AdapterProducts:
                 return False
         return True
 
-    def _slot(self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int) -> Packed:
-        packed = self._packed.get((id(a_stacked), slot))
-        if packed is None or not packed.is_current(a_stacked, b_stacked):
-            packed = self._pack_slot(a_stacked, b_stacked, slot)
-        return packed
+    def _slot(
+        self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int
+    ) -> Packed | Adapter:
+        held = self._held.get((id(a_stacked), slot))
+        if held is None or not held.is_current(a_stacked, b_stacked):
+            held = self._held[id(a_stacked), slot] = self._hold(a_stacked, b_stacked, slot)
+        return held.product
 
-    def _pack_slot(self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int) -> Packed:
+    def _hold(self, a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int) -> Held:
+        a_parts, b_parts = [a[slot, 0] for a in a_stacked], [b[slot, 0] for b in b_stacked]
+        sizes = [len(part) for part in b_parts]
+        if self._kernel is not None and self._kernel.takes_adapter(a_parts, b_parts):
+            mark = _addresses(a_stacked, b_stacked)
+            return Held(a_stacked, b_stacked, mark, self._kernel.adapter(a_parts, b_parts))
         writes = _writes(a_stacked, b_stacked)
-        parts = [b[slot, 0] for b in b_stacked]
-        columns, rows = sum(b.shape[1] for b in parts), sum(b.shape[0] for b in parts)
-        if rows * columns - sum(b.numel() for b in parts) <= ZEROS:
-            parts = [torch.block_diag(*parts)]
-        packed = self._packed[id(a_stacked), slot] = Packed(
-            a_stacked,
-            b_stacked,
-            writes,
-            self._pack(torch.cat([a[slot, 0] for a in a_stacked])),
-            [self._pack(part.clone()) for part in parts],
-        )
-        return packed
+        columns, rows = sum(b.shape[1] for b in b_parts), sum(sizes)
+        if rows * columns - sum(b.numel() for b in b_parts) <= ZEROS:
+            b_parts = [torch.block_diag(*b_parts)]
+        packed = Packed(self._pack(torch.cat(a_parts)), [self._pack(part.clone()) for part in b_parts], sizes)
+        return Held(a_stacked, b_stacked, writes, packed)
 
 
 class AdaptedLinear:
@@ -216,21 +250,12 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _add(y: torch.Tensor, x: torch.Tensor, packed: Packed, scale: float, sizes: Sequence[int]) -> None:
-    _add_up(y, packed.down(x, None), packed, scale, sizes)
-
-
-def _add_up(y: torch.Tensor, low: torch.Tensor, packed: Packed, scale: float, sizes: Sequence[int]) -> None:
-    if len(packed.up) == 1:
-        y.add_(packed.up[0](low, None), alpha=scale)
-        return
-    ranks = [a.shape[2] for a in packed.a_stacked]
-    for part, own, up in zip(y.split(sizes, dim=1), low.split(ranks, dim=1), packed.up, strict=True):
-        part.add_(up(own.contiguous(), None), alpha=scale)
-
-
 def _writes(a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...]) -> list[int]:
     return [tensor._version for tensor in (*a_stacked, *b_stacked)]
+
+
+def _addresses(a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...]) -> list[int]:
+    return [tensor.data_ptr() for tensor in (*a_stacked, *b_stacked)]
 
 
 def group(slots_T: torch.Tensor) -> Groups:

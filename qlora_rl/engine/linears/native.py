@@ -3,7 +3,7 @@
 The library is kept in the cache directory under a digest of its source and of the command that builds it. It shares torch's OpenMP, so that
 there is one set of threads. Without a compiler callers fall back to decoding and then multiplying, and say why.
 
-Letters: T tokens, I and O in- and out-features.
+Letters: T tokens, I and O in- and out-features, R rank of an adapter, N parts of a fused linear.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -45,7 +45,17 @@ class CodesKernel:
         self._decode.argtypes = [*[_POINTER] * 4, *[_NUMBER] * 3, ctypes.c_int]
         self._plain = library.qlora_rl_multiply_plain
         self._plain.argtypes = [*[_POINTER] * 3, *[_NUMBER] * 3, ctypes.c_int]
-        self._multiply.restype = self._decode.restype = self._plain.restype = None
+        self._adapt = library.qlora_rl_adapt
+        self._adapt.argtypes = [
+            _NUMBER,
+            *[_POINTER] * 3,
+            _NUMBER,
+            *[_POINTER] * 3,
+            *[_NUMBER] * 2,
+            ctypes.c_float,
+            ctypes.c_int,
+        ]
+        self._multiply.restype = self._decode.restype = self._plain.restype = self._adapt.restype = None
         self.instructions = instructions
 
     def takes(self, columns: int, blocksize: int) -> bool:
@@ -108,6 +118,63 @@ class CodesKernel:
             weight_OI.data_ptr(), x_TI.data_ptr(), out_TO.data_ptr(), len(x_TI), *weight_OI.shape, _threads()
         )  # fmt: skip
         return out_TO
+
+    def takes_adapter(self, a_parts: Sequence[torch.Tensor], b_parts: Sequence[torch.Tensor]) -> bool:
+        """It adds adapters with such A [R, I] and B [O, R] of each part, without a copy."""
+        rank, columns = a_parts[0].shape
+        return (
+            columns % 32 == 0
+            and rank % 4 == 0
+            and all(part.shape == (rank, columns) for part in a_parts)
+            and all(part.shape[1] == rank and len(part) % 16 == 0 for part in b_parts)
+            and all(part.dtype == torch.bfloat16 and part.is_contiguous() for part in (*a_parts, *b_parts))
+        )
+
+    def adapter(self, a_parts: Sequence[torch.Tensor], b_parts: Sequence[torch.Tensor]) -> Adapter:
+        """The product with an adapter in its own memory, of a kind that `takes_adapter` takes."""
+        return Adapter(self._adapt, a_parts, b_parts)
+
+
+class Adapter:
+    """See `CodesKernel.adapter`; what is written into A and B counts from the next product on."""
+
+    def __init__(
+        self, adapt: Callable[..., None], a_parts: Sequence[torch.Tensor], b_parts: Sequence[torch.Tensor]
+    ) -> None:
+        count, self._adapt = len(a_parts), adapt
+        self._rank, self._columns = a_parts[0].shape
+        self._width = count * self._rank
+        self._parts = (
+            count,
+            (_POINTER * count)(*[part.data_ptr() for part in a_parts]),
+            (_POINTER * count)(*[part.data_ptr() for part in b_parts]),
+            (_NUMBER * count)(*[len(part) for part in b_parts]),
+            self._rank,
+        )
+
+    def low(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """A x of all parts, bf16 [T, N R]."""
+        low_TR = torch.empty(len(x_TI), self._width, dtype=torch.bfloat16)
+        self._adapt(*self._parts, x_TI.data_ptr(), low_TR.data_ptr(), None, len(x_TI), self._columns, 1.0, _threads())
+        return low_TR
+
+    def add_up(self, y_TO: torch.Tensor, low_TR: torch.Tensor, scale: float) -> None:
+        """Add scale * B low, part by part."""
+        self._adapt(*self._parts, None, low_TR.data_ptr(), y_TO.data_ptr(), len(y_TO), self._columns, scale, _threads())
+
+    def add(self, y_TO: torch.Tensor, x_TI: torch.Tensor, scale: float) -> None:
+        """Add scale * B (A x); both products are rounded to bf16."""
+        low_TR = torch.empty(len(x_TI), self._width, dtype=torch.bfloat16)
+        self._adapt(
+            *self._parts,
+            x_TI.data_ptr(),
+            low_TR.data_ptr(),
+            y_TO.data_ptr(),
+            len(x_TI),
+            self._columns,
+            scale,
+            _threads(),
+        )
 
 
 def codes_kernel() -> CodesKernel | str:

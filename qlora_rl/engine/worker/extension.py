@@ -255,8 +255,8 @@ class BaseExtension:
     def qlora_held_adapter(self, adapter_id: int, rank: int) -> dict[str, Any]:
         """Digests of the A [rank, I] and B [O, rank] that the slot of an adapter holds now, by canonical name.
 
-        Read from what the layers multiply with, not from the file: from the buffers, or through the products of packed copies where
-        those are multiplied (`linear.AdapterProducts`). Parts that are all zero are left out. One among several ranks gives its
+        Read from what the layers multiply with, not from the file: from the buffers, or through the products where those are ours
+        (`linear.AdapterProducts`). Parts that are all zero are left out. One among several ranks gives its
         pieces of them; `parallel.held_digests` reads the answers of all. With each call one of the base's dequantised copies is checked too.
 
         Raises:
@@ -277,7 +277,7 @@ class BaseExtension:
     def _qlora_multiplied(
         self, places: Mapping[str, torch.Tensor], adapter_id: int, rank: int
     ) -> dict[str, torch.Tensor]:
-        """`places`, and in the place of each that is multiplied by a packed copy with other values what that copy holds."""
+        """`places`, and in the place of each whose product multiplies by other values those."""
         found = dict(places)
         if not places:
             return found
