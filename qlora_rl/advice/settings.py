@@ -133,16 +133,18 @@ def recommend(
     device = device or _device(gpu_memory)
     spec = stored_spec(model)
     optimizer = "paged_adamw_8bit" if device == "cuda" else "adamw_torch_fused"
+    config_of_model = read_config(model, trust_remote_code=trust_remote_code)
+    check_supported(config_of_model)
+    adapted = adaptable(config_of_model, "all-linear")
     request = {
         "spec": spec,
         "rank": _RANKS[task],
+        "target_modules": adapted,
         "optimizer": optimizer,
         "gpu_memory_gib": gpu_memory,
         "device": device,
         "has_engine": task in _SAMPLING,
     }
-    config_of_model = read_config(model, trust_remote_code=trust_remote_code)
-    check_supported(config_of_model)
     ledger = _fitted(config_of_model, task, max_length, request)
     if (
         not ledger.fits and ledger.shape.experts and spec == QuantSpec()
@@ -177,7 +179,7 @@ def recommend(
         "r": _RANKS[task],
         "lora_alpha": _ALPHA,
         "lora_dropout": 0.0,
-        "target_modules": adaptable(config_of_model, "all-linear"),
+        "target_modules": adapted,
         "task_type": "CAUSAL_LM",
     }
     base = {"quant": spec.quant_type, **({"double_quant": spec.double_quant} if spec.is_4bit else {})}
@@ -225,7 +227,7 @@ def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int) -> dict[
         else "QLoRA's; LWR: more for large data",
         "lora_alpha": "LWR; the best learning rate then hardly depends on r",
         "lora_dropout": "LWR; in GRPO it would be a distance to the engine",
-        "target_modules": "attention: an engine applies no adapter to experts (docs/mixtures.md)"
+        "target_modules": "attention: on experts it takes far more memory, and they must be in 4 bits (docs/mixtures.md)"
         if ledger.shape.experts
         else "every linear of the language model: an engine applies no adapter to a vision tower (docs/images.md)"
         if ledger.shape.tower is not None

@@ -13,8 +13,8 @@ FIELDS = {
     "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072, "tie_word_embeddings": False,
 }  # fmt: skip
-# 36 layer inputs of 32,768 tokens x 4096 numbers x 2 bytes.
-INPUTS_GIB = 9.0
+# 36 layer inputs of 32,768 tokens x 4096 numbers x 2 bytes; and as much again for blocks of shorter micro-batches, which torch keeps.
+INPUTS_GIB = 2 * 9.0
 LONG = {"max_length": 32_768, "batch_size": 1, "gpu_memory_gib": 24}
 
 
@@ -34,10 +34,10 @@ def test_layer_inputs_have_a_line_of_the_host_that_is_no_part_of_the_cards_peak(
     assert "layer inputs" not in named(plan(**LONG, offload=True, gradient_checkpointing=False))
 
 
-def test_pinned_blocks_are_powers_of_two():
+def test_pinned_blocks_are_powers_of_two_and_all_of_them_are_kept():
     one = 4096 * 2  # bytes of a token
     for tokens, each in ((1024, 1024), (1025, 2048), (1500, 2048), (2048, 2048)):
-        assert plan(max_length=tokens, batch_size=1, offload=True).host_bytes == 36 * each * one
+        assert plan(max_length=tokens, batch_size=1, offload=True).host_bytes == 2 * 36 * each * one
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_plan_moves_layer_inputs_only_where_they_have_room(host, chosen):
     ledger = plan(**LONG, host_memory_gib=host)
     assert [way.field for way in ledger.chosen] == chosen
     assert ledger.fits == (chosen == ["offload"])
-    assert ("9.00 GiB > 8.90 GiB of host memory" in str(ledger)) == (not ledger.fits)
+    assert ("18.00 GiB > 17.90 GiB of host memory" in str(ledger)) == (not ledger.fits)
     if not ledger.fits:
         assert not any("offload" in saving.advice for saving in ledger.savings())
         with pytest.raises(MemoryBudgetError, match="layer inputs stay on the GPU"):
@@ -57,9 +57,9 @@ def test_the_plan_moves_layer_inputs_only_where_they_have_room(host, chosen):
 def test_layer_inputs_that_the_user_wants_in_host_memory_and_that_have_no_room_are_an_error():
     ledger = plan(**LONG, sleeps=True, offload=True, host_memory_gib=4)
     assert not ledger.fits
-    with pytest.raises(MemoryBudgetError, match=r"need 9.00 GiB of host memory > 4.00 GiB, which are free. Leave out"):
+    with pytest.raises(MemoryBudgetError, match=r"need 18.00 GiB of host memory > 4.00 GiB, which are free. Leave out"):
         ledger.raise_if_too_big()
-    assert ledger.changed(max_length=8192).fits
+    assert ledger.changed(max_length=4096).fits
     assert plan(
         **LONG | {"gpu_memory_gib": None}, offload=True, device="cpu", host_memory_gib=4
     ).fits  # no limit of a CPU
@@ -67,7 +67,7 @@ def test_layer_inputs_that_the_user_wants_in_host_memory_and_that_have_no_room_a
 
 def test_the_longest_length_counts_the_host_memory():
     lengths = [
-        largest_length(plan(batch_size=1, gpu_memory_gib=24, host_memory_gib=host)) for host in (1, INPUTS_GIB, 64)
+        largest_length(plan(batch_size=1, gpu_memory_gib=24, host_memory_gib=host)) for host in (1, INPUTS_GIB, 128)
     ]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[1] < lengths[2]
@@ -107,7 +107,7 @@ def test_the_command_plans_methods_and_host_memory(tmp_path, capsys):
     assert main([*asked, "--max-length", "32768", "--offload", "--host-memory", "4"]) == 3
     said = capsys.readouterr().out
     assert "host_memory" in said
-    assert "5.000 GiB too much" in said
+    assert "14.000 GiB too much" in said
     assert "lower max_length" in said
     assert main([*asked, "--method", "sft", "--no-sleep", "--two-copies"]) == 2
     assert "--two-copies, --sleep with --method sft, which makes no engine" in capsys.readouterr().err

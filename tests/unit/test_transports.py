@@ -179,7 +179,7 @@ def test_slots_that_were_taken_back_are_asked_for_again(dense):
     strategy.push()
     engine.drop_adapter()
     randomise(model, seed=3)
-    assert strategy.push().version == 1
+    assert strategy.push().version == 3  # not 1 again, which somebody may have seen
     assert agrees(model, engine)
     strategy.close()
 
