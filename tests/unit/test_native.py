@@ -107,7 +107,9 @@ def adapter(sizes, rank, columns, seed=0):
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 6, 50, 130])
-@pytest.mark.parametrize(("sizes", "rank", "columns"), [((48,), 4, 32), ((64, 16, 16), 16, 256), ((80, 144), 64, 96)])
+@pytest.mark.parametrize(
+    ("sizes", "rank", "columns"), [((48,), 4, 32), ((64, 16, 16), 16, 256), ((80, 144), 64, 96), ((32,), 20, 64)]
+)
 def test_an_adapter_is_added_as_two_products_that_are_rounded(kernel, sizes, rank, columns, tokens):
     """A sum in another order may cross the border between two numbers of bf16: a unit of its last place."""
     a, b = adapter(sizes, rank, columns)
@@ -158,6 +160,19 @@ def test_a_token_gets_the_same_adapter_in_any_company_with_any_number_of_threads
                 assert torch.equal(alone, together[first : first + count])
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_width_that_is_not_the_adapters_is_an_error(kernel):
+    made = kernel.adapter(*adapter((64, 32), 16, 128))
+    x, low, y = (torch.zeros(3, width, dtype=BF16) for width in (128, 32, 96))
+    made.add(y, x, 1.0)
+    for call in (
+        lambda: made.add(y, x[:, :64].contiguous(), 1.0),
+        lambda: made.add(y[:, :64].contiguous(), x, 1.0),
+        lambda: made.add_up(y, low[:, :16].contiguous(), 1.0),
+    ):
+        with pytest.raises(ValueError, match="multiplying an adapter"):
+            call()
 
 
 def test_adapters_that_it_does_not_take(kernel):

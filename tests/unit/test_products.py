@@ -176,6 +176,22 @@ def test_storage_that_was_replaced_under_a_buffer_is_not_read_any_more(layer):
     assert near(y, expected(torch.zeros_like(y), x, a, b, [0, 0]), x.dtype)
 
 
+@pytest.mark.parametrize("instructions", ["avx512_bf16", "avx2"])
+def test_an_adapter_that_the_kernel_does_not_take_is_packed(instructions):
+    kernel = built(instructions)
+    if kernel is None:
+        pytest.skip("this processor lacks the instructions")
+    generator = torch.Generator().manual_seed(0)
+    a = tuple(torch.randn(1, 1, RANK, IN, generator=generator).to(torch.bfloat16) for _ in SIZES)
+    b = tuple(torch.randn(1, 1, size - 8, RANK, generator=generator).to(torch.bfloat16) for size in SIZES)
+    products, before = AdapterProducts(refuse, pack, kernel), pack.count
+    products.note(torch.tensor([0, 0]))
+    x, y = torch.randn(2, IN).to(torch.bfloat16), torch.zeros(2, sum(SIZES) - 24, dtype=torch.bfloat16)
+    products(y, x, a, b, 1.0, [size - 8 for size in SIZES])
+    assert pack.count > before
+    assert near(y, expected(torch.zeros_like(y), x, a, b, [0, 0]), torch.bfloat16)
+
+
 def test_an_output_that_is_not_contiguous_gets_its_adapter(layer):
     products, a, b = layer
     x = torch.randn(IN, 5).t().to(a[0].dtype)

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -26,10 +27,28 @@ struct alignas(64) Line {
     char bytes[64];
 };
 
+// 8 rows of 8 numbers of 32 bits become columns, each at `to` and its multiples of `apart`.
+inline void turned_8x8(const __m256i* row, uint32_t* to, int64_t apart) {
+    __m256i two[8], four[8];
+    for (int k = 0; k < 8; k += 2) {
+        two[k] = _mm256_unpacklo_epi32(row[k], row[k + 1]);
+        two[k + 1] = _mm256_unpackhi_epi32(row[k], row[k + 1]);
+    }
+    for (int k = 0; k < 8; k += 4)
+        for (int l = 0; l < 2; l++) {
+            four[k + 2 * l] = _mm256_unpacklo_epi64(two[k + l], two[k + 2 + l]);
+            four[k + 2 * l + 1] = _mm256_unpackhi_epi64(two[k + l], two[k + 2 + l]);
+        }
+    for (int k = 0; k < 4; k++) {
+        _mm256_storeu_si256((__m256i*)(to + k * apart), _mm256_permute2x128_si256(four[k], four[k + 4], 0x20));
+        _mm256_storeu_si256((__m256i*)(to + (k + 4) * apart), _mm256_permute2x128_si256(four[k], four[k + 4], 0x31));
+    }
+}
+
 #ifdef __AVX512BF16__
 
 using Number = uint16_t;  // bf16
-constexpr int TOKENS = 6;
+constexpr int TOKENS = 6, ADDED = 4;  // at a time: of a weight, of an adapter
 struct Values {
     __m512 all;
 };
@@ -84,32 +103,49 @@ inline const Number* four_rows(const uint16_t* rows, int64_t, Number*) { return 
 // B [16 groups, R] as pairs of neighbours in R, those of 16 outputs side by side: what one instruction adds up.
 inline void turned(const uint16_t* b, int64_t groups, int64_t rank, Number* out) {
     const uint32_t* pairs = (const uint32_t*)b;
-    for (int64_t group = 0; group < groups; group++)
-        for (int64_t o = 0; o < 16; o++)
-            for (int64_t r = 0; r < rank / 2; r++) ((uint32_t*)out)[(group * (rank / 2) + r) * 16 + o] = pairs[(group * 16 + o) * (rank / 2) + r];
+    const int64_t count = rank / 2;
+    for (int64_t half = 0; half < 2 * groups; half++) {
+        const uint32_t* from = pairs + half * 8 * count;
+        uint32_t* to = (uint32_t*)out + half / 2 * count * 16 + half % 2 * 8;
+        int64_t r = 0;
+        for (; r + 8 <= count; r += 8) {
+            __m256i rows[8];
+            for (int64_t o = 0; o < 8; o++) rows[o] = _mm256_loadu_si256((const __m256i*)(from + o * count + r));
+            turned_8x8(rows, to + r * 16, 16);
+        }
+        for (; r < count; r++)
+            for (int64_t o = 0; o < 8; o++) to[r * 16 + o] = from[o * count + r];
+    }
 }
 
-// One token: y [16 G] += scale * bf16(B low). The sums of several groups do not wait for each other.
-template <int G>
-inline void add_up(const uint16_t* low, const Number* b, int64_t rank, float scale, uint16_t* y) {
+// T tokens: y [T, 16 G] += scale * bf16(B low).
+template <int T, int G>
+inline void add_up(const uint16_t* low, int64_t width, const Number* b, int64_t rank, float scale, uint16_t* y, int64_t stride) {
     const auto wide = [](__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); };
-    __m512 sum[G];
-    for (int g = 0; g < G; g++) sum[g] = _mm512_setzero_ps();
+    __m512 sum[T][G];
+    for (int t = 0; t < T; t++)
+        for (int g = 0; g < G; g++) sum[t][g] = _mm512_setzero_ps();
     for (int64_t r = 0; r < rank / 2; r++) {
-        const __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int*)low)[r]);
-        for (int g = 0; g < G; g++) sum[g] = _mm512_dpbf16_ps(sum[g], pair, (__m512bh)_mm512_loadu_si512(b + (g * (rank / 2) + r) * 32));
+        __m512bh weight[G];
+        for (int g = 0; g < G; g++) weight[g] = (__m512bh)_mm512_loadu_si512(b + (g * (rank / 2) + r) * 32);
+        for (int t = 0; t < T; t++) {
+            const __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int*)(low + t * width))[r]);
+            for (int g = 0; g < G; g++) sum[t][g] = _mm512_dpbf16_ps(sum[t][g], pair, weight[g]);
+        }
     }
-    for (int g = 0; g < G; g++) {
-        const __m256i part = (__m256i)_mm512_cvtneps_pbh(sum[g]), before = _mm256_loadu_si256((const __m256i*)(y + g * 16));
-        const __m512 all = _mm512_fmadd_ps(wide(part), _mm512_set1_ps(scale), wide(before));
-        _mm256_storeu_si256((__m256i*)(y + g * 16), (__m256i)_mm512_cvtneps_pbh(all));
-    }
+    for (int t = 0; t < T; t++)
+        for (int g = 0; g < G; g++) {
+            uint16_t* place = y + t * stride + g * 16;
+            const __m256i part = (__m256i)_mm512_cvtneps_pbh(sum[t][g]), before = _mm256_loadu_si256((const __m256i*)place);
+            const __m512 all = _mm512_fmadd_ps(wide(part), _mm512_set1_ps(scale), wide(before));
+            _mm256_storeu_si256((__m256i*)place, (__m256i)_mm512_cvtneps_pbh(all));
+        }
 }
 
 #else
 
 using Number = float;
-constexpr int TOKENS = 3;
+constexpr int TOKENS = 3, ADDED = 3;
 struct Values {
     __m256 low, high;
 };
@@ -200,26 +236,43 @@ inline float wide(uint16_t x) {
 
 // B [16 groups, R] with its outputs side by side.
 inline void turned(const uint16_t* b, int64_t groups, int64_t rank, Number* out) {
-    for (int64_t group = 0; group < groups; group++)
-        for (int64_t o = 0; o < 16; o++)
-            for (int64_t r = 0; r < rank; r++) out[(group * rank + r) * 16 + o] = wide(b[(group * 16 + o) * rank + r]);
+    for (int64_t half = 0; half < 2 * groups; half++) {
+        const uint16_t* from = b + half * 8 * rank;
+        float* to = out + half / 2 * rank * 16 + half % 2 * 8;
+        int64_t r = 0;
+        for (; r + 8 <= rank; r += 8) {
+            __m256i rows[8];
+            for (int64_t o = 0; o < 8; o++) rows[o] = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from + o * rank + r))), 16);
+            turned_8x8(rows, (uint32_t*)(to + r * 16), 16);
+        }
+        for (; r < rank; r++)
+            for (int64_t o = 0; o < 8; o++) to[r * 16 + o] = wide(from[o * rank + r]);
+    }
 }
 
-// One token: y [16 G] += scale * bf16(B low). The sums of several groups do not wait for each other.
-template <int G>
-inline void add_up(const uint16_t* low, const Number* b, int64_t rank, float scale, uint16_t* y) {
+// T tokens: y [T, 16 G] += scale * bf16(B low), group by group; the registers are few.
+template <int T, int G>
+inline void add_up(const uint16_t* low, int64_t width, const Number* b, int64_t rank, float scale, uint16_t* y, int64_t stride) {
     const __m256 by = _mm256_set1_ps(scale);
-    __m256 sum[2 * G];
-    for (int g = 0; g < 2 * G; g++) sum[g] = _mm256_setzero_ps();
-    for (int64_t r = 0; r < rank; r++) {
-        const __m256 own = _mm256_set1_ps(wide(low[r]));
-        for (int g = 0; g < 2 * G; g++) sum[g] = _mm256_fmadd_ps(own, _mm256_loadu_ps(b + (g / 2 * rank + r) * 16 + g % 2 * 8), sum[g]);
-    }
-    for (int g = 0; g < 2 * G; g++) {
-        const __m256i before = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(y + 8 * g))), 16);
-        const __m256i all = _mm256_castps_si256(rounded(_mm256_fmadd_ps(rounded(sum[g]), by, _mm256_castsi256_ps(before))));
-        const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_srli_epi32(all, 16), all), 0x08);
-        _mm_storeu_si128((__m128i*)(y + 8 * g), _mm256_castsi256_si128(words));
+    for (int g = 0; g < G; g++) {
+        __m256 sum[T][2];
+        for (int t = 0; t < T; t++) sum[t][0] = sum[t][1] = _mm256_setzero_ps();
+        for (int64_t r = 0; r < rank; r++) {
+            const float* row = b + (g * rank + r) * 16;
+            const __m256 weight[2] = {_mm256_loadu_ps(row), _mm256_loadu_ps(row + 8)};
+            for (int t = 0; t < T; t++) {
+                const __m256 own = _mm256_set1_ps(wide(low[t * width + r]));
+                for (int half = 0; half < 2; half++) sum[t][half] = _mm256_fmadd_ps(own, weight[half], sum[t][half]);
+            }
+        }
+        for (int t = 0; t < T; t++)
+            for (int half = 0; half < 2; half++) {
+                uint16_t* place = y + t * stride + g * 16 + 8 * half;
+                const __m256i before = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)place)), 16);
+                const __m256i all = _mm256_castps_si256(rounded(_mm256_fmadd_ps(rounded(sum[t][half]), by, _mm256_castsi256_ps(before))));
+                const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_srli_epi32(all, 16), all), 0x08);
+                _mm_storeu_si128((__m128i*)place, _mm256_castsi256_si128(words));
+            }
     }
 }
 
@@ -303,55 +356,65 @@ void qlora_rl_multiply_plain(const uint16_t* weight, const uint16_t* x, uint16_t
     multiply(1, [=](int64_t, int64_t row, Number* to) { read_plain(weight + row * columns, columns, to); }, starts, x, out, rows, columns, threads);
 }
 
-// An adapter of N parts added to a product: y [T, O] += scale * B (A x), part by part; A x and B (A x) are rounded to bf16, as a 16-bit
-// product of each would be.
+// A x of an adapter of N parts, rounded to bf16 as a 16-bit product is.
 //
-// a, b: by part, bf16 [R, I] and [outputs[n], R]; x: bf16 [T, I], or null where `low` is given; low: bf16 [T, N R]; y: bf16 [T, O], or null where
-// only `low` is wanted.
-void qlora_rl_adapt(int64_t parts, const uint16_t* const* a, const uint16_t* const* b, const int64_t* outputs, int64_t rank, const uint16_t* x,
-                    uint16_t* low, uint16_t* y, int64_t tokens, int64_t columns, float scale, int threads) {
+// a: by part, bf16 [R, I]; x: bf16 [T, I]; low: bf16 [T, N R].
+void qlora_rl_adapter_low(int64_t parts, const uint16_t* const* a, int64_t rank, const uint16_t* x, uint16_t* low, int64_t tokens, int64_t columns,
+                          int threads) {
     const int64_t width = parts * rank, chunk = 8 * TOKENS, chunks = (tokens + chunk - 1) / chunk;
-    int64_t all_outputs = 0, blocks = 0;
-    for (int64_t n = 0; n < parts; n++) {
-        all_outputs += outputs[n];
-        blocks += (outputs[n] + OUTPUTS - 1) / OUTPUTS;
-    }
-    Number* shared = x && sizeof(Number) == sizeof(float) ? room_for(prepared_tokens, tokens * columns) : nullptr;
+    Number* shared = sizeof(Number) == sizeof(float) ? room_for(prepared_tokens, tokens * columns) : nullptr;
 #pragma omp parallel num_threads(threads)
     {
-        Number* own = room_for(decoded_rows, std::max(GROUP * columns, OUTPUTS * rank));
-        if (x) {
-            const Number* all = prepared(x, shared, tokens, columns);
+        Number* own = room_for(decoded_rows, GROUP * columns);
+        const Number* all = prepared(x, shared, tokens, columns);
 #pragma omp for
-            for (int64_t number = 0; number < width / GROUP * chunks; number++) {
-                const int64_t row = number / chunks * GROUP, first = number % chunks * chunk, last = std::min(first + chunk, tokens);
-                const Number* rows = four_rows(a[row / rank] + row % rank * columns, columns, own);
-                for (int64_t t = first; t < last; t += TOKENS)
-                    up_to<TOKENS>(std::min<int64_t>(TOKENS, last - t), all + t * columns, rows, columns, columns, low + t * width + row, width, GROUP);
-            }
-        }
-        if (y) {
-#pragma omp for
-            for (int64_t number = 0; number < blocks; number++) {
-                int64_t part = 0, block = number, before = 0;
-                for (; block >= (outputs[part] + OUTPUTS - 1) / OUTPUTS; part++) {
-                    block -= (outputs[part] + OUTPUTS - 1) / OUTPUTS;
-                    before += outputs[part];
-                }
-                const int64_t first = block * OUTPUTS, groups = std::min(OUTPUTS, outputs[part] - first) / 16;
-                turned(b[part] + first * rank, groups, rank, own);
-                for (int64_t t = 0; t < tokens; t++) {
-                    const uint16_t* of_part = low + t * width + part * rank;
-                    uint16_t* place = y + t * all_outputs + before + first;
-                    if (groups == OUTPUTS / 16)
-                        add_up<OUTPUTS / 16>(of_part, own, rank, scale, place);
-                    else
-                        for (int64_t g = 0; g < groups; g++) add_up<1>(of_part, own + g * 16 * rank, rank, scale, place + g * 16);
-                }
-            }
+        for (int64_t number = 0; number < width / GROUP * chunks; number++) {
+            const int64_t row = number / chunks * GROUP, first = number % chunks * chunk, last = std::min(first + chunk, tokens);
+            const Number* rows = four_rows(a[row / rank] + row % rank * columns, columns, own);
+            for (int64_t t = first; t < last; t += TOKENS)
+                up_to<TOKENS>(std::min<int64_t>(TOKENS, last - t), all + t * columns, rows, columns, columns, low + t * width + row, width, GROUP);
         }
     }
     give_back(prepared_tokens);
+}
+
+// y [T, O] += scale * B low of an adapter of N parts, each part rounded to bf16 before it is added.
+//
+// b: by part, bf16 [outputs[n], R]; low: bf16 [T, N R]; y: bf16 [T, O].
+void qlora_rl_adapter_add(int64_t parts, const uint16_t* const* b, const int64_t* outputs, int64_t rank, const uint16_t* low, uint16_t* y,
+                          int64_t tokens, float scale, int threads) {
+    const int64_t width = parts * rank;
+    int64_t stride = 0, blocks = 0;
+    for (int64_t n = 0; n < parts; n++) {
+        stride += outputs[n];
+        blocks += (outputs[n] + OUTPUTS - 1) / OUTPUTS;
+    }
+#pragma omp parallel num_threads(threads)
+    {
+        Number* own = room_for(decoded_rows, OUTPUTS * rank);
+#pragma omp for
+        for (int64_t number = 0; number < blocks; number++) {
+            int64_t part = 0, block = number, before = 0;
+            for (; block >= (outputs[part] + OUTPUTS - 1) / OUTPUTS; part++) {
+                block -= (outputs[part] + OUTPUTS - 1) / OUTPUTS;
+                before += outputs[part];
+            }
+            const int64_t first = block * OUTPUTS, groups = std::min(OUTPUTS, outputs[part] - first) / 16;
+            turned(b[part] + first * rank, groups, rank, own);
+            const auto add = [&](auto count, int64_t t) {
+                constexpr int T = decltype(count)::value;
+                const uint16_t* of_part = low + t * width + part * rank;
+                uint16_t* place = y + t * stride + before + first;
+                if (groups == OUTPUTS / 16)
+                    add_up<T, OUTPUTS / 16>(of_part, width, own, rank, scale, place, stride);
+                else
+                    for (int64_t g = 0; g < groups; g++) add_up<T, 1>(of_part, width, own + g * 16 * rank, rank, scale, place + g * 16, stride);
+            };
+            int64_t t = 0;
+            for (; t + ADDED <= tokens; t += ADDED) add(std::integral_constant<int, ADDED>(), t);
+            for (; t < tokens; t++) add(std::integral_constant<int, 1>(), t);
+        }
+    }
 }
 
 // The weight itself, bf16 [O, I].

@@ -1,8 +1,8 @@
 """One adapter multiplied without detours, where vLLM's CPU backend gathers A and B again for every token.
 
-Which adapter each token of a step has is looked up once per step. `native`'s kernel then adds an adapter out of vLLM's own buffers, in one
-call for all parts of a fused linear. Where it cannot (another dtype, no compiler), an adapter's tokens go through two products, A of all parts
-joined, and B of all parts as one block-diagonal matrix, both packed the way vLLM packs a 16-bit weight. The buffers stay what counts: torch
+Which adapter each token of a step has is looked up once per step. `native`'s kernel then multiplies an adapter out of vLLM's own buffers,
+all parts of a fused linear together. Where it cannot (another dtype, an odd shape, no compiler), an adapter's tokens go through two products, A
+of all parts joined, and B of all parts as one block-diagonal matrix, both packed the way vLLM packs a 16-bit weight. The buffers stay what counts: torch
 numbers the writes into a tensor, through whatever view, so a copy is packed again at the first product after a write. Tokens without an adapter
 are left as they are.
 

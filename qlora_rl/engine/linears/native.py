@@ -45,17 +45,11 @@ class CodesKernel:
         self._decode.argtypes = [*[_POINTER] * 4, *[_NUMBER] * 3, ctypes.c_int]
         self._plain = library.qlora_rl_multiply_plain
         self._plain.argtypes = [*[_POINTER] * 3, *[_NUMBER] * 3, ctypes.c_int]
-        self._adapt = library.qlora_rl_adapt
-        self._adapt.argtypes = [
-            _NUMBER,
-            *[_POINTER] * 3,
-            _NUMBER,
-            *[_POINTER] * 3,
-            *[_NUMBER] * 2,
-            ctypes.c_float,
-            ctypes.c_int,
-        ]
-        self._multiply.restype = self._decode.restype = self._plain.restype = self._adapt.restype = None
+        self._low, self._add = library.qlora_rl_adapter_low, library.qlora_rl_adapter_add
+        self._low.argtypes = [_NUMBER, _POINTER, _NUMBER, *[_POINTER] * 2, *[_NUMBER] * 2, ctypes.c_int]
+        self._add.argtypes = [_NUMBER, *[_POINTER] * 2, _NUMBER, *[_POINTER] * 2, _NUMBER, ctypes.c_float, ctypes.c_int]
+        for function in (self._multiply, self._decode, self._plain, self._low, self._add):
+            function.restype = None
         self.instructions = instructions
 
     def takes(self, columns: int, blocksize: int) -> bool:
@@ -132,49 +126,57 @@ class CodesKernel:
 
     def adapter(self, a_parts: Sequence[torch.Tensor], b_parts: Sequence[torch.Tensor]) -> Adapter:
         """The product with an adapter in its own memory, of a kind that `takes_adapter` takes."""
-        return Adapter(self._adapt, a_parts, b_parts)
+        return Adapter(self._low, self._add, a_parts, b_parts)
 
 
 class Adapter:
     """See `CodesKernel.adapter`; what is written into A and B counts from the next product on."""
 
     def __init__(
-        self, adapt: Callable[..., None], a_parts: Sequence[torch.Tensor], b_parts: Sequence[torch.Tensor]
+        self,
+        low: Callable[..., None],
+        add: Callable[..., None],
+        a_parts: Sequence[torch.Tensor],
+        b_parts: Sequence[torch.Tensor],
     ) -> None:
-        count, self._adapt = len(a_parts), adapt
-        self._rank, self._columns = a_parts[0].shape
-        self._width = count * self._rank
-        self._parts = (
+        count, self._low, self._add = len(a_parts), low, add
+        rank, self._columns = a_parts[0].shape
+        self._width, self._outputs = count * rank, sum(map(len, b_parts))
+        self._a = count, (_POINTER * count)(*[part.data_ptr() for part in a_parts]), rank
+        self._b = (
             count,
-            (_POINTER * count)(*[part.data_ptr() for part in a_parts]),
             (_POINTER * count)(*[part.data_ptr() for part in b_parts]),
             (_NUMBER * count)(*[len(part) for part in b_parts]),
-            self._rank,
+            rank,
         )
 
     def low(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """A x of all parts, bf16 [T, N R]."""
+        """A x of all parts, rounded to bf16 [T, N R]; x is contiguous.
+
+        Raises:
+            ValueError: x has another width than A.
+        """
+        if x_TI.shape[1] != self._columns:
+            raise ValueError(f"multiplying an adapter: x has {x_TI.shape[1]} columns, A {self._columns}.")
         low_TR = torch.empty(len(x_TI), self._width, dtype=torch.bfloat16)
-        self._adapt(*self._parts, x_TI.data_ptr(), low_TR.data_ptr(), None, len(x_TI), self._columns, 1.0, _threads())
+        self._low(*self._a, x_TI.data_ptr(), low_TR.data_ptr(), *x_TI.shape, _threads())
         return low_TR
 
     def add_up(self, y_TO: torch.Tensor, low_TR: torch.Tensor, scale: float) -> None:
-        """Add scale * B low, part by part."""
-        self._adapt(*self._parts, None, low_TR.data_ptr(), y_TO.data_ptr(), len(y_TO), self._columns, scale, _threads())
+        """Add scale * B low to y, which is contiguous, part by part; B low is rounded to bf16.
+
+        Raises:
+            ValueError: y or low has another width than B.
+        """
+        if (y_TO.shape[1], low_TR.shape[1]) != (self._outputs, self._width):
+            raise ValueError(
+                f"multiplying an adapter: y and low have {y_TO.shape[1]} and {low_TR.shape[1]} columns, B {self._outputs} and {self._width}."
+            )
+        self._add(*self._b, low_TR.data_ptr(), y_TO.data_ptr(), len(y_TO), scale, _threads())
 
     def add(self, y_TO: torch.Tensor, x_TI: torch.Tensor, scale: float) -> None:
-        """Add scale * B (A x); both products are rounded to bf16."""
-        low_TR = torch.empty(len(x_TI), self._width, dtype=torch.bfloat16)
-        self._adapt(
-            *self._parts,
-            x_TI.data_ptr(),
-            low_TR.data_ptr(),
-            y_TO.data_ptr(),
-            len(x_TI),
-            self._columns,
-            scale,
-            _threads(),
-        )
+        """Add scale * B (A x)."""
+        self.add_up(y_TO, self.low(x_TI), scale)
 
 
 def codes_kernel() -> CodesKernel | str:
