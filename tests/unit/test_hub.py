@@ -125,7 +125,7 @@ def test_a_mixture_is_planned_with_adapters_on_attention(name, tmp_path, capsys)
     )
     for command in ("plan", "recommend"):
         assert main([command, str(tmp_path / "config.json")]) == 0
-    assert "attention: an engine applies no adapter to experts" in capsys.readouterr().out
+    assert "attention: on experts it takes far more memory" in capsys.readouterr().out
     document = {**GOOD, "base": {"model": str(tmp_path)}}
     assert main(["train", str(written(tmp_path, document)), "--check"]) == 1
     assert 'target_modules = ["k_proj", "o_proj", "q_proj", "v_proj"]' in capsys.readouterr().err
