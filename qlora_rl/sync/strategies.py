@@ -12,6 +12,7 @@ import torch
 from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.contracts import AdapterBundle, RolloutEngine, SyncReport, Transport
 from qlora_rl.distributed import ranks
+from qlora_rl.errors import CanaryError
 from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.shared_base import SharedBase
 
@@ -59,7 +60,8 @@ class AdapterSync:
             AdapterRejectedError: the live adapter is no longer plain LoRA, or holds NaN; the old version serves.
             SyncError: it did not arrive; the old version serves, and the push can be repeated.
             CanaryError: it arrived, but the engine does not multiply with it; the old version serves again (the bare base, if it was the first).
-            BaseMismatchError: the base is shared, and was written to; the old version serves.
+            BaseMismatchError: the base is shared, and was written to, which a slice that is looked at shows, or all of it where the canary
+                fails; the old version serves.
         """
         if self.shared is not None:
             self.shared.look()
@@ -74,12 +76,14 @@ class AdapterSync:
             delivered = time.perf_counter()
             self._adapter.judge()
             self._pushed, difference = self._prove()
-        except BaseException:
+        except BaseException as error:
             if self.canary is not None:
                 self.canary.doubt()
             # Whatever stopped it, a version that was not verified must not serve.
             if self.engine.version == version:
                 self._take_back(version)
+            if isinstance(error, CanaryError) and self.shared is not None:
+                self.shared.look_everywhere()  # a base that was written to can be why, and then is what to name
             raise
         proven = time.perf_counter()
         self.transport.commit()

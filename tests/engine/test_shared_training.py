@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from qlora_rl import (
     BaseMismatchError,
+    CanaryError,
     CannotShareError,
     EngineBusyError,
     LocalEngine,
@@ -199,6 +200,15 @@ def test_who_writes_to_the_shared_base_is_noticed_within_a_few_steps(place, base
     assert 2 <= writes.steps[-1] < 40  # by a push, not by the look at the end
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
+
+
+def test_where_the_canary_fails_first_the_error_names_the_weight(base, tmp_path):
+    with make(base, tmp_path / "run", max_steps=40, share_base=True) as trainer:
+        trainer.bridge.strategy.shared.look = lambda: None
+        trainer.add_callback(Writes(trainer, "signs"))
+        with pytest.raises(BaseMismatchError, match=r"model\.norm\.weight has changed in memory") as raised:
+            trainer.train()
+    assert isinstance(raised.value.__context__, CanaryError)
 
 
 def test_what_no_push_has_seen_is_noticed_at_the_end(base, tmp_path):
