@@ -18,9 +18,10 @@ from qlora_rl.pieces import is_sharded
 from qlora_rl.train.rloo import SampledLogprobs
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.rollouts.link import Link, link_policy
+from qlora_rl.train.run.wrapped import WrappedModel
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.entry import Source, base_of
-from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, fit_for_sharding
+from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, fit_for_sharding, sharding_of
 from qlora_rl.train.setup.start import keep_start
 from qlora_rl.train.watch.alarm import MismatchAlarm, alarm_for, check_word
 from qlora_rl.train.watch.measure import MeasuredSteps
@@ -85,7 +86,7 @@ class Attachment:
         self.close()
 
 
-class Attached:
+class Attached(WrappedModel):
     """The methods that an attached trainer has while it is attached."""
 
     _link: Link
@@ -162,6 +163,11 @@ def attach(
     rollout_func = getattr(trainer, "rollout_func", None)
     settings.check_logprobs(trainer.args, rollout, rollout_func)
     check_processes(trainer.args, "attaching to a trainer")
+    if sharding_of(trainer.args) == "fsdp1" and trainer.args.save_strategy != "no":
+        raise NotYetSupportedError(
+            "attaching to a trainer: transformers' own checkpoints under FSDP1, which end in a crash of torch's with a 4-bit base. Set "
+            "save_strategy='no' and call trainer.save_model(), or use QLoRAGRPOTrainer, whose checkpoints work under FSDP1, too."
+        )
     with join(trainer.args.ddp_timeout).one_outcome("attaching to a trainer"):
         model = trainer.accelerator.unwrap_model(trainer.model)
         base = _base(model, trainer, rollout)

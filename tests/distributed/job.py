@@ -311,7 +311,7 @@ def offline(base: str, out: Path, method: str, **fields: Any) -> Any:
         rows = [{"text": row["prompt"] + row["chosen"]} for row in rows]
     return kind(
         model=base,
-        args=config(**tiny_training(output_dir=str(out), bf16=False, max_length=32, **fields)),
+        args=config(**tiny_training(output_dir=str(out), **{"bf16": False, "max_length": 32, **fields})),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows[:4]) if fields.get("eval_strategy") else None,
         peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]),
@@ -400,11 +400,14 @@ class Attached:
         from peft.utils import get_peft_model_state_dict
         from safetensors.torch import save_file
 
+        from qlora_rl.pieces import without_wrappers
         from qlora_rl.train.ranks.sharded import trained_weights
 
         self.trainer.train()
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        tensors = get_peft_model_state_dict(model, state_dict=trained_weights(model))
+        self.trainer.save_model(str(self.out / "saved"))
+        trained = trained_weights(self.trainer.model)
+        with without_wrappers(self.trainer.model) as model:
+            tensors = get_peft_model_state_dict(model, state_dict=trained)
         if RANK == 0:
             (self.out / "adapter").mkdir(parents=True)
             save_file(

@@ -1,12 +1,15 @@
 """`attach` in two processes: recorded rollouts against one process with the doubled batch, and how they end."""
 
 import pytest
+import torch
 from conftest import WAYS, distance, launch, said, skip_without_deepspeed
 from job import in_4_bits, main
 from resumed import lines
+from safetensors.torch import load_file
 
 STEPS = {"method": "attach", "max_steps": 4}
 TWO = {"per_device_train_batch_size": 4}
+ADAPTER = "adapter/adapter_model.safetensors"
 GLOBAL = ("reward", "reward_std", "grad_norm", "qlora_rl/rollout_tokens", "qlora_rl/policy_version", "qlora_rl/ess")
 
 
@@ -60,6 +63,21 @@ def test_two_processes_train_what_one_trains_on_the_doubled_batch(two, alone):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
 
 
+def test_save_model_writes_an_adapter_with_what_was_trained(two):
+    saved, trained = load_file(two / "two/saved/adapter_model.safetensors"), load_file(two / "two" / ADAPTER)
+    assert saved.keys() == trained.keys()
+    assert all(torch.equal(saved[name], trained[name]) for name in trained)
+    assert (two / "two" / "saved" / "adapter_config.json").exists()
+
+
+def test_checkpoints_of_transformers_under_fsdp1_are_rejected(its_base, model_dir, tmp_path):
+    call = {"base": its_base, "model": str(model_dir), "out": str(tmp_path / "run"), **STEPS, **TWO}
+    launch([{**call, "save_strategy": "steps", "save_steps": 2}], **WAYS["fsdp1"])
+    ends = [said(tmp_path / "run", rank) for rank in (0, 1)]
+    assert ends[0]["error"] == ends[1]["error"]
+    assert "save_strategy='no'" in ends[0]["error"]
+
+
 def test_every_step_pushes_once_and_every_rank_serves_the_same_version(two):
     assert [line["qlora_rl/policy_version"] for line in lines(two / "two")] == [1, 2, 3, 4]
     ends = [said(two / "two", rank) for rank in (0, 1)]
@@ -74,10 +92,12 @@ def test_a_reward_that_raises_on_rank_1_raises_the_same_on_rank_0(two):
 
 
 @pytest.mark.full
-def test_vllm_serves_both_ranks(base, model_dir, tmp_path):
+@pytest.mark.parametrize("way", ["ddp", "fsdp1", "fsdp2"])
+def test_vllm_serves_both_ranks(way, base, model_dir, tmp_path):
     call = {"base": str(base.path), "model": str(model_dir), "dtype": "bfloat16", "bf16": True, **STEPS, **TWO}
     call |= {"max_steps": 3, "vllm_max_model_length": 32}
-    done = launch([call | {"out": str(tmp_path / name), "rollout": name} for name in ("server", "colocate")])
+    calls = [call | {"out": str(tmp_path / name), "rollout": name} for name in ("server", "colocate")]
+    done = launch(calls, **WAYS[way])
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("server", "colocate"):
         ends = [said(tmp_path / name, rank) for rank in (0, 1)]

@@ -47,7 +47,7 @@ def test_the_command_trains_in_two_processes_on_vllm(way, rollout, model_dir, tm
     command += ["-m", "qlora_rl.cli", "train", str(ROOT / "examples" / "grpo.toml")]
     settings = {**SMALL, "base.model": model_dir, "run.dir": out, "rollout.where": rollout}
     if way != "ddp":
-        settings["train.use_cpu"] = "false"
+        settings |= {"train.use_cpu": "false", "train.bf16": "true"}  # as on a GPU
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
     environment = {

@@ -29,8 +29,7 @@ from qlora_rl.adapter.subject import is_bare
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import RunDirectoryError
-from qlora_rl.pieces import without_wrappers
-from qlora_rl.train.ranks import fsdp1, zero
+from qlora_rl.train.ranks import zero
 from qlora_rl.train.ranks.sharded import (
     OPTIMIZER,
     SCHEDULER,
@@ -43,7 +42,6 @@ from qlora_rl.train.ranks.sharded import (
 from qlora_rl.train.run import checkpoints
 from qlora_rl.train.run.directory import RunDirectory, describe_versions
 from qlora_rl.train.run.identity import identity_of, refuse_other
-from qlora_rl.train.setup.processes import sharding_of
 
 logger = logging.getLogger(__name__)
 
@@ -242,35 +240,12 @@ class Resumable:
         """Where transformers writes checkpoints: the staging directory, while one is made."""
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """transformers', which would gather a sharded base; here what is trained is gathered, and rank 0 writes it."""
-        if not is_gathered(self.model):
-            super().save_model(output_dir, _internal_call)
-            return
-        weights = trained_weights(self.model)
-        if ranks().is_first:
-            with without_wrappers(self.model):
-                self._save(output_dir or self.args.output_dir, state_dict=weights)
-
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """transformers'; what DeepSpeed makes of it no longer says which parameter was which."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self.is_deepspeed_enabled:
             self._groups = zero.groups_of(optimizer)
         return optimizer
-
-    def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """transformers'; accelerate would let FSDP1 shard the adapter matrix by matrix."""
-        if sharding_of(self.args) == "fsdp1" and not fsdp1.is_wrapped(model):
-            model = self.model = self.model_wrapped = fsdp1.wrap(model, self.accelerator)
-        return super()._wrap_model(model, *args, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; what FSDP1 leaves whole has the same gradients on all ranks before the optimizer steps."""
-        loss = super().training_step(*args, **kwargs)
-        if self.accelerator.sync_gradients and fsdp1.is_wrapped(self.model):
-            fsdp1.average(self.model)
-        return loss
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """transformers', which would look for a checkpoint of DeepSpeed's own; here one is read that any process may have written."""

@@ -20,6 +20,7 @@ from qlora_rl.products import Float32Products
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
 from qlora_rl.train.run.directory import SUMMARY, RunDirectory, describe_machine, describe_versions
 from qlora_rl.train.run.resume import Resumable
+from qlora_rl.train.run.wrapped import WrappedModel
 from qlora_rl.train.scoring.padding import micro_batches
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.entry import Source, resolve_model
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 ADAPTER_DTYPES = ("float32", "bfloat16")
 
 
-class TrainedRun(Resumable):
+class TrainedRun(Resumable, WrappedModel):
     """Comes before TRL's class; its `__init__` sets `run` and `base`.
 
     Attributes:
