@@ -17,28 +17,30 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-# Length of the longest sequence, of the shortest as a part of it, sequences of the micro-batch, layers of the model, rounds. Two of the
-# twelve layers at 512: the ratio is that of a layer.
+# Length of the longest sequence, of the shortest as a part of it, sequences of the micro-batch, layers of the model, rounds; with a
+# number behind these all have one prompt of so many tokens. Two of the twelve layers at 512: the ratio is that of a layer.
 JOBS = {
     "512": (512, 0.25, 8, 2, 3),
     "512, nearly equal": (512, 0.95, 8, 2, 3),
+    "512, a prompt of 256": (512, 0.75, 8, 2, 3, 256),
     "8192": (8192, 0.25, 2, 12, 1),
 }
 PROMPT = 64
 
 
-def make_batch(count: int, longest: int, least: float):
+def make_batch(count: int, longest: int, least: float, shared: int = 0):
     """Sequences of evenly spread lengths between `least` and all of `longest`, prompts padded left and completions right, as TRL does."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 60, (count, longest), generator=generator)
     mask = torch.zeros_like(ids)
+    ids[:, :shared] = ids[:1, :shared]
     for row, length in enumerate(torch.linspace(least * longest, longest, count).long().tolist()):
         prompt = PROMPT - row * (PROMPT // 2) // max(1, count - 1)
-        mask[row, PROMPT - prompt : length] = 1
+        mask[row, 0 if shared else PROMPT - prompt : length] = 1
     labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :PROMPT] = -100
+    labels[:, : shared or PROMPT] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
@@ -112,8 +114,8 @@ def job(model, be, name: str) -> dict:
     from qlora_rl.bench.live import Live
     from qlora_rl.bench.rounds import compare
 
-    longest, least, count, layers, rounds = JOBS[name]
-    batch, sides = make_batch(count, longest, least), ("padded", "one row")
+    longest, least, count, layers, rounds, *shared = JOBS[name]
+    batch, sides = make_batch(count, longest, least, *shared), ("padded", "one row")
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     peaks, results = {}, {}
     for number in range(rounds):
@@ -138,6 +140,7 @@ def job(model, be, name: str) -> dict:
     return found | {
         "layers": layers,
         "sequences": count,
+        "shared_prompt": sum(shared),
         "lengths": [int(least * longest), longest],
         "tokens": int(batch["attention_mask"].sum()),
         "padded_tokens": batch["attention_mask"].numel(),
@@ -164,6 +167,7 @@ def main() -> None:
     import torch
 
     from qlora_rl.bench.rounds import described
+    from qlora_rl.products import Float32Products
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", nargs="*", choices=JOBS, default=list(JOBS))
@@ -171,13 +175,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.jobs:
-        with tempfile.TemporaryDirectory() as directory:
-            found = {name: job(*make_model(Path(directory), JOBS[name][3]), name)}
+        # As a trainer multiplies on a processor without bf16 instructions.
+        with tempfile.TemporaryDirectory() as directory, Float32Products(torch.bfloat16):
+            found = {name: described({"size": "0.1b"} | job(*make_model(Path(directory), JOBS[name][3]), name))}
         print(json.dumps(found, indent=1))
         if arguments.json:
-            known = json.loads(arguments.json.read_text())["jobs"] if arguments.json.exists() else {}
-            result = described({"size": "0.1b", "jobs": known | found})
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+            known = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+            arguments.json.write_text(json.dumps(known | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

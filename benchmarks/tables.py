@@ -488,7 +488,7 @@ def memory_step() -> str:
 
 def padding() -> str:
     """A loss step without padding, against the padded one with whole MLPs."""
-    jobs = _load("padding.json")["jobs"].values()
+    jobs = _load("padding.json").values()
     lines = [
         "| sequences | tokens of each | layers | time | live tensors | live tensors, padded |",
         "|---|---|---|---|---|---|",
@@ -496,6 +496,8 @@ def padding() -> str:
     for job in jobs:
         peaks = [f"{job['peak_bytes'][side] / 2**20:,.0f} MiB" for side in ("one row", "padded")]
         lengths = " to ".join(map(str, job["lengths"]))
+        if job.get("shared_prompt"):
+            lengths += f", {job['shared_prompt']} of one prompt"
         ratios = f"{job['ratio']:.2f} | {peaks[0]} ({job['peak_ratio']:.2f}) | {peaks[1]}"
         lines.append(f"| {job['sequences']} | {lengths} | {job['layers']} | {ratios} |")
     return "\n".join(lines)

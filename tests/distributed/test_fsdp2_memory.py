@@ -19,5 +19,6 @@ def test_layer_inputs_in_host_memory_change_no_sharded_run(exact_base, recorded,
     for rank in (0, 1):
         assert said(tmp_path / "host", rank)["error"] is None
         assert said(tmp_path / "host", rank)["inputs_on_host"] > 0
-    assert json.loads((tmp_path / "host" / "config.json").read_text())["padding"] == {"removed": True}
+    padding = json.loads((tmp_path / "host" / "config.json").read_text())["padding"]
+    assert padding == {"removed": True, "shares_prompts": True}
     assert distance(tmp_path / "host", one) < 1e-3

@@ -14,7 +14,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from qlora_rl import ConfigConflictError, FakeEngine, QLoRADPOTrainer, QLoRASFTTrainer, load_base, prepare_base
 from qlora_rl.train.scoring import attention
-from qlora_rl.train.scoring.padding import make_row, micro_batches, remove_padding
+from qlora_rl.train.scoring.padding import micro_batches, remove_padding
+from qlora_rl.train.scoring.row import make_row
 
 WORDS, LONGEST = 97, 24
 TINY = {
@@ -58,6 +59,18 @@ def batch(seed=0):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def group(seed=0):
+    """Two prompts with three and two completions, not side by side, one of which is as long as another; and a prompt with one."""
+    ids = torch.randint(3, WORDS, (6, LONGEST), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    for row, (first, last) in enumerate([(0, 20), (2, 15), (0, 20), (2, 11), (0, 24), (4, 24)]):
+        mask[row, :first] = mask[row, last:] = 0
+    ids[2, :8], ids[4, :8], ids[3, :8] = ids[0, :8], ids[0, :8], ids[1, :8]
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :8] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
 def step(model, given):
     model.zero_grad()
     found = model(**given, fused_lm_head=True)
@@ -65,13 +78,14 @@ def step(model, given):
     return found, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.parametrize("given", [batch, group])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_row_gives_what_a_padded_batch_gives(kind, monkeypatch):
+def test_a_row_gives_what_a_padded_batch_gives(kind, given, monkeypatch):
     model = make_model(kind)
-    padded, padded_gradient = step(model, batch())
+    padded, padded_gradient = step(model, given())
     assert remove_padding(model) == ""
     monkeypatch.setattr(attention, "sdpa_mask", None)  # no mask is made at all
-    found, gradient = step(model, batch())
+    found, gradient = step(model, given())
     # Float32 sums in another order: 1e-6 was seen.
     for name in ("loss", "log_probs", "entropy"):
         torch.testing.assert_close(getattr(found, name), getattr(padded, name), rtol=1e-5, atol=1e-5)
@@ -106,6 +120,48 @@ def test_a_sequence_sees_nothing_of_another():
     found, changed = (model(**given, fused_lm_head=True).log_probs for given in (one, other))
     assert torch.equal(found[3:], changed[3:])
     assert not torch.equal(found[:3], changed[:3])
+
+
+def test_a_prompt_of_several_completions_is_computed_once():
+    row = make_row(group(), shares_prompts=True)
+    # Of prompts of 8 and 6 tokens the last one goes with each completion, whose last token is left out.
+    assert row.inputs["input_ids"].shape[1] == 7 + (12 + 12 + 16) + 5 + (7 + 3) + 19
+    assert sorted(row.inputs["sequence_lengths"]) == [8, 12, 19, 19, 19, 23]
+    places, sources = row.inputs["places"], row.inputs["sources"]
+    assert torch.equal(sources[places], torch.arange(len(places)))
+    ids, mask = group()["input_ids"], group()["attention_mask"].bool()
+    whole = [each[kept][:-1].tolist() for each, kept in zip(ids, mask, strict=True)]
+    parts = row.inputs["input_ids"][0, sources].split(row.inputs["sequence_lengths"])
+    assert [part.tolist() for part in parts] == sorted(whole, key=len)
+    positions = row.inputs["position_ids"][0, sources].split(row.inputs["sequence_lengths"])
+    assert all(torch.equal(each, torch.arange(len(each))) for each in positions)
+    assert make_row(group()).inputs["input_ids"].shape[1] == int(mask.sum())
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral"])
+def test_a_mixture_computes_every_token_of_every_sequence(kind, monkeypatch):
+    model, rows = make_model(kind), []
+    assert remove_padding(model) == ""
+    made = model.base_model.forward
+    monkeypatch.setattr(
+        model.base_model, "forward", lambda **inputs: rows.append(inputs["input_ids"].numel()) or made(**inputs)
+    )
+    model(**group(), fused_lm_head=True)
+    assert rows == [int(group()["attention_mask"].sum())]
+
+
+def test_prompts_that_are_few_of_all_tokens_are_not_shared():
+    given = {name: values[[0, 2, 4]] for name, values in group().items()}
+    given["labels"][:, 2:8] = given["input_ids"][:, 2:8]
+    assert "sources" not in make_row(given, shares_prompts=True).inputs
+
+
+def test_a_batch_without_padding_is_a_row_where_prompts_are_shared():
+    given = group()
+    given = {name: values[[0, 2], :20] for name, values in given.items()}
+    assert given["attention_mask"].all()
+    assert make_row(given) is None
+    assert make_row(given, shares_prompts=True).inputs["input_ids"].shape[1] == 7 + 2 * 12
 
 
 @pytest.mark.parametrize("kind", ["Gemma2", "Mistral"])
@@ -233,7 +289,7 @@ def test_twenty_steps_of_grpo_end_with_the_same_adapter(fields, make_trainer, ex
 
     adapter, log, padding = trained(make, tmp_path / "row")
     padded, padded_log, other = trained(make, tmp_path / "padded", remove_padding=False)
-    assert padding == {"removed": True}
+    assert padding == {"removed": True, "shares_prompts": True}
     assert other == {"removed": False, "reason": "remove_padding=False"}
     assert [row.get("completions/mean_length") for row in log] == [
         row.get("completions/mean_length") for row in padded_log
@@ -251,7 +307,7 @@ def test_twenty_steps_of_rloo_end_with_the_same_adapter(make_online, exact, tmp_
 
     adapter, _, padding = trained(make, tmp_path / "row")
     padded, _, _ = trained(make, tmp_path / "padded", remove_padding=False)
-    assert padding == {"removed": True}
+    assert padding == {"removed": True, "shares_prompts": True}
     assert (adapter - padded).norm() < 1e-5 * padded.norm()
 
 
@@ -289,7 +345,7 @@ def test_twenty_steps_from_data_end_with_the_same_adapter(kind, fields, exact, t
 
     adapter, log, padding = trained(make, tmp_path / "row")
     padded, padded_log, _ = trained(make, tmp_path / "padded", remove_padding=False)
-    assert padding == {"removed": True}
+    assert padding == {"removed": True, "shares_prompts": True}
     assert (adapter - padded).norm() < 1e-5 * padded.norm()
     for row, other in zip(log, padded_log, strict=True):
         assert row == pytest.approx(other, rel=1e-3, abs=1e-4)
@@ -320,7 +376,7 @@ def test_rows_that_trls_collator_packs_are_one_row_here_too(multiple):
     given = collator([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}])
     row = make_row(dict(given))
     assert row.inputs["sequence_lengths"][:2] == (3, 2)
-    assert row.labels_1N[0, :5].tolist() == [-100, 6, 7, -100, 9]
+    assert row.targets_1M[0, :5].tolist() == [6, 7, -100, 9, -100]
 
 
 def test_a_collator_that_scores_the_first_token_of_a_packed_sequence_is_told_so():

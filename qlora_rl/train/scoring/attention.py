@@ -2,7 +2,7 @@
 
 An attention function of transformers (`AttentionInterface`). Without `sequence_lengths` it is transformers' own SDPA.
 
-Letters: N tokens of all sequences together, Q query heads, K key heads, D head size.
+Letters: N tokens of all sequences together, M of the row, where sequences share some, Q query heads, K key heads, D head size.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from transformers.masking_utils import sdpa_mask
 
 # transformers' name of it (`config._attn_implementation`).
 NAME = "sdpa_per_sequence"
+# Tokens whose gradients are in float32 at once.
+_AT_ONCE = 4096
 _HALF = (torch.bfloat16, torch.float16)
 # transformers makes masks once in a forward pass, before the layers; it does not say for which arguments.
 _without_masks: ContextVar[bool] = ContextVar("without_masks", default=False)
@@ -56,15 +59,19 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     sequence_lengths: tuple[int, ...] | None = None,
+    sources: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of each sequence over itself; the arguments are those of transformers' attention functions.
 
     Args:
         sequence_lengths: tokens of each sequence, in order; the sum is N. `None`: a batch, which may be padded.
+        sources, places: where sequences share tokens, and the row has M of them: which token of the row each of the sequences' N is,
+            and which of the N each token of the row is (any, where it is several).
 
     Returns:
-        [1, N, Q, D], and no attention weights.
+        [1, N, Q, D], or [1, M, Q, D], and no attention weights.
     """
     if sequence_lengths is None:
         if _without_masks.get():
@@ -72,19 +79,61 @@ def attend(
         return sdpa_attention_forward(
             module, query_1QND, key_1KND, value_1KND, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    if sources is not None:
+        query_1QND, key_1KND, value_1KND = (
+            _Spread.apply(whole, sources) for whole in (query_1QND, key_1KND, value_1KND)
+        )
     shares_keys = query_1QND.shape[1] != key_1KND.shape[1]
     dtypes = {query_1QND.dtype, key_1KND.dtype, value_1KND.dtype}
     if query_1QND.is_cuda and len(dtypes) == 1 and query_1QND.dtype in _HALF and not dropout:
-        return _one_kernel(query_1QND, key_1KND, value_1KND, sequence_lengths, scaling, shares_keys), None
+        found_1NQD = _one_kernel(query_1QND, key_1KND, value_1KND, sequence_lengths, scaling, shares_keys)
+    else:
+        found_1NQD = _by_length(query_1QND, key_1KND, value_1KND, sequence_lengths, scaling, shares_keys, dropout)
+    return found_1NQD if places is None else found_1NQD.index_select(1, places), None
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens of a row as those of its sequences, [1, H, N, D] from [1, H, M, D]; gradients of a token that several share are added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, row_1HMD: torch.Tensor, sources_N: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(sources_N)
+        ctx.like = row_1HMD.shape
+        return row_1HMD.index_select(2, sources_N)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_1HND: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (sources_N,) = ctx.saved_tensors
+        total = gradient_1HND.new_zeros(ctx.like, dtype=torch.float32)
+        parts = zip(sources_N.split(_AT_ONCE), gradient_1HND.split(_AT_ONCE, dim=2), strict=True)
+        for sources, gradient in parts:
+            total.index_add_(2, sources, gradient.float())
+        return total.to(gradient_1HND.dtype), None
+
+
+def _by_length(
+    query_1QND: torch.Tensor,
+    key_1KND: torch.Tensor,
+    value_1KND: torch.Tensor,
+    lengths: tuple[int, ...],
+    scaling: float | None,
+    shares_keys: bool,
+    dropout: float,
+) -> torch.Tensor:
+    """torch's SDPA, one call for neighbours of one length."""
+    runs = [(length, len(list(alike))) for length, alike in groupby(lengths)]
+    sizes = [length * count for length, count in runs]
+    found = []
     # `split` rather than slices: the gradient of a slice is as large as what was sliced, for each sequence.
-    parts = zip(*(whole.split(sequence_lengths, dim=2) for whole in (query_1QND, key_1KND, value_1KND)), strict=True)
-    found = [
-        scaled_dot_product_attention(
-            *part, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=shares_keys
-        ).transpose(1, 2)
-        for part in parts
-    ]
-    return torch.cat(found, dim=1), None
+    for (length, count), *parts in zip(
+        runs, *(whole.split(sizes, dim=2) for whole in (query_1QND, key_1KND, value_1KND)), strict=True
+    ):
+        alike = (part[0].unflatten(1, (count, length)).transpose(0, 1) for part in parts)
+        run = scaled_dot_product_attention(
+            *alike, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=shares_keys
+        )
+        found.append(run.transpose(1, 2).flatten(0, 1))
+    return torch.cat(found)[None]
 
 
 def _one_kernel(

@@ -50,23 +50,26 @@ def use_small_tiles(model: Any, temperature: float, outputs: Collection[str] = (
     softcap = getattr(text, "final_logit_softcapping", None)
 
     @functools.wraps(type(model).forward)
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
-        if not fused_lm_head or kwargs.get("shift_labels") is not None:
-            if fused_lm_head:
-                kwargs["fused_lm_head"] = True
-            return of_trl(*args, labels=labels, **kwargs) if labels is not None else of_trl(*args, **kwargs)
+    def forward(
+        self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, shift_labels: Any = None, **kwargs: Any
+    ) -> Any:
+        if not fused_lm_head:
+            given = {"labels": labels, "shift_labels": shift_labels}
+            return of_trl(*args, **{name: each for name, each in given.items() if each is not None}, **kwargs)
         count = kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
         if getattr(text, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         found = self.base_model(*args, **kwargs)
-        hidden_BTH = found.last_hidden_state[:, :-1]
-        wanted_BT = labels[:, 1:] != -100
+        hidden_BTH, targets_BT = found.last_hidden_state, shift_labels
+        if shift_labels is None:
+            hidden_BTH, targets_BT = hidden_BTH[:, :-1], labels[:, 1:]
+        wanted_BT = targets_BT != -100
         head = self.get_output_embeddings()
         # The head itself is not called, so ZeRO-3 would not gather it.
         with maybe_gather_lm_head_ctx(head.weight, head.bias) if hasattr(head.weight, "ds_id") else nullcontext():
             logprobs, *others = score(
-                hidden_BTH[wanted_BT], head.weight, head.bias, labels[:, 1:][wanted_BT], temperature, softcap, names
+                hidden_BTH[wanted_BT], head.weight, head.bias, targets_BT[wanted_BT], temperature, softcap, names
             )
 
         def spread(values_N: torch.Tensor) -> torch.Tensor:

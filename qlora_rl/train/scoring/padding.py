@@ -1,10 +1,10 @@
 """`remove_padding`: a micro-batch is computed as one row of tokens, its sequences one behind the other.
 
 TRL pads a micro-batch to [B, T]. Padding is computed like any token, and attention then needs a mask of T x T for every sequence. Here
-the forward that TRL scores with takes the padding out, [1, N] with positions that start again at each sequence, and puts logprobs and
-entropies back where TRL expects them.
+the forward that TRL scores with makes one row of the batch (`qlora_rl.train.scoring.row`), with positions that start again at each sequence,
+and puts logprobs and entropies back where TRL expects them.
 
-Letters: B sequences, T tokens with padding, N without, of all sequences together.
+Letters: B sequences, T tokens with padding, M of the row.
 """
 
 from __future__ import annotations
@@ -12,44 +12,24 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from trl.trainer.utils import FusedCausalLMOutput
 
-from qlora_rl.errors import ConfigConflictError
+from qlora_rl.base.experts import mixtures_in
 from qlora_rl.ledger.shape import layer_kinds, layer_window
 from qlora_rl.train.scoring.attention import NAME, register, without_masks
+from qlora_rl.train.scoring.row import HANDED_ON, make_row
 
 logger = logging.getLogger(__name__)
 
-# Arguments that mean the same for one row. A batch with others stays as it is.
-_HANDED_ON = {"use_cache", "num_items_in_batch", "output_router_logits"}
-_PADDED = {"input_ids", "attention_mask", "labels"}
-# Of TRL's collator for SFT with `padding_free` or `packing`.
-_LENGTHS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-_ONE_ROW = {"input_ids", "position_ids", "labels"} | _LENGTHS
-# Which sequence a token is of: for layers other than attention, of which no model here has any.
-_IGNORED = {"seq_idx"}
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Of the first check: the largest difference of hidden states, relative to their size. A sequence that sees another one, or wrong
 # positions, differs by more than 16 bits round.
 _BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-4}
-_PROBE = (7, 5)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A batch as one row.
-
-    Attributes:
-        inputs: of the model: ids, positions, lengths.
-        labels_1N: -100 where nothing is scored, so at the first token of each sequence.
-    """
-
-    inputs: dict[str, Any]
-    labels_1N: torch.Tensor
+# Tokens of the sequences of the check, and how many of them are a prompt of both.
+_PROBE, _PROMPT = (9, 6), 4
 
 
 def remove_padding(model: Any) -> str:
@@ -68,7 +48,7 @@ def remove_padding(model: Any) -> str:
         if is_sdpa:
             register()
             model.set_attn_implementation(NAME)
-        why = _probe(model)
+        why = _probe(model, shares_prompts := can_share_prompts(model))
         if why:
             model.set_attn_implementation(before)
     if why:
@@ -83,15 +63,15 @@ def remove_padding(model: Any) -> str:
         if not fused_lm_head:
             return of_trl(*args, **kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
-        row = None if args else make_row(given, longest)
+        row = None if args else make_row(given, longest, shares_prompts=shares_prompts)
         if row is None:
             mask = given.get("attention_mask")
             counts["padded" if mask is not None and not mask.all() else "without_padding"] += 1
             return of_trl(*args, fused_lm_head=True, **kwargs)
         counts["without_padding"] += 1
-        rest = {name: value for name, value in given.items() if name in _HANDED_ON}
+        rest = {name: value for name, value in given.items() if name in HANDED_ON}
         with without_masks():
-            found = of_trl(**row.inputs, **rest, labels=row.labels_1N, fused_lm_head=True)
+            found = of_trl(**row.inputs, **rest, shift_labels=row.targets_1M, fused_lm_head=True)
         return _spread(found, given["labels"][:, 1:] != -100)
 
     model.forward = types.MethodType(forward, model)
@@ -107,73 +87,25 @@ def micro_batches(model: Any) -> dict[str, int]:
 def settle_padding(model: Any, why_not: str = "") -> dict[str, Any]:
     """`remove_padding`, unless there is a reason already; what came of it, for config.json."""
     why = why_not or remove_padding(model)
-    return {"removed": False, "reason": why} if why else {"removed": True}
+    return {"removed": False, "reason": why} if why else {"removed": True, "shares_prompts": can_share_prompts(model)}
 
 
-def make_row(given: dict[str, Any], longest: int | None = None) -> Row | None:
-    """A batch as one row; `None` where there is nothing to take out, or where it cannot be one.
+def can_share_prompts(model: Any) -> bool:
+    """Is a token that stands for several the same as several, and does attention find it?
 
-    Args:
-        given: of a batch that TRL has padded `input_ids`, `attention_mask`, `labels`, [B, T] each; or of one without padding
-            `cu_seq_lens_q` as well, and no mask.
-        longest: tokens of the longest sequence that attends to all of itself; `None` for no limit.
-
-    Raises:
-        ConfigConflictError: the first token of a packed sequence is scored.
+    Not for a mixture: its loss of balance counts tokens, and replayed routing has a choice for each.
     """
-    names = given.keys() - _HANDED_ON - _IGNORED
-    if names == _PADDED and given["attention_mask"].ndim == 2:
-        kept_BT, labels_BT = given["attention_mask"].bool(), given["labels"]
-        starts_BT = kept_BT.clone()
-        starts_BT[:, 1:] &= ~kept_BT[:, :-1]
-        # One sequence a row, and what is scored follows a token.
-        holes = (starts_BT.sum(1) > 1).any()
-        astray = ((labels_BT[:, 1:] != -100) & ~(kept_BT[:, 1:] & kept_BT[:, :-1])).any()
-        *counts, has_holes, is_astray = torch.stack([*kept_BT.sum(1), holes, astray]).tolist()
-        if has_holes or is_astray or sum(counts) == kept_BT.numel():
-            return None
-        starts_1N = starts_BT[kept_BT][None]
-    elif names == _ONE_ROW:
-        kept_BT, counts = torch.ones_like(given["input_ids"], dtype=torch.bool), given["cu_seq_lens_q"].diff().tolist()
-        starts_1N = given["position_ids"] == 0
-        if (given["labels"][starts_1N] != -100).any():
-            raise ConfigConflictError(
-                "scoring a packed row: the labels of the data collator score the first token of a sequence, which follows no other. Set labels "
-                "to -100 where position_ids is 0, as TRL's collator does."
-            )
-    else:
-        return None
-    lengths = tuple(count for count in counts if count)
-    if not lengths or (longest is not None and max(lengths) > longest):
-        return None
-    labels_1N = given["labels"][kept_BT][None].masked_fill(starts_1N, -100)
-    return Row(row_inputs(given["input_ids"][kept_BT][None], lengths), labels_1N)
-
-
-def row_inputs(ids_1N: torch.Tensor, lengths: tuple[int, ...]) -> dict[str, Any]:
-    """What a model takes for sequences of these lengths, one behind the other."""
-    device = ids_1N.device
-    ends = torch.tensor((0, *lengths), device=device).cumsum(0, dtype=torch.int32)
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
-    return {
-        "input_ids": ids_1N,
-        "position_ids": positions,
-        "sequence_lengths": lengths,
-        # FlashAttention's, which transformers knows.
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-    }
+    has_experts = mixtures_in(model) or hasattr(model.config.get_text_config(), "output_router_logits")
+    return model.config._attn_implementation == NAME and not has_experts
 
 
 def _spread(found: FusedCausalLMOutput, wanted_BT: torch.Tensor) -> FusedCausalLMOutput:
     """The output for one row as that for the padded batch, [B, T - 1]; zero where nothing was scored."""
-    scored_1N = found.label_mask
+    scored_1M = found.label_mask
     for name in _PER_TOKEN:
         values = getattr(found, name)
         if values is not None:
-            setattr(found, name, values.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT, values[scored_1N]))
+            setattr(found, name, values.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT, values[scored_1M]))
     found.label_mask = wanted_BT
     return found
 
@@ -192,20 +124,32 @@ def _why_not(model: Any, implementation: str) -> str:
 
 
 @torch.no_grad()
-def _probe(model: Any) -> str:
-    """Two short sequences one behind the other, against each by itself; why they differ, empty where they do not."""
+def _probe(model: Any, shares_prompts: bool) -> str:
+    """Two short sequences as a row, against each by itself; why they differ, empty where they do not."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        ids_1N = torch.arange(sum(_PROBE), device=model.get_input_embeddings().weight.device)[None]
-        ids_1N = (7 * ids_1N + 1) % model.config.get_text_config().vocab_size
+        mask_BT = (torch.arange(max(_PROBE)) < torch.tensor(_PROBE)[:, None]).long()
+        ids_BT = 7 * torch.arange(mask_BT.numel()).view(mask_BT.shape) + 1
+        ids_BT[1, :_PROMPT] = ids_BT[0, :_PROMPT]
+        ids_BT = ids_BT % model.config.get_text_config().vocab_size
+        labels_BT = ids_BT.masked_fill(mask_BT == 0, -100)
+        labels_BT[:, : _PROMPT + 1] = -100
+        device = model.get_input_embeddings().weight.device
+        batch = {"input_ids": ids_BT, "attention_mask": mask_BT, "labels": labels_BT}
+        row = make_row({name: values.to(device) for name, values in batch.items()}, shares_prompts=shares_prompts)
 
         def states(**inputs: Any) -> torch.Tensor:
             return model.base_model(**inputs, use_cache=False).last_hidden_state.float()
 
         with without_masks():
-            ours = states(**row_inputs(ids_1N, _PROBE))
-        alone = torch.cat([states(input_ids=ids) for ids in ids_1N.split(_PROBE, dim=1)], dim=1)
+            ours = states(**row.inputs)[row.targets_1M != -100]
+        alone = torch.cat(
+            [
+                states(input_ids=ids[None, :length].to(device))[0, _PROMPT : length - 1]
+                for ids, length in zip(ids_BT, _PROBE, strict=True)
+            ]
+        )
     except Exception as error:
         return f"{type(model).__name__} cannot be run without: {type(error).__name__}: {error}"
     finally:
