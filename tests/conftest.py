@@ -16,6 +16,8 @@ from support import make_model, move_a_scale, randomise
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Of actors; Ray's own is 15, and all other tests would come before them.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # Processes that tests start import in two thirds of the time: children/sitecustomize.py. Behind tests/avx2, if that is there.
 _CHILDREN = str(Path(__file__).resolve().parent / "children")

@@ -31,6 +31,7 @@ from qlora_rl import (
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.contracts import CancellableEngine, ReplicatedEngine, RolloutEngine, SamplingSpec
+from qlora_rl.engine.fleet.ray_fleet import _connect
 from qlora_rl.engine.fleet.ray_replica import RayReplica
 from qlora_rl.sync.transports import transport_for
 
@@ -125,6 +126,17 @@ def stop_in_the_middle(replica, rollout):
 
 
 # First, while no other fleet takes the cluster's two CPUs.
+
+
+def test_actors_of_a_cluster_that_a_fleet_starts_are_as_important_as_the_training(monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.delenv("RAY_worker_niceness")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert _connect(ray, None, 1, {"num_cpus": 1})
+    try:
+        assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)
+    finally:
+        ray.shutdown()
 
 
 def test_the_ray_example_runs(cluster, model_dir, tmp_path):

@@ -140,6 +140,8 @@ def _connect(ray: Any, address: str | None, replicas: int, wishes: Mapping[str, 
             include_dashboard=False,
             object_store_memory=_STORE_BYTES,
             log_to_driver=False,
+            # Ray's own is 15: on a CPU, anything else that runs would come before rollouts that a training waits for.
+            _system_config={} if "RAY_worker_niceness" in os.environ else {"worker_niceness": 0},
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = f"connecting to the Ray cluster at {address}" if address else "starting Ray on this machine"
