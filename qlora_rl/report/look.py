@@ -74,7 +74,8 @@ section { margin-top: 3.6rem; }
 .bars { display: grid; gap: .2rem; font-size: .88rem; margin-bottom: 1.1rem; }
 .bars > p { display: flex; justify-content: space-between; gap: 1rem; margin: .5rem 0 0; max-width: none; }
 .bar { display: flex; height: 1.5rem; gap: 1px; } .bar > i { display: block; min-width: 2px; border-radius: 1px; }
-.p0 { background: var(--p0); } .p1 { background: var(--p1); } .p2 { background: var(--ink); } .p3 { background: var(--s1); }
+.p0 { background: var(--p0); } .p1 { background: var(--p1); } .p2 { background: var(--ink); }
+.p3 { background: var(--s1); } .p4 { background: var(--s2); }
 .dot { display: inline-block; width: .7rem; height: .7rem; border-radius: 2px; margin-right: .5rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: .42rem 1rem .42rem 0; border-bottom: 1px solid var(--line);

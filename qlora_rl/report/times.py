@@ -10,7 +10,13 @@ from .parts import section, table
 from .quantities import ABSENT, octets, plain, seconds, share
 from .run import Run
 
-PARTS = ("sampler writes answers", "trainer scores and learns", "push to the sampler", "check of the push")
+PARTS = (
+    "sampler writes answers",
+    "trainer scores and learns",
+    "push to the sampler",
+    "check of the push",
+    "sampler sleeps and wakes",
+)
 PUSH_ROWS = (
     "Pushes",
     "Way",
@@ -37,8 +43,9 @@ def draw_time(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
         first = f"{PARTS[0]} ({', '.join(waits)}: the wait for them)"
     labels, bars, content = (first, *PARTS[1:]), [], []
     for name, _, parts in timed:
-        pieces = [tag("i", class_=f"p{i}", style=f"width:{100 * part / longest:.3f}%") for i, part in enumerate(parts)]
-        label = f"{name}: " + ", ".join(f"{p} {seconds(v)}" for p, v in zip(labels, parts, strict=True))
+        shown = [(i, part, value) for i, (part, value) in enumerate(zip(labels, parts, strict=True)) if value]
+        pieces = [tag("i", class_=f"p{i}", style=f"width:{100 * value / longest:.3f}%") for i, _, value in shown]
+        label = f"{name}: " + ", ".join(f"{part} {seconds(value)}" for _, part, value in shown)
         bars.append(tag("p", tag("span", name), tag("span", seconds(sum(parts)), class_="num")))
         bars.append(tag("div", *pieces, class_="bar", role="img", aria_label=label))
     if timed:
@@ -60,25 +67,26 @@ def draw_time(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
 def _step_parts(run: Run) -> list[float] | None:
     """Seconds of a typical step, as `PARTS`. `None` where a part was never measured.
 
-    Where rollouts and training overlap, a step holds the wait for the rollouts and not what drawing them took.
+    Where rollouts and training overlap, a step holds the wait for the rollouts and not what sampling them took.
     """
     drawing = "trainer_wait_seconds" if run.is_async else "rollout_seconds"
     columns = [run.column(name) for name in (drawing, "step_seconds", "sync_seconds")]
+    others = [run.column(name) for name in ("canary_seconds", "sleep_seconds", "wake_seconds")]
     whole = [
-        (*row, proof or 0.0)
-        for *row, proof in zip(*columns, run.column("canary_seconds"), strict=True)
+        (*row, check or 0.0, (asleep or 0.0) + (awake or 0.0))
+        for *row, check, asleep, awake in zip(*columns, *others, strict=True)
         if None not in row
     ]
     if not whole:
         return None
     # The sampler may still write the next answers when a step ends: the rest is never less than nothing.
-    split = ((r, max(0.0, s - r - p - c), p, c) for r, s, p, c in whole)
+    split = ((r, max(0.0, s - r - p - c - z), p, c, z) for r, s, p, c, z in whole)
     parts = [median(column) for column in zip(*split, strict=True)]
     return parts if sum(parts) > 0 else None
 
 
 def _draw_overlap(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
-    """Of runs that draw and train at the same time: how old, and who waited."""
+    """Of runs that sample and train at the same time: how old, and who waited."""
     shown = [(name, run) for name, run in zip(names, runs, strict=True) if run.is_async]
     if not shown:
         return []
@@ -96,7 +104,7 @@ def _draw_overlap(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
         ),
         ("The sampler had nothing to do before it", *over(median, "rollout_idle_seconds", seconds)),
     ]
-    return [tag("h3", "Drawing and training at the same time"), table(["", *(name for name, _ in shown)], rows)]
+    return [tag("h3", "Sampling and training at the same time"), table(["", *(name for name, _ in shown)], rows)]
 
 
 def _share_ready(counts: Sequence[float]) -> float:

@@ -65,6 +65,14 @@ def test_a_step_is_taken_apart_with_the_proof_of_its_push(tmp_path):
     assert "check of the push</th>" not in read_page(make_run(tmp_path / "b"))  # there is none
 
 
+def test_a_step_is_taken_apart_with_the_sleep_of_its_engine(tmp_path):
+    times = {"canary_seconds": 0.1, "sleep_seconds": 0.02, "wake_seconds": 0.03}
+    lines = "".join(json.dumps({"step": i, "reward": 0.5, **METRIC, **times}) + "\n" for i in range(5))
+    page = read_page(make_run(tmp_path / "a", metrics=lines))
+    assert "learns 48 ms, push to the sampler 2.0 ms, check of the push 100 ms, sampler sleeps and wakes 50 ms" in page
+    assert "sleeps and wakes" not in read_page(make_run(tmp_path / "b"))
+
+
 def test_a_run_that_draws_ahead_is_charged_with_its_waits_and_says_how_old_its_answers_were(tmp_path):
     ahead = {"trainer_wait_seconds": 0.01, "staleness_mean": 1, "staleness_max": 1, "rollout_drawn_seconds": 0.9}
     lines = "".join(
@@ -75,9 +83,9 @@ def test_a_run_that_draws_ahead_is_charged_with_its_waits_and_says_how_old_its_a
     ours = make_run(tmp_path / "ours", metrics=lines)
     page = read_page(ours)
     assert "ours: trainer waits for answers 10 ms, trainer scores and learns 388 ms, push" in page
-    table = page[page.index("Drawing and training at the same time") :]
+    table = page[page.index("Sampling and training at the same time") :]
     for label, value in (("Policies that answers were behind, mean", "1"), ("found their answers ready", "50 %")):
         assert re.search(f"{label}</th><td[^>]*>{value}</td>", table)
     beside = read_page(make_run(tmp_path / "plain"), (ours,))
     assert "sampler writes answers (ours: the wait for them)" in beside
-    assert "Drawing and training at the same time" not in read_page(tmp_path / "plain")
+    assert "Sampling and training at the same time" not in read_page(tmp_path / "plain")
