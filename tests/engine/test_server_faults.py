@@ -576,7 +576,7 @@ def test_a_server_that_ends_in_a_rollout_is_gone_within_a_minute_and_the_next_on
 ):
     one.load_packed(blob(bundle), 1)
     long = SAMPLING | {"max_tokens": 48, "extra": {"ignore_eos": True}}
-    asked = prompts * 50
+    asked = prompts * 100
     rollouts = []
 
     one.generate(prompts, **long)  # the first one is slower
@@ -586,7 +586,7 @@ def test_a_server_that_ends_in_a_rollout_is_gone_within_a_minute_and_the_next_on
     process, offspring = servers[0].server.process, children(servers[0].server.process.pid)
     before = cpu_seconds(process.pid)
     with InBackground(lambda: rollouts.append(one.generate(asked, **long))):
-        while cpu_seconds(process.pid) < before + cost / 3:  # a busy server answers no question of ours
+        while cpu_seconds(process.pid) < before + cost / 6:  # a busy server answers no question of ours
             assert not rollouts
             time.sleep(0.005)
         end(servers[0].server)
