@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from qlora_rl import ConfigConflictError, FakeEngine, QLoRADPOTrainer, QLoRASFTTrainer, load_base, prepare_base
 from qlora_rl.train.scoring import attention
-from qlora_rl.train.scoring.padding import micro_batches, remove_padding
+from qlora_rl.train.scoring.padding import micro_batches, remove_padding, settle_padding
 from qlora_rl.train.scoring.row import make_row
 
 WORDS, LONGEST = 97, 24
@@ -104,12 +104,13 @@ def test_a_second_trainer_finds_the_model_as_the_first_did():
     torch.testing.assert_close(model(**batch(), fused_lm_head=True).log_probs, padded.log_probs, rtol=1e-5, atol=1e-5)
 
 
-def test_recomputed_layers_attend_by_sequence_too():
+@pytest.mark.parametrize("given", [batch, group])
+def test_recomputed_layers_attend_by_sequence_too(given):
     model = make_model()
-    _, padded_gradient = step(model, batch())
+    _, padded_gradient = step(model, given())
     remove_padding(model)
     model.train().gradient_checkpointing_enable()
-    _, gradient = step(model, batch())
+    _, gradient = step(model, given())
     assert (gradient - padded_gradient).norm() < 1e-5 * padded_gradient.norm()
 
 
@@ -154,6 +155,65 @@ def test_prompts_that_are_few_of_all_tokens_are_not_shared():
     given = {name: values[[0, 2, 4]] for name, values in group().items()}
     given["labels"][:, 2:8] = given["input_ids"][:, 2:8]
     assert "sources" not in make_row(given, shares_prompts=True).inputs
+
+
+def test_a_completion_of_which_nothing_is_scored_is_left_out():
+    """`mask_truncated_completions`: TRL takes all of it for padding, and the prompt is all that is left."""
+    model, given = make_model(), group()
+    given["attention_mask"][2:5, 8:] = 0
+    given["labels"][2:5, 8:] = -100
+    padded, padded_gradient = step(model, given)
+    row = make_row(given, shares_prompts=True)
+    assert row is not None
+    assert row.inputs["input_ids"].shape[1] == 20 + 13 + 20  # no prompt is left that two share
+    given["labels"][2, 8] = given["input_ids"][2, 8]
+    given["attention_mask"][2, 8] = 1
+    padded, padded_gradient = step(model, given)
+    assert make_row(given, shares_prompts=True).inputs["input_ids"].shape[1] == 7 + (12 + 1) + 12 + 19
+    assert remove_padding(model) == ""
+    found, gradient = step(model, given)
+    torch.testing.assert_close(found.log_probs, padded.log_probs, rtol=1e-5, atol=1e-5)
+    assert (gradient - padded_gradient).norm() < 1e-5 * padded_gradient.norm()
+
+
+def test_a_batch_in_which_nothing_is_scored_still_has_a_gradient():
+    model, given = make_model(), group()
+    given["labels"][:] = -100
+    assert remove_padding(model) == ""
+    found, gradient = step(model, given)
+    assert not found.log_probs.any()
+    assert not gradient.any()
+
+
+def test_many_short_sequences_without_a_common_prompt_stay_whole():
+    ids = torch.arange(3, 27).view(3, 8)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    given["attention_mask"][0, 7:] = 0
+    given["labels"][:, :2], given["labels"][0, 7:] = -100, -100
+    row = make_row(given, shares_prompts=True)
+    assert "sources" not in row.inputs
+    assert row.inputs["input_ids"].numel() == 23
+
+
+def test_with_dropout_each_sequence_has_a_mask_of_its_own():
+    model = make_model()
+    model.lm_head.drop = torch.nn.Dropout(0.1)
+    assert settle_padding(model) == {
+        "removed": True, "shares_prompts": False, "prompts_reason": "with dropout each sequence has a mask of its own",
+    }  # fmt: skip
+
+
+def test_a_model_that_takes_other_positions_shares_no_prompt(monkeypatch):
+    """Its positions are those of the places in the row: right for whole sequences, which see only distances."""
+    model = make_model(dtype=torch.bfloat16)
+    rotary = type(model.model.rotary_emb)
+    of_rotary = rotary.forward
+    monkeypatch.setattr(
+        rotary, "forward", lambda self, x, position_ids: of_rotary(self, x, torch.arange(x.shape[1])[None])
+    )
+    found = settle_padding(model)
+    assert (found["removed"], found["shares_prompts"]) == (True, False)
+    assert "hidden states" in found["prompts_reason"]
 
 
 def test_a_batch_without_padding_is_a_row_where_prompts_are_shared():

@@ -27,7 +27,8 @@ from qlora_rl.ledger.request import MemoryRequest
 from qlora_rl.ledger.shape import Cache, read_config, read_shape, skeleton
 from qlora_rl.processor import Processor
 from qlora_rl.train.scoring.attention import without_masks
-from qlora_rl.train.scoring.padding import remove_padding, row_inputs
+from qlora_rl.train.scoring.padding import remove_padding
+from qlora_rl.train.scoring.row import row_inputs
 
 GIB = 2**30
 SPECS = {

@@ -81,7 +81,7 @@ def attend(
         )
     if sources is not None:
         query_1QND, key_1KND, value_1KND = (
-            _Spread.apply(whole, sources) for whole in (query_1QND, key_1KND, value_1KND)
+            _Gathered.apply(whole, sources) for whole in (query_1QND, key_1KND, value_1KND)
         )
     shares_keys = query_1QND.shape[1] != key_1KND.shape[1]
     dtypes = {query_1QND.dtype, key_1KND.dtype, value_1KND.dtype}
@@ -92,8 +92,11 @@ def attend(
     return found_1NQD if places is None else found_1NQD.index_select(1, places), None
 
 
-class _Spread(torch.autograd.Function):
-    """Tokens of a row as those of its sequences, [1, H, N, D] from [1, H, M, D]; gradients of a token that several share are added up in float32."""
+class _Gathered(torch.autograd.Function):
+    """Tokens of a row as those of its sequences, [1, H, N, D] from [1, H, M, D]; gradients of a token that several share are added up in float32.
+
+    On CUDA in an order of its own, so that the last bits differ from run to run, as those of other kernels there do.
+    """
 
     @staticmethod
     def forward(ctx: Any, row_1HMD: torch.Tensor, sources_N: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 GRPO samples G completions of a prompt, and DPO compares two. What comes before the token that the first scored one follows is then the same for
 all of them, and so is what every layer computes there. With `shares_prompts` those tokens are in the row once, before all sequences, and
-attention finds them by `sources` (`qlora_rl.train.scoring.attention`). A sequence's last token, after which nothing is scored, is left out.
+attention finds them by `sources` (`qlora_rl.train.scoring.attention`). A sequence's last token, after which nothing is scored, is then left out,
+and so are sequences of which nothing is scored.
 
 Letters: B sequences, T tokens with padding, N without, of all sequences together; M tokens of the row, N or fewer.
 """
@@ -34,7 +35,7 @@ class Row:
     """A batch as one row.
 
     Attributes:
-        inputs: of the model: ids, positions, lengths.
+        inputs: of the model: ids, positions, lengths; with shared prompts `sources` and `places`, too.
         targets_1M: the token that is scored after each one, in the order of the batch; -100 where none is.
     """
 
@@ -63,8 +64,13 @@ def make_row(given: dict[str, Any], longest: int | None = None, *, shares_prompt
         holes = (starts_BT.sum(1) > 1).any()
         astray = ((labels_BT[:, 1:] != -100) & ~(kept_BT[:, 1:] & kept_BT[:, :-1])).any()
         scored_BT = kept_BT & (labels_BT != -100)
+        is_scored_B = scored_BT.any(1, keepdim=True)
+        if (
+            shares_prompts
+        ):  # what is not scored (`mask_truncated_completions`) is read by nobody; something has to be computed
+            kept_BT = kept_BT & (is_scored_B | ~is_scored_B.any())
         # Tokens before the one that the first scored token follows; none where nothing is scored.
-        prompts_B = (kept_BT & (scored_BT.cumsum(1) == 0)).sum(1).sub(1).clamp(min=0) * scored_BT.any(1)
+        prompts_B = (kept_BT & (scored_BT.cumsum(1) == 0)).sum(1).sub(1).clamp(min=0) * is_scored_B[:, 0]
         found = torch.stack([*kept_BT.sum(1), *prompts_B, holes, astray]).tolist()
         counts, prompts, (has_holes, is_astray) = found[: len(kept_BT)], found[len(kept_BT) : -2], found[-2:]
         if has_holes or is_astray:
@@ -80,13 +86,16 @@ def make_row(given: dict[str, Any], longest: int | None = None, *, shares_prompt
             )
     else:
         return None
+    prompts = [prompt for prompt, count in zip(prompts, counts, strict=True) if count]
     lengths = [count for count in counts if count]
     if not lengths or (longest is not None and max(lengths) > longest):
         return None
     ids_N = given["input_ids"][kept_BT]
-    targets_N = given["labels"][kept_BT].masked_fill(starts_1N[0], -100).roll(-1)
-    if shares_prompts and names == _PADDED and 0 not in counts:
-        row = _with_shared_prompts(ids_N, targets_N, counts, prompts)
+    targets_N = torch.nn.functional.pad(
+        given["labels"][kept_BT].masked_fill(starts_1N[0], -100)[1:], (0, 1), value=-100
+    )
+    if shares_prompts and names == _PADDED:
+        row = _with_shared_prompts(ids_N, targets_N, lengths, prompts)
         if row is not None:
             return row
     if names == _PADDED and sum(counts) == kept_BT.numel():
@@ -142,7 +151,7 @@ def _with_shared_prompts(
         own_at.append(tokens)
         kept.append(range(ends[number] + shared[number], ends[number] + length))
         tokens += length - shared[number]
-    if tokens > _WORTH * len(ids_N):
+    if not any(shared) or tokens > _WORTH * len(ids_N):
         return None
     # Attention sees whole sequences, those of one length together.
     order = sorted(range(len(counts)), key=lengths.__getitem__)
