@@ -110,6 +110,23 @@ def test_in_float32_their_dequantised_copy_is_served_exactly(mixture, tmp_path):
         assert pair.difference(pair.adapted(LoraConfig(r=8, lora_alpha=32, target_modules=list(ATTENTION)))) < EXACT
 
 
+def test_experts_in_fp4_are_verified_and_served_exactly_too(tmp_path):
+    source = make_model(tmp_path / "model", architecture="qwen3_moe", tied=False)
+    base = prepare_base(source, "fp4", quantize_experts=True, out=tmp_path / "base")
+    with LocalEngine(base, **SMALL) as engine:
+        own = load_base(base)
+        leaves = verify_base(own, engine).theirs.leaves
+        assert {leaf.kind for name, leaf in leaves.items() if ".experts." in name} == {"fp4"}
+        own.model.layers[1].mlp.experts.get_submodule("2").up_proj.weight.data.view(-1)[5] ^= 1
+        [name] = compare(fingerprint_base(own), engine.describe_base()).modules
+        assert name == "model.layers.1.mlp.experts.2.up_proj.weight"
+    baked = bake_base(base, "float32")
+    with LocalEngine(baked, **SMALL) as engine:
+        verify_base(load_base(baked), engine)
+        pair = Pair(engine, baked, tmp_path)
+        assert pair.difference(pair.adapted(LoraConfig(r=8, lora_alpha=32, target_modules=list(ATTENTION)))) < EXACT
+
+
 @pytest.mark.parametrize("targets", [list(ATTENTION), "all-linear"], ids=["attention", "experts"])
 def test_grpo_trains_with_one_copy_of_the_experts(mixture, targets, tmp_path):
     options = tiny_training(
