@@ -28,9 +28,13 @@ def test_every_extra_that_a_message_or_a_page_names_exists():
 
 def test_a_version_is_the_same_wherever_it_stands_and_a_release_has_its_section_and_date():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    cited = dict(re.findall(r"^(version|date-released): (.+)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE))
+    cited = dict(
+        re.findall(r"^(version|date-released): (.+)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
+    )
     assert {version, cited["version"]} == {qlora_rl.__version__}
-    top, *released = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    top, *released = re.findall(
+        r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     assert top == ("Unreleased", "")
     if ".dev" not in version:
         assert released[0] == (version, cited["date-released"])
