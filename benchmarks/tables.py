@@ -451,18 +451,24 @@ def memory_plan() -> str:
     return "\n".join(lines)
 
 
+# What others publish, on one card: name -> tokens by card. docs/memory.md links the sources.
+PUBLISHED = {"Unsloth: Qwen3-8B, QLoRA, GRPO": {"80": 110_000}}
+
+
 def memory_longest() -> str:
-    """The longest prompt plus completion that fits, by model and card."""
+    """The longest prompt plus completion that fits, by model and card; our rows are estimates."""
     longest = _load("memory_plan.json")["longest"]
     cards = list(next(iter(longest.values())))
-    lines = [f"| tokens | {' | '.join(f'{card} GB' for card in cards)} |", f"|---|{'---|' * len(cards)}"]
+    lines = [f"| tokens | {' | '.join(f'{card} GB' for card in cards)} | |", f"|---|{'---|' * (len(cards) + 1)}"]
     models: dict[str, dict] = {}
     for name, by_card in longest.items():
         models.setdefault(name.partition(", ")[0], {})[name] = by_card
     for model, rows in models.items():
         first = next(iter(rows.values()))
         for name, by_card in ({model: first} if all(row == first for row in rows.values()) else rows).items():
-            lines.append(f"| {name} | {' | '.join(str(by_card[card] or 'none') for card in cards)} |")
+            lines.append(f"| {name} | {' | '.join(str(by_card[card] or 'none') for card in cards)} | estimate |")
+    for name, by_card in PUBLISHED.items():
+        lines.append(f"| {name} | {' | '.join(str(by_card.get(card, '')) for card in cards)} | published by them |")
     return "\n".join(lines)
 
 

