@@ -65,9 +65,8 @@ def make_row(given: dict[str, Any], longest: int | None = None, *, shares_prompt
         astray = ((labels_BT[:, 1:] != -100) & ~(kept_BT[:, 1:] & kept_BT[:, :-1])).any()
         scored_BT = kept_BT & (labels_BT != -100)
         is_scored_B = scored_BT.any(1, keepdim=True)
-        if (
-            shares_prompts
-        ):  # what is not scored (`mask_truncated_completions`) is read by nobody; something has to be computed
+        # A sequence that is not scored (`mask_truncated_completions`) is read by nobody; something has to be computed.
+        if shares_prompts:
             kept_BT = kept_BT & (is_scored_B | ~is_scored_B.any())
         # Tokens before the one that the first scored token follows; none where nothing is scored.
         prompts_B = (kept_BT & (scored_BT.cumsum(1) == 0)).sum(1).sub(1).clamp(min=0) * is_scored_B[:, 0]
