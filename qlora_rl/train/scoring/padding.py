@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from qlora_rl.base.experts import mixtures_in
 from qlora_rl.ledger.shape import layer_kinds, layer_window
 from qlora_rl.train.scoring.attention import NAME, register, without_masks
-from qlora_rl.train.scoring.row import HANDED_ON, Row, make_row
+from qlora_rl.train.scoring.row import HANDED_ON, make_row
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +48,13 @@ def remove_padding(model: Any) -> str:
         if is_sdpa:
             register()
             model.set_attn_implementation(NAME)
-        why = _try(model, _row_of_whole_sequences)
+        why = _try(model)
         if why:
             model.set_attn_implementation(before)
     if why:
         logger.info("micro-batches stay padded: %s", why)
         return why
-    why_not_shared = _why_prompts_are_not_shared(model) or _try(model, _row_with_a_shared_prompt)
+    why_not_shared = _why_prompts_are_not_shared(model) or _try(model, shares_prompts=True)
     of_trl = model.forward
     longest = layer_window(model.config) if is_sdpa else None  # FlashAttention has windows
     counts = {"without_padding": 0, "padded": 0}
@@ -132,16 +131,8 @@ def _why_not(model: Any, implementation: str) -> str:
     return ""
 
 
-def _row_of_whole_sequences(batch: dict[str, torch.Tensor]) -> Row | None:
-    return make_row(batch)
-
-
-def _row_with_a_shared_prompt(batch: dict[str, torch.Tensor]) -> Row | None:
-    return make_row(batch, shares_prompts=True)
-
-
 @torch.no_grad()
-def _try(model: Any, make: Callable[[dict[str, torch.Tensor]], Row | None]) -> str:
+def _try(model: Any, *, shares_prompts: bool = False) -> str:
     """Two short sequences as a row, against each by itself; why they differ, empty where they do not."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -154,7 +145,7 @@ def _try(model: Any, make: Callable[[dict[str, torch.Tensor]], Row | None]) -> s
         labels_BT[:, : _PROMPT + 1] = -100
         device = model.get_input_embeddings().weight.device
         batch = {"input_ids": ids_BT, "attention_mask": mask_BT, "labels": labels_BT}
-        row = make({name: values.to(device) for name, values in batch.items()})
+        row = make_row({name: values.to(device) for name, values in batch.items()}, shares_prompts=shares_prompts)
 
         def states(**inputs: Any) -> torch.Tensor:
             return model.base_model(**inputs, use_cache=False).last_hidden_state[0].float()
@@ -162,7 +153,7 @@ def _try(model: Any, make: Callable[[dict[str, torch.Tensor]], Row | None]) -> s
         with without_masks():
             ours = states(**row.inputs)
         alone = [states(input_ids=ids[None, :n].to(device)) for ids, n in zip(ids_BT, _PROBE, strict=True)]
-        if "sources" in row.inputs:
+        if shares_prompts:
             ours, alone = ours[row.inputs["sources"]], [each[:-1] for each in reversed(alone)]  # the shorter one first
     except Exception as error:
         return f"{type(model).__name__} cannot be run without: {type(error).__name__}: {error}"
@@ -173,7 +164,7 @@ def _try(model: Any, make: Callable[[dict[str, torch.Tensor]], Row | None]) -> s
     parts = zip(ours.split([len(each) for each in alone]), alone, strict=True)
     difference = max(((mine - own).norm() / own.norm()).item() for mine, own in parts)
     bound = _BOUNDS.get(next(model.parameters()).dtype, _BOUNDS[torch.bfloat16])
-    if "sources" in row.inputs and bound > 1e-3:
+    if shares_prompts and bound > 1e-3:
         bound /= 8  # wrong positions are a small fault between neighbours, and rounding was never above a thousandth times 2.5
     if difference < bound:
         return ""
