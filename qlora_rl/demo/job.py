@@ -305,8 +305,8 @@ def make_trainer(
         report_to=[],
         disable_tqdm=True,
         vllm_max_model_length=None if "://" in settings.rollout else MAX_MODEL_LENGTH,
-        # At ten tokens the backward pass of fused attention costs a CPU more than half of the step.
-        model_init_kwargs=None if on_gpu else {"attn_implementation": "eager"},
+        # On TRL's padded batches of ten tokens the backward pass of fused attention costs a CPU more than half of the step.
+        model_init_kwargs=None if on_gpu or settings.sync != "trl-merge" else {"attn_implementation": "eager"},
     )
     config = GRPOConfig(**wanted | dict(changes or {}))
     arguments: dict[str, Any] = {

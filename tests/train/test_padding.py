@@ -271,6 +271,21 @@ def test_a_batch_that_trl_has_packed_for_sft_attends_by_sequence():
     assert (gradient - padded_gradient).norm() < 1e-5 * padded_gradient.norm()
 
 
+@pytest.mark.parametrize("length", [2, attention._SHORT, attention._SHORT + 1])
+def test_short_sequences_attend_as_exactly_as_long_ones(length):
+    generator = torch.Generator().manual_seed(0)
+    like = [(1, heads, 3 * length, 16) for heads in (4, 2, 2)]
+    exact = [torch.randn(shape, generator=generator, requires_grad=True) for shape in like]
+    half = [whole.detach().bfloat16().requires_grad_() for whole in exact]
+    found = [attention._by_length(*whole, (length,) * 3, 0.5, True, 0.0) for whole in (exact, half)]
+    weights = torch.randn(found[0].shape, generator=generator)
+    for one in found:
+        (one.float() * weights).sum().backward()
+    assert (found[1] - found[0]).norm() < 2**-7 * found[0].norm()
+    for one, other in zip(exact, half, strict=True):
+        assert (one.grad - other.grad).norm() <= 2**-6 * one.grad.norm()
+
+
 def test_eager_attention_is_a_wish():
     model = make_model(attn_implementation="eager")
     assert "'eager'" in remove_padding(model)

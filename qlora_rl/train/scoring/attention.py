@@ -23,6 +23,9 @@ NAME = "sdpa_per_sequence"
 # Tokens whose gradients are in float32 at once.
 _AT_ONCE = 4096
 _HALF = (torch.bfloat16, torch.float16)
+# Of so few tokens in 16 bits, torch's fused attention on a CPU spends more time on its backward pass than on everything else: a product for
+# each head of each sequence.
+_SHORT = 32
 # transformers makes masks once in a forward pass, before the layers; it does not say for which arguments.
 _without_masks: ContextVar[bool] = ContextVar("without_masks", default=False)
 
@@ -123,7 +126,7 @@ def _by_length(
     shares_keys: bool,
     dropout: float,
 ) -> torch.Tensor:
-    """torch's SDPA, one call for neighbours of one length."""
+    """torch's SDPA, fused or (`_SHORT`) as batched products; one call for neighbours of one length."""
     runs = [(length, len(list(alike))) for length, alike in groupby(lengths)]
     sizes = [length * count for length, count in runs]
     found = []
@@ -131,10 +134,15 @@ def _by_length(
     for (length, count), *parts in zip(
         runs, *(whole.split(sizes, dim=2) for whole in (query_1QND, key_1KND, value_1KND)), strict=True
     ):
-        alike = (part[0].unflatten(1, (count, length)).transpose(0, 1) for part in parts)
-        run = scaled_dot_product_attention(
-            *alike, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=shares_keys
-        )
+        alike = [part[0].unflatten(1, (count, length)).transpose(0, 1) for part in parts]
+        if length <= _SHORT and not dropout and all(part.is_cpu and part.dtype in _HALF for part in alike):
+            run, _ = torch.ops.aten._scaled_dot_product_attention_math(
+                *alike, is_causal=True, scale=scaling, enable_gqa=shares_keys
+            )
+        else:
+            run = scaled_dot_product_attention(
+                *alike, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=shares_keys
+            )
         found.append(run.transpose(1, 2).flatten(0, 1))
     return torch.cat(found)[None]
 
