@@ -21,8 +21,10 @@ from qlora_rl import (
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.client import ServerEngine
+from qlora_rl.engine.linears import kernels
 from qlora_rl.engine.linears.decoded import DecodedLinear
 from qlora_rl.engine.linears.linear import AdaptedLinear, AdapterProducts
+from qlora_rl.engine.linears.native import codes_kernel
 from qlora_rl.engine.sampling import sampling_params
 from qlora_rl.engine.server import serve, start_server
 from qlora_rl.errors import BaseMismatchError, ConfigConflictError
@@ -62,6 +64,26 @@ def test_the_layers_multiply_through_the_direct_products(pair):
         assert isinstance(layer.punica_wrapper.add_lora_linear, AdapterProducts)
         for stacked in (*layer.lora_a_stacked, *layer.lora_b_stacked):
             assert stacked._version >= 0  # torch counts the writes into it
+
+
+def test_norms_of_16_bits_go_to_the_kernel_and_others_stay_vllms(pair, base):
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    kernel = codes_kernel()
+    if isinstance(kernel, str):
+        pytest.skip(kernel)
+    with LocalEngine(base, **OPTIONS) as engine:
+        for found, by_kernel in ((engine, True), (pair.engine, False)):
+            model = found.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+            norms = [layer for layer in model.modules() if type(layer) is RMSNorm]
+            assert norms
+            assert all((layer._forward_method.__module__ == kernels.__name__) is by_kernel for layer in norms)
+            residuals = [torch.randn(3, norms[0].hidden_size).to(norms[0].weight.dtype) for _ in range(2)]
+            x, copies = residuals[0] * 2, [residual.clone() for residual in residuals]
+            ours, left = norms[0](x.clone(), residuals[0])
+            theirs, expected = norms[0].forward_native(x.clone(), copies[0])
+            assert torch.equal(left, expected)
+            assert torch.allclose(ours.float(), theirs.float(), rtol=2**-6)
 
 
 def test_requests_with_and_without_an_adapter_and_with_two_of_them_share_a_batch(pair):

@@ -208,6 +208,43 @@ def test_infinity_and_nan_stay_with_their_token(kernel):
     assert torch.equal(found[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
 
 
+def normed(x, weight, residual=None):
+    """vLLM's operators, and the model's of the trainer: rounded before the weight and after it."""
+    whole = x.float() if residual is None else x.float() + residual.float()
+    scaled = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return scaled.to(BF16) * weight, whole.to(BF16)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3, 100), (16, 768), (130, 256), (5, 4, 64)])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_a_norm_is_torchs_rounded_twice(kernel, shape, has_residual):
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(shape, generator=generator).mul(3).to(BF16) for _ in range(2))
+    weight = torch.randn(shape[-1], generator=generator).to(BF16)
+    expected, total = normed(x, weight, residual if has_residual else None)
+    before = x.clone()
+    found = kernel.norm(x, weight, 1e-6, residual if has_residual else None)
+    # One sum has another order, which can move a number over the edge of a rounding.
+    assert (found != expected).float().mean() < 1e-3
+    assert torch.allclose(found.float(), expected.float(), rtol=2**-6, atol=0)
+    assert torch.equal(x, before)
+    if has_residual:
+        assert torch.equal(residual, total)
+
+
+def test_a_norm_of_a_token_has_the_same_bits_in_any_company_with_any_number_of_threads(kernel):
+    x, weight = torch.randn(70, 512).to(BF16), torch.randn(512).to(BF16)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([kernel.norm(row[None], weight, 1e-6) for row in x])
+        torch.set_num_threads(3)
+        assert torch.equal(kernel.norm(x, weight, 1e-6), alone)
+        assert torch.equal(kernel.norm(x.t().contiguous().t(), weight, 1e-6), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize(("columns", "blocksize", "takes"), [(96, 64, False), (128, 64, True), (64, 16, False)])
 def test_blocks_must_fill_rows_and_vectors(kernel, columns, blocksize, takes):
     assert kernel.takes(columns, blocksize) is takes

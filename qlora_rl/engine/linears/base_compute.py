@@ -121,6 +121,8 @@ def install(
             if base == "baked":
                 nbytes += linear.bake(kernels.pack)
             layer.quant_method.apply = linear
+        if not isinstance(kernel, str):
+            kernels.norm_directly(runner.get_model(), kernel)
     said = kernel if isinstance(kernel, str) else _shown(kernel, linears)
     return BaseCompute(base, adapter, reason, nbytes, left, seconds, kernel=said), linears
 

@@ -1,6 +1,6 @@
 // Products of tokens with 4-bit weights: a few rows are decoded at a time and stay in the first cache, so that memory gives half a byte for a weight.
 // The same with bf16 weights, for a processor that has no instructions for those, and LoRA adapters added to such products, read where vLLM keeps
-// them. Built by `native.py`, without headers of torch.
+// them. And the norm between such products. Built by `native.py`, without headers of torch.
 //
 // A weight is bf16(value[code] * scale), as bitsandbytes decodes it; products are added up in float32 and rounded once to bf16. The
 // bits of a token's result depend neither on the other tokens nor on the number of threads.
@@ -10,6 +10,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -20,12 +21,30 @@ namespace {
 constexpr int GROUP = 4;                   // rows of a weight that a tile has
 constexpr int64_t HELD_BYTES = 24 << 10;  // of rows that are decoded at a time: they stay in the first cache while all tokens are multiplied
 constexpr int64_t MOST_GROUPS = 8;         // of them: threads share the rows of a small weight
+constexpr int64_t FEW = 64;                // tokens, with which memory counts: the next rows are asked for while these are multiplied
+constexpr int64_t LINE = 64;               // bytes that come from memory together
 constexpr size_t KEPT_BYTES = 16 << 20;    // of tokens, from call to call
 constexpr int64_t OUTPUTS = 64;            // of an adapter, that are added at a time
+constexpr int64_t LANES = 16;              // sums of squares side by side
+constexpr int64_t NORMED = 1 << 13;        // numbers that are worth a second thread
 
 struct alignas(64) Line {
     char bytes[64];
 };
+
+inline float wide(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float found;
+    std::memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+// To the nearest bf16, ties to even.
+inline uint16_t narrow(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
 
 // 8 rows of 8 numbers of 32 bits become columns, each at `to` and its multiples of `apart`.
 inline void turned_8x8(const __m256i* row, uint32_t* to, int64_t apart) {
@@ -227,13 +246,6 @@ inline const Number* four_rows(const uint16_t* rows, int64_t columns, Number* ro
     return room;
 }
 
-inline float wide(uint16_t x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float found;
-    std::memcpy(&found, &bits, sizeof found);
-    return found;
-}
-
 // B [16 groups, R] with its outputs side by side.
 inline void turned(const uint16_t* b, int64_t groups, int64_t rank, Number* out) {
     for (int64_t half = 0; half < 2 * groups; half++) {
@@ -306,24 +318,32 @@ inline void give_back(std::vector<Line>& lines) {
 
 thread_local std::vector<Line> decoded_rows, prepared_tokens;
 
-// Weights [O, I], each times tokens starts[p] to starts[p + 1]; read(p, row, out) gives one of its rows.
-template <typename Read>
-void multiply(int64_t weights, Read read, const int64_t* starts, const uint16_t* x, uint16_t* out, int64_t rows, int64_t columns, int threads) {
-    const int64_t width = columns + 64 / (int64_t)sizeof(Number), tokens = starts[weights];
+// Weights [O, I], each times tokens starts[p] to starts[p + 1]; read(p, row, out) gives one of its rows, which is in memory at(p, row).
+template <typename Read, typename At>
+void multiply(int64_t weights, Read read, At at, const int64_t* starts, const uint16_t* x, uint16_t* out, int64_t rows, int64_t columns, int threads) {
+    const int64_t width = columns + LINE / (int64_t)sizeof(Number), tokens = starts[weights];
     const int64_t held = std::clamp<int64_t>(HELD_BYTES / (width * (int64_t)sizeof(Number)) / GROUP, 1, MOST_GROUPS) * GROUP;
-    const int64_t groups = (rows + held - 1) / held;
+    const int64_t groups = (rows + held - 1) / held, bytes = at(0, held) - at(0, 0);
+    const bool is_few = tokens <= FEW * weights, asks = is_few && bytes <= HELD_BYTES;
+    // So many at a time that the next one is mostly a thread's own, and so few that threads end together.
+    const int64_t chunk = is_few ? std::clamp<int64_t>(weights * groups / (4 * threads), 1, 8) : 2;
     Number* shared = sizeof(Number) == sizeof(float) ? room_for(prepared_tokens, tokens * columns) : nullptr;
 #pragma omp parallel num_threads(threads)
     {
         Number* own = room_for(decoded_rows, held * width);
         const Number* all = prepared(x, shared, tokens, columns);
-#pragma omp for schedule(dynamic, 2)
+#pragma omp for schedule(dynamic, chunk)
         for (int64_t number = 0; number < weights * groups; number++) {
             const int64_t weight = number / groups, first = number % groups * held, last = std::min(first + held, rows);
-            if (starts[weight] == starts[weight + 1]) continue;
+            const int64_t from = starts[weight], until = starts[weight + 1];
+            if (from == until) continue;
             for (int64_t row = first; row < last; row++) read(weight, row, own + (row - first) * width);
-            for (int64_t t = starts[weight]; t < starts[weight + 1]; t += TOKENS) {
-                const int64_t left = std::min<int64_t>(TOKENS, starts[weight + 1] - t);
+            const char* next = at(weight, last);
+            const char* end = asks ? at(weight, std::min(last + held, rows)) : next;
+            const int64_t part = (end - next) * TOKENS / (until - from) + LINE;
+            for (int64_t t = from; t < until; t += TOKENS) {
+                const int64_t left = std::min<int64_t>(TOKENS, until - t);
+                for (const char* stop = std::min(next + part, end); next < stop; next += LINE) _mm_prefetch(next, _MM_HINT_T0);
                 for (int64_t row = first; row < last; row += GROUP) {
                     up_to<TOKENS>(left, all + t * columns, own + (row - first) * width, columns, width, out + t * rows + row, rows,
                                  (int)std::min<int64_t>(GROUP, last - row));
@@ -347,13 +367,16 @@ void qlora_rl_multiply(int64_t weights, const uint8_t* const* codes, const float
     const auto read = [=](int64_t weight, int64_t row, Number* to) {
         decode(codes[weight] + row * columns / 2, scales[weight] + row * columns / block, values, columns, block, to);
     };
-    multiply(weights, read, starts, x, out, rows, columns, threads);
+    const auto at = [=](int64_t weight, int64_t row) { return (const char*)codes[weight] + row * columns / 2; };
+    multiply(weights, read, at, starts, x, out, rows, columns, threads);
 }
 
 // A bf16 weight [O, I] times tokens [T, I].
 void qlora_rl_multiply_plain(const uint16_t* weight, const uint16_t* x, uint16_t* out, int64_t tokens, int64_t rows, int64_t columns, int threads) {
     const int64_t starts[2] = {0, tokens};
-    multiply(1, [=](int64_t, int64_t row, Number* to) { read_plain(weight + row * columns, columns, to); }, starts, x, out, rows, columns, threads);
+    const auto read = [=](int64_t, int64_t row, Number* to) { read_plain(weight + row * columns, columns, to); };
+    const auto at = [=](int64_t, int64_t row) { return (const char*)(weight + row * columns); };
+    multiply(1, read, at, starts, x, out, rows, columns, threads);
 }
 
 // A x of an adapter of N parts, rounded to bf16 as a 16-bit product is.
@@ -413,6 +436,36 @@ void qlora_rl_adapter_add(int64_t parts, const uint16_t* const* b, const int64_t
             int64_t t = 0;
             for (; t + ADDED <= tokens; t += ADDED) add(std::integral_constant<int, ADDED>(), t);
             for (; t < tokens; t++) add(std::integral_constant<int, 1>(), t);
+        }
+    }
+}
+
+// Norm by the root mean square, out [T, I], rounded to bf16 before and after the weight [I] as torch's operators do; the bits of a token depend on
+// it alone. With `residual` [T, I] the norm is of x + residual, and that sum, rounded, takes its place.
+void qlora_rl_norm(const uint16_t* x, uint16_t* residual, const uint16_t* weight, uint16_t* out, int64_t tokens, int64_t columns, float epsilon,
+                   int threads) {
+#pragma omp parallel num_threads(tokens * columns < NORMED ? 1 : threads)
+    {
+        float* sum = (float*)room_for(decoded_rows, (columns + LANES) * sizeof(float) / sizeof(Number));
+#pragma omp for
+        for (int64_t t = 0; t < tokens; t++) {
+            const uint16_t* from = x + t * columns;
+            uint16_t* left = residual ? residual + t * columns : nullptr;
+            uint16_t* to = out + t * columns;
+            for (int64_t i = 0; i < columns; i++) sum[i] = wide(from[i]);
+            if (left)
+                for (int64_t i = 0; i < columns; i++) {
+                    sum[i] += wide(left[i]);
+                    left[i] = narrow(sum[i]);
+                }
+            for (int64_t i = columns; i < columns + LANES; i++) sum[i] = 0;
+            float squares[LANES] = {};
+            for (int64_t i = 0; i < columns; i += LANES)
+                for (int64_t l = 0; l < LANES; l++) squares[l] += sum[i + l] * sum[i + l];
+            for (int64_t half = LANES / 2; half; half /= 2)
+                for (int64_t l = 0; l < half; l++) squares[l] += squares[l + half];
+            const float by = 1.0f / std::sqrt(squares[0] / (float)columns + epsilon);
+            for (int64_t i = 0; i < columns; i++) to[i] = narrow(wide(narrow(sum[i] * by)) * wide(weight[i]));
         }
     }
 }

@@ -50,6 +50,42 @@ def multiply_adapters_directly(runner: Any) -> str:
     return "" if products else "vLLM's kernels for this device need no help"
 
 
+def norm_directly(model: torch.nn.Module, kernel: CodesKernel) -> None:
+    """Have one kernel compute each norm in bf16, where vLLM's operators are a dozen of torch's in between.
+
+    What it gives is theirs, up to the order of one sum. vLLM's own CPU kernel rounds once where the trainer's model rounds twice.
+    """
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    if RMSNorm.forward_cpu is not CustomOp.forward_cpu:
+        return  # vLLM has found a faster way
+    for layer in model.modules():
+        # A class that inherits from it may compute something else.
+        if (
+            type(layer) is RMSNorm
+            and layer._forward_method in (layer.forward_native, layer.forward_cpu)
+            and (layer.pass_weight and layer.pass_weight_add and layer.variance_size_override is None)
+            and (layer.weight.dtype == torch.bfloat16 and layer.weight.is_cpu)
+        ):
+            layer._forward_method = _normed(layer, kernel)
+
+
+def _normed(layer: Any, kernel: CodesKernel) -> Callable[..., Any]:
+    own, epsilon = layer._forward_method, layer.variance_epsilon
+
+    def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        is_plain = x.dtype == torch.bfloat16 and (
+            residual is None or (residual.dtype == x.dtype and residual.is_contiguous() and residual.shape == x.shape)
+        )
+        if not is_plain:
+            return own(x, residual)
+        out = kernel.norm(x, layer.weight, epsilon, residual)
+        return out if residual is None else (out, residual)
+
+    return forward
+
+
 def _is_plain(layer: Any) -> bool:
     """A linear whose `apply` does nothing but the product of the base and that of the adapter."""
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA

@@ -48,7 +48,9 @@ class CodesKernel:
         self._low, self._add = library.qlora_rl_adapter_low, library.qlora_rl_adapter_add
         self._low.argtypes = [_NUMBER, _POINTER, _NUMBER, *[_POINTER] * 2, *[_NUMBER] * 2, ctypes.c_int]
         self._add.argtypes = [_NUMBER, *[_POINTER] * 2, _NUMBER, *[_POINTER] * 2, _NUMBER, ctypes.c_float, ctypes.c_int]
-        for function in (self._multiply, self._decode, self._plain, self._low, self._add):
+        self._norm = library.qlora_rl_norm
+        self._norm.argtypes = [*[_POINTER] * 4, *[_NUMBER] * 2, ctypes.c_float, ctypes.c_int]
+        for function in (self._multiply, self._decode, self._plain, self._low, self._add, self._norm):
             function.restype = None
         self.instructions = instructions
 
@@ -112,6 +114,28 @@ class CodesKernel:
             weight_OI.data_ptr(), x_TI.data_ptr(), out_TO.data_ptr(), len(x_TI), *weight_OI.shape, _threads()
         )  # fmt: skip
         return out_TO
+
+    def norm(
+        self, x: torch.Tensor, weight_I: torch.Tensor, epsilon: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The norm of x [..., I] by its root mean square, times the weight; all of it bf16.
+
+        Args:
+            residual: like x, and contiguous; x + residual is what has the norm, and is written there.
+        """
+        x, out = x.contiguous(), torch.empty(x.shape, dtype=torch.bfloat16)
+        columns = len(weight_I)
+        self._norm(
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight_I.data_ptr(),
+            out.data_ptr(),
+            x.numel() // columns,
+            columns,
+            epsilon,
+            _threads(),
+        )
+        return out
 
     def takes_adapter(self, a_parts: Sequence[torch.Tensor], b_parts: Sequence[torch.Tensor]) -> bool:
         """It adds adapters with such A [R, I] and B [O, R] of each part, without a copy."""
