@@ -92,10 +92,13 @@ def compare_sides(base: Any) -> dict[str, Any]:
             "theirs": [m for n, m in runner.get_model().named_modules() if n.endswith(".mlp.gate")],
         }
         chosen: dict[str, list[torch.Tensor]] = {side: [] for side in routers}
+        weights: list[torch.Tensor] = []
 
         def keep(side: str, _: Any, __: Any, out: Any) -> None:
-            logits = (out[0] if isinstance(out, tuple) else out).float()
-            chosen[side].append(logits.topk(model.config.num_experts_per_tok).indices.sort().values)
+            logits = out[0] if isinstance(out, tuple) else out
+            chosen[side].append(logits.float().topk(model.config.num_experts_per_tok).indices.sort().values)
+            if side == "theirs":  # as vLLM computes them on a CPU
+                weights.append(logits.gather(1, chosen[side][-1]).softmax(-1))
 
         for side, modules in routers.items():
             for module in modules:
@@ -103,13 +106,14 @@ def compare_sides(base: Any) -> dict[str, Any]:
         replaying = Routers(model, replays=True)
         differences, replayed, same_token, agree, decisions = [], [], [], 0, 0
         for prompt, ids in zip(prompts, rollout.completion_ids, strict=True):
-            for each in chosen.values():
+            for each in (*chosen.values(), weights):
                 each.clear()
             theirs_T = torch.tensor(engine.score([prompt + ids])[0][len(prompt) - 1 :])
             differences.append(_logprobs(model, prompt, ids) - theirs_T)
             if routers["ours"]:
                 ours, theirs = (torch.stack(chosen[side]) for side in ("ours", "theirs"))  # [layers, T, K]
-                with replaying.given(torch.ones(1, len(prompt + ids)), [theirs.transpose(0, 1)[:-1]]):
+                given = theirs.transpose(0, 1)[:-1], torch.stack(weights, 1)[:-1]
+                with replaying.given(torch.ones(1, len(prompt + ids)), *([each] for each in given)):
                     replayed.append(_logprobs(model, prompt, ids) - theirs_T)
                 same = (ours == theirs).all(-1)
                 agree, decisions = agree + int(same.sum()), decisions + same.numel()
@@ -133,7 +137,9 @@ def compare_sides(base: Any) -> dict[str, Any]:
 
 
 def replay_random(architecture: str, seed: int, root: Path) -> dict[str, Any]:
-    """The trainer's logprobs of what a random model has sampled in bf16, with its own experts and with those that the engine chose."""
+    """The trainer's logprobs of what a random model has sampled in bf16: with its own experts, with those that the engine chose, and with the
+    engine's weights of them as well.
+    """
     from support import make_model
 
     from qlora_rl import LocalEngine, load_base, prepare_base, verify_base
@@ -146,16 +152,20 @@ def replay_random(architecture: str, seed: int, root: Path) -> dict[str, Any]:
         verify_base(model, engine)
         rollout = engine.generate(prompts, max_tokens=TOKENS, seed=seed, extra={"ignore_eos": True})
     found: dict[str, Any] = {"tokens": rollout.tokens}
-    for name, replays in (("mismatch_kl", False), ("mismatch_kl_replayed", True)):
+    ways = {"mismatch_kl": (False, False), "mismatch_kl_choices": (True, False), "mismatch_kl_replayed": (True, True)}
+    unknown = [None] * len(prompts)
+    chosen, weights = rollout.routing or unknown, rollout.routing_weights or unknown
+    for name, (replays, weighs) in ways.items():
         routers, apart = Routers(model, replays=replays), []
         for i, (prompt, ids) in enumerate(zip(prompts, rollout.completion_ids, strict=True)):
-            with routers.given(torch.ones(1, len(prompt + ids)), [rollout.routing[i] if rollout.routing else None]):
+            given = [chosen[i]], [weights[i] if weighs else None]
+            with routers.given(torch.ones(1, len(prompt + ids)), *given):
                 apart.append(_logprobs(model, prompt, ids) - torch.tensor(rollout.logprobs[i]))
         routers.close()
         found[name] = _kl(torch.cat(apart))
         if not replays:
             found["routing_agreement"] = routers.agreement
-    return found
+    return found | {"routing_weight_diff_mean": routers.weight_diff_mean}
 
 
 def _logprobs(model: Any, prompt: list[int], ids: list[int]) -> torch.Tensor:
@@ -169,7 +179,7 @@ def _kl(apart: torch.Tensor) -> float:
 
 
 def train(base: Path, sync: str, steps: int, out: Path, seed: int = 0) -> dict[str, Any]:
-    """GRPO on the sums with adapters on attention; "experts": on them too; "replay": with the engine's choice of experts."""
+    """GRPO on the sums with adapters on attention; "experts": on them too; "replay": with the engine's experts and their weights."""
     from qlora_rl.base.checkpoint import open_base
     from qlora_rl.demo import task
     from qlora_rl.demo.job import DemoSettings, make_trainer, quieten, summarise_steps
@@ -199,6 +209,8 @@ def train(base: Path, sync: str, steps: int, out: Path, seed: int = 0) -> dict[s
     found = {"accuracy_before": before, "accuracy_after": accuracy(), **summarise_steps(rows)}
     if agreed := [row["routing_agreement"] for row in rows if "routing_agreement" in row]:
         found["routing_agreement"] = statistics.fmean(agreed)
+        found["routing_weight_diff_mean"] = statistics.fmean(row["routing_weight_diff_mean"] for row in rows)
+        found["routing_weight_diff_max"] = max(row["routing_weight_diff_max"] for row in rows)
     trainer.close()
     return found
 

@@ -389,7 +389,7 @@ def mixture_routing() -> str:
 
 
 def mixture_replay() -> str:
-    """Mismatch of tiny random models in bf16, with the trainer's experts and with the engine's; medians over seeds."""
+    """Mismatch of tiny random models in bf16, with the trainer's experts and with the engine's, then with its weights too; medians over seeds."""
     found = _load("mixtures.json")["random"]["of"]
     names = {"qwen3": "dense (Qwen3)", "qwen3_moe": "Qwen3-MoE", "olmoe": "OLMoE", "mixtral": "Mixtral"}
     count = len(next(iter(found.values())))

@@ -1,7 +1,6 @@
 """Plain values and protocols that several packages use.
 
-Shape letters used in this package: P prompts, G rollouts per prompt, B = P·G, T completion tokens, V vocabulary,
-I/O in- and out-features of a linear, R rank.
+Shape letters: P prompts, G rollouts per prompt, B = P·G, T completion tokens, V vocabulary, I/O in- and out-features of a linear, R rank.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Rollout:
         version: of the adapter that made every token (0: the bare base).
         seconds: wall time of the call.
         routing: of a mixture with `gives_routing`: the experts chosen for each token of prompt and completion but the last, [tokens, layers that
-            are mixtures, chosen], int16, -1 or `None` where that is not known.
+            are mixtures, chosen], int16, and their `routing_weights`, of a float dtype. -1 and NaN, or `None`, where not known.
     """
 
     completion_ids: list[list[int]]
@@ -65,6 +64,7 @@ class Rollout:
     version: int
     seconds: float
     routing: Sequence[torch.Tensor | None] | None = field(default=None, compare=False, repr=False)
+    routing_weights: Sequence[torch.Tensor | None] | None = field(default=None, compare=False, repr=False)
 
     @property
     def tokens(self) -> int:

@@ -363,7 +363,9 @@ class Run:
         "sequences of a micro-batch are computed without padding, where the model allows it", True, methods=SCORED
     )
     routing_replay: bool = option(
-        "of a mixture, the trainer computes with the experts that the engine chose", False, methods=REPLAYING
+        "of a mixture, the trainer computes with the experts that the engine chose, and its weights",
+        False,
+        methods=REPLAYING,
     )
 
 

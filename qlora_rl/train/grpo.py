@@ -60,7 +60,7 @@ class QLoRAGRPOTrainer(RoutedSteps, OnlineTrainer, OnePass, MeasuredSteps, Group
             what is free on the card, with a warning; no limit on the CPU. The KV cache gets what the optimizer step leaves.
         remove_padding: the sequences of a micro-batch are computed one behind the other, without padding and without attention masks,
             where the model allows it (docs/memory.md#without-padding). False: padded, as TRL does.
-        routing_replay: of a mixture of experts: the trainer computes with the experts that the engine chose for each token, weighed by its own router
+        routing_replay: of a mixture of experts: the trainer computes with the experts that the engine chose for each token, and the engine's weights
             (docs/mixtures.md#routing). For an engine in this process on a CPU.
         allow_base_mismatch: train although the engine holds another base; every metric and the report are marked.
 

@@ -127,14 +127,19 @@ def test_in_bf16_with_routing_replayed_they_add_no_more_than_rounding(mixture, t
             pair.difference(model)
             rollout = engine.generate(prompts, max_tokens=32, seed=0, extra={"ignore_eos": True})
             routers, apart = Routers(model.get_base_model(), replays=True), []
-            for prompt, ids, logprobs, chosen in zip(
-                prompts, rollout.completion_ids, rollout.logprobs, rollout.routing, strict=True
+            for prompt, ids, logprobs, chosen, weights in zip(
+                prompts,
+                rollout.completion_ids,
+                rollout.logprobs,
+                rollout.routing,
+                rollout.routing_weights,
+                strict=True,
             ):
                 row = torch.tensor([prompt + ids])
                 with (
                     torch.no_grad(),
                     torch.autocast("cpu", torch.bfloat16),
-                    routers.given(torch.ones_like(row), [chosen]),
+                    routers.given(torch.ones_like(row), [chosen], [weights]),
                 ):
                     own_TV = model(row).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1]
                 apart.append(own_TV.gather(1, torch.tensor(ids)[:, None])[:, 0] - torch.tensor(logprobs))

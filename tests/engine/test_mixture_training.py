@@ -6,9 +6,10 @@ import pytest
 from datasets import Dataset
 from peft import LoraConfig
 from support import make_model, tiny_training
+from transformers import TrainerCallback
 from trl import GRPOConfig, RLOOConfig
 
-from qlora_rl import QLoRAGRPOTrainer, QLoRARLOOTrainer, prepare_base
+from qlora_rl import PolicyMismatchError, QLoRAGRPOTrainer, QLoRARLOOTrainer, prepare_base
 from qlora_rl.base.experts import ATTENTION
 
 STEPS = 3
@@ -59,3 +60,38 @@ def test_a_mixture_is_trained_with_adapters_on_attention(architecture, rollout, 
     # What the engine chose is known of one in this process.
     assert all(("routing_agreement" in step) == (rollout == "colocate") for step in steps)
     assert min(step.get("routing_agreement", 1.0) for step in steps) > 0.9
+    assert all(("routing_weight_diff_mean" in step) == (rollout == "colocate") for step in steps)
+    assert max(step.get("routing_weight_diff_mean", 0.0) for step in steps) < 0.02
+
+
+def test_a_router_that_becomes_another_one_is_noticed_while_its_routing_is_replayed(tmp_path):
+    base = prepare_base(make_model(tmp_path / "model", architecture="qwen3_moe", tied=False), out=tmp_path / "base")
+    options = tiny_training(
+        output_dir=str(tmp_path / "run"), num_generations=4, max_steps=4, per_device_train_batch_size=8
+    )
+    with QLoRAGRPOTrainer(
+        model=base,
+        args=GRPOConfig(**options | {"max_completion_length": 16}),
+        peft_config=LoraConfig(r=8, target_modules=list(ATTENTION)),
+        rollout="colocate",
+        routing_replay=True,
+        engine_options={"max_model_length": 64},
+        reward_funcs=by_length,
+        train_dataset=Dataset.from_list([{"prompt": f"{i}+1="} for i in range(16)]),
+        canary_every=0,
+    ) as trainer:
+
+        class Rolls(TrainerCallback):
+            def on_step_end(self, args, state, control, **_):
+                if state.global_step == 2:
+                    runner = trainer.bridge.engine.llm.llm_engine.model_executor.driver_worker.model_runner
+                    for name, weight in runner.get_model().named_parameters():
+                        if name.endswith(".mlp.gate.weight"):
+                            weight.data.copy_(weight.data.roll(1, 0))
+
+        trainer.add_callback(Rolls())
+        with pytest.raises(PolicyMismatchError) as caught:
+            trainer.train()
+    assert caught.value.cause == "base"
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2

@@ -92,16 +92,21 @@ def test_in_float32_both_sides_choose_the_same_experts(mixture):
     routers = Routers(model)
     for number, rollout in enumerate(rollouts):
         assert all(chosen is not None for chosen in rollout.routing)
-        for prompt, ids, chosen in zip(prompts, rollout.completion_ids, rollout.routing, strict=True):
+        for prompt, ids, chosen, weights in zip(
+            prompts, rollout.completion_ids, rollout.routing, rollout.routing_weights, strict=True
+        ):
             row = torch.tensor([prompt + ids])
             assert chosen.shape == (row.shape[1] - 1, routers.layers, 2)
             # In the second call the long prompts come out of the cache; nobody in that call has computed their first block.
             cached = 32 if number and len(prompt) > 32 else 0
             assert (chosen[:cached] == -1).all()
             assert (chosen[cached:] >= 0).all()
-            with torch.no_grad(), routers.given(torch.ones_like(row), [chosen]):
+            assert weights.dtype == torch.float32
+            assert torch.equal(weights.isnan(), chosen < 0)
+            with torch.no_grad(), routers.given(torch.ones_like(row), [chosen], [weights]):
                 model(row)
     assert routers.agreement == 1.0
+    assert routers.weight_diff_max < EXACT
 
 
 def test_in_bf16_replay_takes_away_what_other_experts_add_to_the_mismatch(mixture):
@@ -109,24 +114,39 @@ def test_in_bf16_replay_takes_away_what_other_experts_add_to_the_mismatch(mixtur
     prompts = torch.randint(3, 60, (32, 8), generator=torch.Generator().manual_seed(0)).tolist()
     with LocalEngine(mixture, **SMALL | {"max_model_length": 64, "max_num_seqs": 32}) as engine:
         rollout = engine.generate(prompts, max_tokens=32, seed=0, extra={"ignore_eos": True})
+    assert {weights.dtype for weights in rollout.routing_weights} == {torch.bfloat16}
     found = {}
-    for replays in (False, True):
+    for replays, weighs in ((False, False), (True, False), (True, True)):
         routers, apart = Routers(model, replays=replays), []
-        for prompt, ids, logprobs, chosen in zip(
-            prompts, rollout.completion_ids, rollout.logprobs, rollout.routing, strict=True
+        for i, (prompt, ids, logprobs) in enumerate(
+            zip(prompts, rollout.completion_ids, rollout.logprobs, strict=True)
         ):
             row = torch.tensor([prompt + ids])
-            with torch.no_grad(), routers.given(torch.ones_like(row), [chosen]):
+            weights = [rollout.routing_weights[i]] if weighs else None
+            with torch.no_grad(), routers.given(torch.ones_like(row), [rollout.routing[i]], weights):
                 own_TV = model(row).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1]
             apart.append(own_TV.gather(1, torch.tensor(ids)[:, None])[:, 0] - torch.tensor(logprobs))
         routers.close()
         d = torch.cat(apart)
-        found[replays] = (float((d.expm1() - d).mean()), float(d.abs().max()))
+        found[replays, weighs] = (float((d.expm1() - d).mean()), float(d.abs().max()))
         assert 0.98 < routers.agreement <= 1.0
+    assert routers.weight_diff_mean < 0.01
     # Rounding alone is 2e-5 and 0.035 in a dense model of this size; another expert is up to 1 nat of a token.
-    assert found[True][0] < 6e-5
-    assert found[True][1] < 0.1
-    assert found[True][0] <= found[False][0]
+    for replayed in (found[True, False], found[True, True]):
+        assert replayed[0] < 6e-5
+        assert replayed[1] < 0.1
+        assert replayed[0] <= found[False, False][0]
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_the_dtype_of_the_logits_holds_every_weight_that_vllm_computes(renormalize):
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    router = CPURouter(2, 8, renormalize=renormalize)
+    logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights, _ = router._compute_routing(logits, logits, None)
+    assert weights.dtype == torch.float32
+    assert torch.equal(weights.to(logits.dtype).float(), weights)
 
 
 @contextlib.contextmanager

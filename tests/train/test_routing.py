@@ -1,5 +1,9 @@
 """The engine's choice of experts in the trainer: compared, and replayed. Without vLLM: what it chose is made up here."""
 
+import dataclasses
+import functools
+import json
+
 import pytest
 import torch
 import transformers
@@ -67,16 +71,24 @@ def _heard(model):
 
 def _own(model, ids_BT, mask_BT):
     """What the trainer's routers choose for each sequence, without its last token: [tokens, L, K]."""
+    return [each.to(torch.int16) for each in _both(model, ids_BT, mask_BT)[0]]
+
+
+def _both(model, ids_BT, mask_BT):
+    """What the experts are given for each sequence, without its last token: choices and weights [tokens, L, K]."""
     heard, handles = _heard(model)
     with torch.no_grad():
         _score(model, ids_BT, mask_BT)
     for handle in handles:
         handle.remove()
-    chosen_NLK = torch.stack([chosen for chosen, _ in heard], 1)
-    rows = chosen_NLK.unflatten(0, ids_BT.shape) if len(chosen_NLK) == ids_BT.numel() else None
-    if rows is None:
-        return [each[:-1].to(torch.int16) for each in chosen_NLK.split(LENGTHS)]
-    return [row[mask.bool()][:-1].to(torch.int16) for row, mask in zip(rows, mask_BT, strict=True)]
+    return [_by_sequence(torch.stack(parts, 1), mask_BT) for parts in zip(*heard, strict=True)]
+
+
+def _by_sequence(laid, mask_BT):
+    """Of [B·T, ...] or [N, ...] the tokens of each sequence, without its last."""
+    if len(laid) == mask_BT.numel():
+        laid = laid.unflatten(0, mask_BT.shape)[mask_BT.bool()]
+    return [each[:-1] for each in laid.split(LENGTHS)]
 
 
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "one row"])
@@ -131,6 +143,76 @@ def test_experts_get_the_engines_choice_with_the_trainers_weights(model, padded,
     assert routers.agreement < 1
 
 
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "one row"])
+def test_the_engines_weights_are_replayed_to_the_bit_where_they_are_known_and_near(model, padded):
+    ids_BT, mask_BT = _batch()
+    assert padded or remove_padding(model) == ""
+    chosen, weights = _both(model, ids_BT, mask_BT)
+    theirs = [each * torch.tensor([1.02, 0.98]) for each in weights]
+    theirs[1] = None
+    theirs[2][3] = float("nan")
+    theirs[2][4] *= 2  # another router
+    # The engine's order of the experts of a token is another.
+    given = [each.flip(-1).to(torch.int16) for each in chosen]
+    flipped = [None if each is None else each.flip(-1) for each in theirs]
+    theirs[1] = weights[1]
+    theirs[2][3:5] = weights[2][3:5]
+    routers = Routers(model, replays=True)
+    with routers.given(mask_BT, given, flipped):
+        replayed = _both(model, ids_BT, mask_BT)
+    # Behind the first layer these two tokens have other hidden states than before, and so other weights of their own.
+    theirs[2][3:5, 1:] = replayed[1][2][3:5, 1:]
+    assert all(map(torch.equal, replayed[1], theirs))
+    assert routers.agreement == 1.0
+    assert 0.005 < routers.weight_diff_mean < routers.weight_diff_max
+
+
+def test_replayed_weights_have_the_gradient_of_the_trainers_routers(model):
+    """With its own weights as the engine's no bit of a gradient changes; with others the gradient is that of weights moved by a constant."""
+    ids_BT, mask_BT = _batch()
+    chosen, weights = _both(model, ids_BT, mask_BT)
+    chosen = [each.to(torch.int16) for each in chosen]
+    moved = [each * torch.tensor([1.02, 0.98]) for each in weights]
+    held = [router.weight for router in _routers(model)]
+
+    def gradients(of=None):
+        routers = Routers(model, replays=True)
+        model.zero_grad()
+        with routers.given(mask_BT, chosen, of):
+            logprobs_BT = _score(model, ids_BT, mask_BT)
+        logprobs_BT.sum().backward()
+        routers.close()
+        return logprobs_BT.detach(), [weight.grad.clone() for weight in held]
+
+    (plain, before), (same, replayed), (other, apart) = gradients(), gradients(weights), gradients(moved)
+    assert torch.equal(plain, same)
+    assert all(map(torch.equal, before, replayed))
+    assert not torch.equal(plain, other)
+    assert all(gradient.abs().max() > 0 for gradient in apart)
+
+    # The same as a function: the trainer's weights plus what the engine's are further, held fixed.
+    def shift(layer, _, __, out):
+        rows = torch.zeros(ids_BT.shape).masked_scatter(mask_BT.bool(), torch.arange(sum(LENGTHS)).float()).long()
+        laid = [torch.cat([each, torch.full_like(each[:1], float("nan"))]) for each in moved]
+        wanted = torch.cat(laid)[:, layer][rows.flatten()]
+        known = ~wanted.isnan() & mask_BT.flatten().bool()[:, None]
+        if layer not in fixed:
+            fixed[layer] = torch.where(known, wanted - out[1].detach(), 0.0)
+        return out[0], out[1] + fixed[layer], out[2]
+
+    fixed = {}
+    handles = [r.register_forward_hook(functools.partial(shift, i)) for i, r in enumerate(_routers(model))]
+    model.zero_grad()
+    logprobs_BT = _score(model, ids_BT, mask_BT)
+    logprobs_BT.sum().backward()
+    for handle in handles:
+        handle.remove()
+    # Float32, and what is added and taken away again is rounded.
+    assert torch.allclose(logprobs_BT, other, atol=1e-5)
+    for router, gradient in zip(_routers(model), apart, strict=True):
+        assert torch.allclose(router.weight.grad, gradient, rtol=1e-3, atol=1e-5)
+
+
 def test_the_share_counts_experts_of_known_tokens(model):
     ids_BT, mask_BT = _batch()
     own = _own(model, ids_BT, mask_BT)
@@ -155,7 +237,8 @@ def test_the_share_counts_experts_of_known_tokens(model):
 
 def test_checkpointing_computes_layers_again_with_the_same_experts(model):
     ids_BT, mask_BT = _batch()
-    theirs = [each.flip(0) for each in _own(model, ids_BT, mask_BT)]
+    chosen, weights = _both(model, ids_BT, mask_BT)
+    theirs = [each.flip(0).to(torch.int16) for each in chosen]
     gradients = []
     for checkpoints in (False, True):
         routers = Routers(model, replays=True)
@@ -163,7 +246,7 @@ def test_checkpointing_computes_layers_again_with_the_same_experts(model):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         model.zero_grad()
-        with routers.given(mask_BT, theirs):
+        with routers.given(mask_BT, theirs, weights):
             logprobs_BT = _score(model, ids_BT, mask_BT)
         logprobs_BT.sum().backward()  # outside, as transformers does
         gradients.append(model.get_input_embeddings().weight.grad.clone())
@@ -171,6 +254,41 @@ def test_checkpointing_computes_layers_again_with_the_same_experts(model):
         routers.close()
     assert torch.equal(*gradients)
     assert compared < 1
+
+
+class _Chooses(FakeEngine):
+    """Says that every token has chosen the first two experts, and nothing of their weights."""
+
+    def capabilities(self):
+        return dataclasses.replace(super().capabilities(), gives_routing=True)
+
+    def generate(self, prompts, sampling, **options):
+        rollout = super().generate(prompts, sampling, **options)
+        lengths = [len(prompt) + len(ids) - 1 for prompt, ids in zip(prompts, rollout.completion_ids, strict=True)]
+        chosen = [torch.tensor([0, 1], dtype=torch.int16).expand(length, 2, 2) for length in lengths]
+        return dataclasses.replace(rollout, routing=chosen)
+
+
+def test_without_the_engines_weights_those_of_the_trainer_are_used_and_that_is_said_once(tmp_path, caplog):
+    base = prepare_base(make_model(tmp_path / "olmoe", architecture="olmoe", tied=False), "none")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base.path)
+    with (
+        _Chooses(model) as engine,
+        QLoRAGRPOTrainer(
+            model=base,
+            peft_config=LoraConfig(r=4, target_modules=["q_proj"]),
+            rollout=engine,
+            routing_replay=True,
+            on_mismatch="warn",
+            reward_funcs=lambda completions, **_: [float(len(c) % 3) for c in completions],
+            train_dataset=Dataset.from_list([{"prompt": "1+1="}] * 4),
+            args=GRPOConfig(**tiny_training(output_dir=str(tmp_path / "run"), num_generations=4, max_steps=2)),
+        ) as trainer,
+    ):
+        trainer.train()
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all("routing_agreement" in step and "routing_weight_diff_mean" not in step for step in steps)
+    assert sum("without their weights" in record.message for record in caplog.records) == 1
 
 
 def test_a_replay_that_cannot_be_is_an_error(tmp_path):

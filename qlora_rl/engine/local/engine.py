@@ -259,12 +259,14 @@ class LocalEngine:
         started = time.perf_counter()
         params = sampling_params(sampling, places or range(len(asked)), never=self._start.image_tokens)
         version, outputs = self._run(asked, params, version=version)
+        routing = choices_of([token_ids(p) for p in asked], outputs) if self._routing.is_on else (None, None)
         return Rollout(
             completion_ids=[list(o.outputs[0].token_ids) for o in outputs],
             logprobs=[sampled_logprobs(o.outputs[0]) for o in outputs],
             version=version,
             seconds=time.perf_counter() - started,
-            routing=choices_of([token_ids(p) for p in asked], outputs) if self._routing.is_on else None,
+            routing=routing[0],
+            routing_weights=routing[1],
         )
 
     def cancel(self) -> None:

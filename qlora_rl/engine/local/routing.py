@@ -1,4 +1,4 @@
-"""`Routing`: the experts that the engine of this process chose for each token of what it generates.
+"""`Routing`: the experts that the engine of this process chose for each token of what it generates, and their weights.
 
 Shape letters: N tokens of a prompt and its completion, L layers that are mixtures, K chosen experts of a token.
 """
@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class Routing:
-    """Asks the worker to note choices, and puts them where vLLM puts those that it returns itself (`CompletionOutput.routed_experts`).
+    """Asks the worker to note choices, and puts them where vLLM puts those that it returns itself (`CompletionOutput.routed_experts`), and their
+    weights, which vLLM does not return, next to them.
 
     Attributes:
         is_on: choices are noted.
@@ -44,13 +45,15 @@ class Routing:
         except Exception as error:  # the engine is lost, and says so itself
             logger.debug("the routing of %d requests is lost: %s", len(call.internal), error)
             return
-        for output, chosen in zip(call.finished, found, strict=False):
-            if output is not None and chosen is not None:
-                output.outputs[0].routed_experts = chosen
+        for output, noted in zip(call.finished, found, strict=False):
+            if output is not None and noted is not None:
+                output.outputs[0].routed_experts, output.outputs[0].qlora_routing_weights = noted
 
 
-def choices_of(prompts: Sequence[Sequence[int]], outputs: Sequence[Any]) -> list[torch.Tensor | None]:
-    """[N - 1, L, K] of each request, -1 where it is not known; `None` where nothing is.
+def choices_of(
+    prompts: Sequence[Sequence[int]], outputs: Sequence[Any]
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """Choices and weights, [N - 1, L, K] of each request, -1 and NaN where they are not known; `None` where nothing is.
 
     The last token is never read. What vLLM took out of its prefix cache, another request of the call has computed, or an earlier call.
 
@@ -59,20 +62,25 @@ def choices_of(prompts: Sequence[Sequence[int]], outputs: Sequence[Any]) -> list
         outputs: vLLM's.
     """
     rows = [list(prompt) + list(output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
-    found: list[Any] = [
-        None
-        if (chosen := getattr(output.outputs[0], "routed_experts", None)) is None
-        else chosen[: len(ids) - 1].astype("int16", copy=False)
-        for ids, output in zip(rows, outputs, strict=True)
-    ]
+    found = [_kept(output, "routed_experts", len(ids) - 1) for ids, output in zip(rows, outputs, strict=True)]
+    found = [None if each is None else each.to(torch.int16) for each in found]
+    weights = [_kept(output, "qlora_routing_weights", len(ids) - 1) for ids, output in zip(rows, outputs, strict=True)]
     cached = [0 if each is None else int((each[:, 0, 0] < 0).sum()) for each in found]
     for count in sorted(set(cached) - {0}):
         whole = {
-            tuple(ids[:count]): each[:count]
-            for ids, each, missing in zip(rows, found, cached, strict=True)
+            tuple(ids[:count]): place
+            for place, (ids, each, missing) in enumerate(zip(rows, found, cached, strict=True))
             if each is not None and not missing and len(each) >= count
         }
-        for ids, each, missing in zip(rows, found, cached, strict=True):
-            if each is not None and missing == count and (known := whole.get(tuple(ids[:count]))) is not None:
-                each[:count] = known
-    return [None if each is None else torch.from_numpy(each) for each in found]
+        for place, (ids, missing) in enumerate(zip(rows, cached, strict=True)):
+            if missing == count and (known := whole.get(tuple(ids[:count]))) is not None:
+                for kind in (found, weights):
+                    if (mine := kind[place]) is not None and (theirs := kind[known]) is not None:
+                        mine[:count] = theirs[:count]
+    return found, weights
+
+
+def _kept(output: Any, name: str, tokens: int) -> torch.Tensor | None:
+    """Of these tokens; vLLM's own are an array of numpy's."""
+    held = getattr(output.outputs[0], name, None)
+    return None if held is None else torch.as_tensor(held[:tokens])

@@ -29,7 +29,7 @@ class Worker(VllmWorker, BaseExtension):
             take_adapters(self.model_runner)
 
     def execute_model(self, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
-        """As vLLM's; the choices of the step are noted where somebody asked for them."""
+        """As vLLM's; the routing of the step is noted where somebody asked for them."""
         if self._qlora_choices is None:
             return super().execute_model(scheduler_output, *arguments, **options)
         self._qlora_choices.begin()
@@ -38,7 +38,7 @@ class Worker(VllmWorker, BaseExtension):
         return found
 
     def qlora_note_routing(self) -> None:
-        """Note which experts are chosen, from now on; every request has to be taken then."""
+        """Note which experts are chosen and their weights, from now on; every request has to be taken then."""
         self._qlora_choices = Choices(self.model_runner.get_model())
 
     def qlora_take_routing(self, names: list[str]) -> list[Any]:

@@ -95,16 +95,16 @@ class EngineBridge:
             self._routing[is_evaluation] = {}
 
     def keep_routing(self) -> None:
-        """Keep, until the next batch is generated, which experts the engine chose for it."""
+        """Keep, until the next batch is generated, which experts the engine chose for it, and their weights."""
         self._routing = {False: {}, True: {}}
 
-    def routing_of(self, rows: Sequence[Sequence[int]]) -> list[Any]:
-        """What the engine chose for sequences that it has generated, prompts included (`Rollout.routing`); `None` for others.
+    def routing_of(self, rows: Sequence[Sequence[int]]) -> list[tuple[Any, Any]]:
+        """What the engine chose for sequences that it has generated, prompts included, and the weights (`Rollout`); `None` for others.
 
         Of equal sequences it is that of one of them: what they differ by is rounding.
         """
         return [
-            next((known[key] for known in (self._routing or {}).values() if key in known), None)
+            next((known[key] for known in (self._routing or {}).values() if key in known), (None, None))
             for key in map(tuple, rows)
         ]
 
@@ -237,8 +237,9 @@ class EngineBridge:
             self._tokens += rollout.tokens
             self._seconds += rollout.seconds
             if self._routing is not None and rollout.routing is not None:
-                for prompt, ids, chosen in zip(prompts, rollout.completion_ids, rollout.routing, strict=True):
-                    self._routing[self._is_evaluation][*prompt, *ids] = chosen
+                weights = rollout.routing_weights or [None] * len(prompts)
+                for prompt, ids, *routed in zip(prompts, rollout.completion_ids, rollout.routing, weights, strict=True):
+                    self._routing[self._is_evaluation][*prompt, *ids] = tuple(routed)
         if not self.gives_logprobs:
             # TRL reads a value for each token, and `MeasuredSteps` takes them out again.
             nothing: list[list[float | None]] = [[None] * len(ids) for ids in rollout.completion_ids]

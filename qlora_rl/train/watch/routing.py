@@ -1,7 +1,8 @@
-"""`RoutedSteps`: a mixin that follows the experts of a mixture: how often trainer and engine choose the same, and replay."""
+"""`RoutedSteps`: a mixin that follows the experts of a mixture: how often trainer and engine choose the same, with which weights, and replay."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.scoring.routing import Routers
 
+logger = logging.getLogger(__name__)
+
 
 class RoutedSteps:
     """Comes before everything that scores; `follow_routing` begins it."""
@@ -20,6 +23,7 @@ class RoutedSteps:
     bridge: EngineBridge
     routing_replay = False
     _routers: Routers | None = None
+    _is_told = False  # that the engine gives no weights
     # Batches are generated while an earlier one is trained on: what the engine chose is not kept for them.
     _is_ahead = False
 
@@ -57,12 +61,23 @@ class RoutedSteps:
         kept_BT = attention_mask.bool()
         ids, ends = input_ids[kept_BT].tolist(), kept_BT.sum(1).cumsum(0).tolist()
         rows = [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        with self._routers.given(kept_BT, self.bridge.routing_of(rows)):
+        routed = self.bridge.routing_of(rows)
+        chosen, weights = [each for each, _ in routed], [each for _, each in routed]
+        if self.routing_replay and not self._is_told and any(c is not None and w is None for c, w in routed):
+            self._is_told = True
+            logger.warning(
+                "routing_replay: %s gives the experts that it chose without their weights: those of the trainer's routers are used",
+                self.bridge.engine.capabilities().name,
+            )
+        with self._routers.given(kept_BT, chosen, weights):
             return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kw)
 
     def _look_at(self, mode: str, batch: dict[str, Any], logprobs_BT: torch.Tensor) -> None:
         if self._routers is not None and (agreement := self._routers.agreement) is not None:
             self._note(mode, {"routing_agreement": agreement})
+            if (mean := self._routers.weight_diff_mean) is not None:
+                largest = self._routers.weight_diff_max
+                self._note(mode, {"routing_weight_diff_mean": mean, "routing_weight_diff_max": largest})
         super()._look_at(mode, batch, logprobs_BT)
 
 
