@@ -75,9 +75,9 @@ def _normed(layer: Any, kernel: CodesKernel) -> Callable[..., Any]:
     own, epsilon = layer._forward_method, layer.variance_epsilon
 
     def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        is_plain = x.dtype == torch.bfloat16 and (
-            residual is None or (residual.dtype == x.dtype and residual.is_contiguous() and residual.shape == x.shape)
-        )
+        is_plain = x.dtype == layer.weight.dtype == torch.bfloat16 and x.shape[-1:] == layer.weight.shape
+        if residual is not None:
+            is_plain = is_plain and residual.dtype == x.dtype and residual.shape == x.shape and residual.is_contiguous()
         if not is_plain:
             return own(x, residual)
         out = kernel.norm(x, layer.weight, epsilon, residual)

@@ -44,13 +44,13 @@ class Choices:
         self._held: dict[str, list[tuple[int, Any, Any]]] = {}
         for number, layer in enumerate(layers):
             layer.router.set_capture_fn(functools.partial(self._step.__setitem__, number))
-            if (compute := getattr(layer.router, "_compute_routing", None)) is None:
+            if (compute := getattr(layer.router, "_compute_routing", None)) is not None:
+                layer.router._compute_routing = functools.partial(self._compute, number, compute)
+            elif number == 0:
                 logger.warning(
                     "noting the routing: the routers of vLLM %s have no `_compute_routing`, so weights are not noted",
                     vllm_version(),
                 )
-                break
-            layer.router._compute_routing = functools.partial(self._compute, number, compute)
 
     def _compute(
         self, layer: int, compute: Callable[..., Any], hidden: Any, logits: torch.Tensor, *others: Any, **named: Any

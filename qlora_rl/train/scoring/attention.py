@@ -23,7 +23,7 @@ NAME = "sdpa_per_sequence"
 # Tokens whose gradients are in float32 at once.
 _AT_ONCE = 4096
 _HALF = (torch.bfloat16, torch.float16)
-# Of so few tokens in 16 bits, torch's fused attention on a CPU spends more time on its backward pass than on everything else: a product for
+# Of so few tokens in bf16, torch's fused attention on a CPU spends more time on its backward pass than on everything else: a product for
 # each head of each sequence.
 _SHORT = 32
 # transformers makes masks once in a forward pass, before the layers; it does not say for which arguments.
@@ -135,10 +135,12 @@ def _by_length(
         runs, *(whole.split(sizes, dim=2) for whole in (query_1QND, key_1KND, value_1KND)), strict=True
     ):
         alike = [part[0].unflatten(1, (count, length)).transpose(0, 1) for part in parts]
-        if length <= _SHORT and not dropout and all(part.is_cpu and part.dtype in _HALF for part in alike):
-            run, _ = torch.ops.aten._scaled_dot_product_attention_math(
-                *alike, is_causal=True, scale=scaling, enable_gqa=shares_keys
-            )
+        if length <= _SHORT and not dropout and all(part.is_cpu and part.dtype == torch.bfloat16 for part in alike):
+            # In float32 inside, as the fused kernel; autocast, which leaves that one alone, would round the scores to bf16.
+            with torch.autocast("cpu", enabled=False):
+                run, _ = torch.ops.aten._scaled_dot_product_attention_math(
+                    *alike, is_causal=True, scale=scaling, enable_gqa=shares_keys
+                )
         else:
             run = scaled_dot_product_attention(
                 *alike, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=shares_keys
