@@ -12,13 +12,14 @@ import importlib.util
 import multiprocessing
 import os
 import random
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from qlora_rl.engine.leftovers import FirstThing
+from qlora_rl.engine.leftovers import held_for_sleep as held_for_sleep
 from qlora_rl.engine.leftovers import trim_memory as trim_memory
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError, MissingDependencyError
 from qlora_rl.processor import tell_compiled_code_apart
@@ -290,6 +291,8 @@ def shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     finally:
         for socket in llm.qlora_sockets:
             socket.close(linger=0)
+        if _alive == 0:
+            forget_adapter_places()
 
 
 def _shut_down(llm: LLM, *, owns_process_group: bool) -> None:
@@ -311,6 +314,18 @@ def _shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     multiprocessing.active_children()
     if _alive == 0:
         destroy_model_parallel()
+
+
+def forget_adapter_places() -> None:
+    """Empty what vLLM's Triton kernels for adapters remember of their buffers, when no engine of this process is left.
+
+    0.31 remembers strides by address alone, for the life of the process, and with them some of the buffers: another engine at the same
+    addresses with another `max_lora_rank` would be multiplied with wrong strides, and an engine that can sleep could not start again.
+    Captured graphs read those tables, so they stay while an engine lives. Remove when `_get_lora_a_ptr` knows its engine.
+    """
+    tables = sys.modules.get("vllm.lora.ops.triton_ops.utils")
+    for name in ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT"):
+        getattr(tables, name, {}).clear()
 
 
 def release_kv_cache(llm: LLM) -> bool:
@@ -352,18 +367,6 @@ def is_dead_engine(error: BaseException) -> bool:
 
     # What an engine rejects while it ends has no type of its own, only these words.
     return isinstance(error, (EngineEndingError, EngineDeadError)) or "Server shutting down" in str(error)
-
-
-class PolicyNames(dict[str, Any]):
-    """vLLM's table of adapters by model name, with one entry for the policy under the name that people ask for.
-
-    Each adapter has a LoRARequest of its own name, because vLLM takes two requests of one name for the same; and
-    `/v1/models` lists that name and the path.
-    """
-
-    def values(self) -> Any:
-        """What `/v1/models` lists."""
-        return [SimpleNamespace(lora_name=name, path="", base_model_name=None) for name in self]
 
 
 def executor_of_server(ranks: int = 1) -> dict[str, Any]:
@@ -426,17 +429,8 @@ def server_arguments(
     name = "base" if arguments["enable_lora"] else "policy"  # full weights are written over it
     own = {**arguments, "host": host, "port": port, "api_server_count": 1, "served_model_name": [name]}
     fixed = {
-        "api_key",
-        "uds",
-        "root_path",
-        "headless",
-        "middleware",
-        "config",
-        "model_tag",
-        "load_format",
-        "quantization",
-        "grpc",
-    }
+        "api_key", "uds", "root_path", "headless", "middleware", "config", "model_tag", "load_format", "quantization", "grpc",
+    }  # fmt: skip
     changed = {name for name, value in vars(asked).items() if value != getattr(plain, name, None)}
     taken = sorted(changed & (fixed | set(own)))
     if taken:

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 from typing import Any
 
 import torch
@@ -49,6 +50,16 @@ class FirstThing:
     def compute_hash(self) -> str:
         """What vLLM compiles does not depend on it."""
         return ""
+
+
+def held_for_sleep() -> int:
+    """Bytes in the pool of vLLM's sleep mode, of which a process has one: while any are in use, no engine with sleep mode can start.
+
+    After `trim_memory` those that somebody still refers to: a model that borrows the base, or slots of an adapter.
+    """
+    pool = sys.modules.get("vllm.device_allocator.cumem")
+    one = None if pool is None else pool.CuMemAllocator.instance
+    return 0 if one is None else int(one.get_current_usage())
 
 
 def trim_memory() -> None:

@@ -194,5 +194,6 @@ def _copied(place: torch.Tensor) -> torch.Tensor:
     """
     held = place.detach()
     if not held.is_cpu:
+        torch.cuda.synchronize(held.device)  # it was written on the stream of another thread
         return held.to("cpu", copy=True).contiguous()
     return torch.from_numpy(held.view(torch.uint8).numpy().copy()).view(held.dtype)

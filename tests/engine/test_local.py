@@ -372,11 +372,28 @@ def test_a_rebuilt_engine_without_its_adapter_says_so_and_does_not_serve_the_bar
 
 
 def test_closing_one_engine_leaves_another_alone(engine, base, prompts):
+    from vllm.lora.ops.triton_ops import utils
+
     before = engine.generate(prompts, max_tokens=4, temperature=0.0)
+    utils._LORA_A_PTR_DICT[0,] = utils._LORA_B_PTR_DICT[0,] = ()  # on a GPU captured graphs read what is in these
     with LocalEngine(base, max_model_length=32, max_num_seqs=8) as second:
         second.generate(prompts, max_tokens=4)
         engine.generate(prompts, max_tokens=4)
     assert engine.generate(prompts, max_tokens=4, temperature=0.0).completion_ids == before.completion_ids
+    assert (0,) in utils._LORA_A_PTR_DICT
+    compat.forget_adapter_places()  # what the last engine of a process does
+    assert not utils._LORA_A_PTR_DICT
+    assert not utils._LORA_B_PTR_DICT
+
+
+def test_what_vllms_sleep_mode_still_holds_is_counted(monkeypatch):
+    from vllm.device_allocator import cumem
+
+    assert compat.held_for_sleep() == 0
+    pool = cumem.CuMemAllocator()
+    pool._python_malloc_callback((0, 4096, 1, 0))  # device, bytes, address, chunks
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", pool)
+    assert compat.held_for_sleep() == 4096
 
 
 def test_so_is_what_an_engine_beside_it_has_frozen(engine, base, monkeypatch):

@@ -42,6 +42,8 @@ def test_the_linears_are_changed_before_vllm_warms_up_and_it_is_said(measured):
     linears = layers(measured)
     assert linears
     assert all(isinstance(layer.quant_method.apply, RuledLinear) for layer in linears)
+    # Part of the key under which vLLM keeps what it compiles: the rules are constants in it.
+    assert measured.llm.llm_engine.vllm_config.additional_config["qlora_rl"]["ways"] == found.ways
 
 
 def test_it_holds_the_trainers_base_with_repaired_scales_and_scores_as_vllms_own_way(measured, base, wanted):

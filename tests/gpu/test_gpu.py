@@ -145,6 +145,47 @@ def test_a_push_in_place_is_seen_by_captured_graphs(base, adapted, tmp_path):
     assert drawn[0].logprobs != drawn[1].logprobs
 
 
+def test_what_another_thread_generates_is_behind_a_push_of_this_one(base, adapted):
+    """The push is held up on the device; the other thread has a stream of its own there."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from support import randomise
+
+    from qlora_rl import AdapterSync
+    from qlora_rl.sync.in_place import InPlaceTransport
+
+    model = adapted.to("cuda")
+    with (
+        LocalEngine(base, max_lora_rank=8, max_model_length=64, max_num_seqs=8) as engine,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        sync = AdapterSync(model, engine, InPlaceTransport())
+        for seed in range(4):
+            randomise(model.cpu(), seed=seed)
+            model.to("cuda")
+            torch.cuda.synchronize()
+            torch.cuda._sleep(10**9)  # cycles
+            sync.push()
+            elsewhere = pool.submit(engine.generate, PROMPTS, max_tokens=8, temperature=0.0).result()
+            here = engine.generate(PROMPTS, max_tokens=8, temperature=0.0)
+            assert elsewhere.completion_ids == here.completion_ids
+            assert elsewhere.logprobs == here.logprobs
+        sync.close()
+
+
+def test_an_engine_that_can_sleep_is_rebuilt_though_its_base_is_lent(base, caplog):
+    """vLLM's allocator takes one engine a process, and the model holds tensors of the one before."""
+    for is_lent in (False, True):
+        with LocalEngine(base, max_model_length=64, max_num_seqs=8, enable_sleep=True) as engine:
+            model = borrow_base(engine) if is_lent else None
+            engine.generate(PROMPTS, max_tokens=8, seed=1)
+            engine._is_broken = True
+            engine.generate(PROMPTS, max_tokens=8, seed=1)
+            assert ("stays awake" in caplog.text) == is_lent
+            assert engine.capabilities().can_sleep != is_lent
+            del model
+
+
 def test_a_push_in_place_waits_for_nothing(base, adapted):
     """The hot path must not synchronise with the device: it only enqueues copies."""
     from qlora_rl.adapter.live import LiveAdapter

@@ -11,6 +11,7 @@ import pytest
 
 from qlora_rl.engine.local import drive
 from qlora_rl.engine.local.drive import Driver, alone
+from qlora_rl.engine.local.stream import OwnStream
 from qlora_rl.errors import EngineBrokenError, RolloutCancelledError
 
 
@@ -97,6 +98,66 @@ def test_turns_that_are_asked_for_without_pause_do_not_stop_the_steps():
         is_over.set()
     assert engine.steps >= 20
     assert min(turns) >= 20
+
+
+class Stream:
+    """Notes for what it waited, as a stream of CUDA does."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_on_a_gpu_every_turn_and_every_step_is_on_the_stream_on_which_the_engine_was_built():
+    log, here = [], threading.local()
+
+    def current():
+        if not hasattr(here, "stream"):
+            here.stream = Stream(threading.current_thread().name, log)
+        return here.stream
+
+    @contextlib.contextmanager
+    def on(stream):
+        before, here.stream = current(), stream
+        yield
+        here.stream = before
+
+    driver = Driver(lambda: None)
+    driver.stream = OwnStream(current, on)
+
+    class Steps(Engine):
+        def step(self):
+            log.append(f"a step on {current().name}")
+            ended = [SimpleNamespace(finish_reason="stop")]
+            return [SimpleNamespace(finished=True, request_id=driver._open[0].names[0], outputs=ended)]
+
+    class Pushes:
+        _driver = driver
+
+        @alone
+        def push(self):
+            log.append(f"a push on {current().name}")
+
+    def generate():
+        engine = Steps()
+        return driver.finish(engine, driver.begin(engine, ["a"], [None], None), lambda: None)
+
+    driver.stream.keep(True)
+    name = current().name
+    for each in (generate, Pushes().push):
+        each()
+        done = f"a {'step' if each is generate else 'push'} on {name}"
+        assert log == [done], "the thread that built the engine waits for nothing"
+        log.clear()
+        thread = threading.Thread(target=each, name="other")
+        thread.start()
+        thread.join()
+        assert done in log
+        assert log.index(f"{name} waits for other") < log.index(done)
+        assert log[-1] == f"other waits for {name}"
+        log.clear()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qlora_rl.engine.interrupt import ForcedInterrupt, interrupts_between_steps
+from qlora_rl.engine.local.stream import OwnStream
 from qlora_rl.engine.sampling import are_cut_off
 from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, RolloutCancelledError
 
@@ -27,7 +28,9 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self._driver.door, self._driver.lock:
-            return method(self, *args, **kwargs)
+            turn = self._driver.stream.turn()
+            with turn:
+                return method(self, *args, **kwargs)
 
     return call
 
@@ -69,10 +72,11 @@ class Driver:
     Attributes:
         `door`: who wants a turn takes it first.
         lock: guards everything that vLLM is asked in this process.
+        stream: on which vLLM is asked; on a GPU the order of two threads.
     """
 
     def __init__(self, on_failure: Callable[[], None], on_end: Callable[[Call], None] = lambda call: None) -> None:
-        self.door, self.lock = threading.RLock(), threading.RLock()
+        self.door, self.lock, self.stream = threading.RLock(), threading.RLock(), OwnStream()
         self._on_failure, self._on_end = on_failure, on_end
         self._lost: Callable[[], str] = lambda: ""
         self._open: list[Call] = []
@@ -88,7 +92,7 @@ class Driver:
         Raises:
             EngineUnsupportedError: vLLM rejects one; none is left there.
         """
-        with self.lock:
+        with self.lock, self.stream.turn():
             count = len(prompts)
             names = [f"{self._number + i}" for i in range(count)]
             call = Call(names, [None] * count, getattr(lora, "lora_int_id", 0), left=count)
@@ -121,7 +125,7 @@ class Driver:
             while True:
                 with self.door:
                     pass  # who waits in it comes first
-                with self.lock:
+                with self.lock, self.stream.turn():
                     if self._is_over(engine, call, raise_if_interrupted):
                         break
                     self._step(engine)
@@ -158,7 +162,7 @@ class Driver:
         Raises:
             EngineBrokenError: vLLM failed in a step.
         """
-        with self.door, self.lock, self.between_steps() as raise_if_interrupted:
+        with self.door, self.lock, self.stream.turn(), self.between_steps() as raise_if_interrupted:
             while found := [each for each in self._open if each.left and adapter in (None, each.adapter)]:
                 raise_if_interrupted()
                 for each in found:

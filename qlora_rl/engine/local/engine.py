@@ -99,8 +99,7 @@ class LocalEngine:
         self._incarnation = self._repairs = 0
         self._is_broken = self._is_closed = self._is_asleep = False
         self._llm: Any = None
-        self._products = Float32Products()
-        self._routing, self.borrowers = Routing(), Borrowers()
+        self._products, self._routing, self.borrowers = Float32Products(), Routing(), Borrowers()
         self._driver = Driver(on_failure=self._break, on_end=self._routing.collect)
         self._owns_process_group = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         start = start_options(
@@ -122,12 +121,8 @@ class LocalEngine:
         )
         self._start, self._vllm_version, self._is_cpu = start, start.vllm_version, start.is_cpu
         self._options, self._max_model_length, self._is_4bit = start.arguments, start.max_model_length, start.is_4bit
-        self._base_compute = {
-            "wish": base_compute,
-            "rows": max_num_seqs,
-            "planned_gib": planned_memory_gib,
-            "limit_gib": memory_limit_gib,
-        }
+        self._base_compute = {"wish": base_compute, "rows": max_num_seqs}
+        self._base_compute |= {"planned_gib": planned_memory_gib, "limit_gib": memory_limit_gib}
         self._repair_scales = start.is_4bit and repair_scales
         self._build()
 
@@ -364,10 +359,13 @@ class LocalEngine:
         if not self.borrowers.alive():
             self._llm.sleep(level=1)
         elif not compat.release_kv_cache(self._llm):
-            logger.warning("vLLM %s cannot keep lent weights and sleep: it stays awake", self._vllm_version)
-            self._options["enable_sleep_mode"] = self._enable_sleep = False
+            self._stay_awake(f"vLLM {self._vllm_version} cannot keep lent weights and sleep")
             return
         self._is_asleep = True
+
+    def _stay_awake(self, why: str) -> None:
+        logger.warning("%s: the engine stays awake", why)
+        self._options["enable_sleep_mode"] = self._enable_sleep = False
 
     @alone
     def wake(self) -> None:
@@ -415,6 +413,7 @@ class LocalEngine:
                     why = f"starting vLLM on {self.base}: {error}{IN_PROCESSES if ranks > 1 else ''}"
                     raise EngineUnsupportedError(why) from error
             compat.started(self._llm)
+            self._driver.stream.keep(not self._is_cpu)
             self._routing.begin(self._llm, self._start)
             if ranks > 1:
                 self._llm.collective_rpc("qlora_begin_as_rank")
@@ -448,6 +447,8 @@ class LocalEngine:
             if self._llm is not None:
                 self._adapters.keep()
             self._tear_down()
+            if self._options["enable_sleep_mode"] and compat.held_for_sleep():
+                self._stay_awake("tensors of the engine before are in use, and vLLM's sleep mode takes one engine")
             self._build()
             self._dense.rebuilt()
             self._adapters.load_again(self._llm)
@@ -457,7 +458,7 @@ class LocalEngine:
     ) -> tuple[int, list[Any]]:
         """Drive the engine until all B requests are done: the version that made them, and their outputs. None of them stays, whatever happens."""
         with self._driver.between_steps() as raise_if_interrupted:
-            with self._driver.door, self._driver.lock:
+            with self._driver.door, self._driver.lock, self._driver.stream.turn():
                 self._ensure_usable()  # another thread's call may have failed just now
                 version = self.version if version is None else version
                 engine, (lora, salt) = self._llm.llm_engine, self._policy(version, bare=bare)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from qlora_rl.adapter.store import AdapterStore, default_root
@@ -40,6 +40,18 @@ _WITH_PARENT = "QLORA_RL_END_WITH_PARENT"
 _MIB = 2**20
 # Of one request with images: a rollout of a hundred photographs.
 _IMAGES_MIB = 512.0
+
+
+class PolicyNames(dict[str, Any]):
+    """vLLM's table of adapters by model name, with one entry for the policy under the name that people ask for.
+
+    Each adapter has a LoRARequest of its own name, because vLLM takes two requests of one name for the same; and
+    `/v1/models` lists that name and the path.
+    """
+
+    def values(self) -> Any:
+        """What `/v1/models` lists."""
+        return [SimpleNamespace(lora_name=name, path="", base_model_name=None) for name in self]
 
 
 def serve(
@@ -174,7 +186,7 @@ class _Server:
             limit = max(limit, _IMAGES_MIB if self.start.most_images else 0)
         max_body = int(limit * _MIB)
         visits, models = Visits(), app.state.openai_serving_models
-        models.lora_requests = names = compat.PolicyNames(models.lora_requests)
+        models.lora_requests = names = PolicyNames(models.lora_requests)
         length = self.start.max_model_length
         policy = ServedPolicy(
             engine, names, self.store, sizes, rank, length, visits, weights, self.start.base, self.start.image_tokens

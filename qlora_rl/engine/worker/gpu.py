@@ -33,6 +33,9 @@ class Measuring:
         self.qlora_installed = self.qlora_install(
             worker.model_runner.get_model(), worker.vllm_config.scheduler_config.max_num_seqs
         )
+        # A compiled graph has the rules in it as constants: they are part of the key under which vLLM keeps it.
+        done = self.qlora_installed[0]
+        worker.vllm_config.additional_config["qlora_rl"] = {"ways": dict(done.ways), "left": dict(done.left)}
 
     def qlora_install(self, model: torch.nn.Module, most: int) -> tuple[BaseCompute, list[RuledLinear]]:
         """`install_on_gpu` with the table of this GPU."""
