@@ -1,7 +1,7 @@
 """Seconds and memory of a GRPO step, against TRL with its own colocated vLLM and its merge; each side in processes of its own.
 
 The same job on both sides: NF4 base, LoRA of rank 16 on all linears, the demo's sums as prompts, TRL's GRPOConfig; on a CPU TRL has eager
-attention, the faster one of its two at these lengths. Ours runs with all its checks: the canary after each push, the distance of both sides at each step. TRL has none of them, and
+attention, the faster one of its two in the demo. Ours runs with all its checks: the canary after each push, the distance of both sides at each step. TRL has none of them, and
 what it pushes is wrong (docs/comparison.md); here only its time and its memory are measured.
 
     python -m qlora_rl.bench.step SIDE SIZE BASE STEPS OPTIONS     one process: prints its numbers as JSON

@@ -27,10 +27,8 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._driver.door, self._driver.lock:
-            turn = self._driver.stream.turn()
-            with turn:
-                return method(self, *args, **kwargs)
+        with self._driver.door, self._driver.lock, self._driver.stream.turn():
+            return method(self, *args, **kwargs)
 
     return call
 
