@@ -168,7 +168,7 @@ def interrupts():
     def strike(_, frame):
         while frame is not None:
             if frame.f_code.co_filename == drive.__file__:
-                struck.append(frame.f_lineno)
+                struck.append(frame.f_lasti)
                 raise KeyboardInterrupt
             frame = frame.f_back
 

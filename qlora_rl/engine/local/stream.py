@@ -12,9 +12,10 @@ import torch
 class OwnStream:
     """On a GPU the current stream is a setting of each thread, and what is enqueued on two streams has no order.
 
-    A new thread is on the default stream. vLLM 0.31 puts the thread that builds an engine on a new stream (`current_stream` of its utils/torch_utils.py), captures its graphs
-    there, and copies sampled tokens to the host behind that stream alone (`main_stream` of its GPU model runner). A step of another
-    thread would be read before it is done, and would not wait for a push. So all of them take their turns on that stream.
+    A new thread is on the default stream. vLLM puts the thread that builds an engine on a new stream (`current_stream` of its
+    utils/torch_utils.py), captures its graphs there, and copies sampled tokens to the host behind that stream alone (`main_stream`
+    of its GPU model runner). A step of another thread would be read before it is done, and would not wait for a push. So all of
+    them take their turns on that stream.
 
     Args:
         current: gives the stream of this thread; for tests.
