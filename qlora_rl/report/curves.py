@@ -103,6 +103,7 @@ _DASHBOARD = {
     "clip_ratio/region_mean": ("Clipped tokens", "share", "Their ratio left the clipping range of the loss."),
     "routing_agreement": ("Routing agreement", "share of the choices", "Experts of a mixture that trainer and engine both chose for a token."),
     "routing_weight_diff_mean": ("Routing weights apart", "difference of a weight, mean", "Of trainer and engine, for the same experts; rounding where both hold the same policy."),
+    "routing_weights_rejected": ("Routing weights rejected", "share", "Of the engine's weights; too far from the trainer's to be replayed, so it kept its own."),
     "loss": ("Loss", "loss", "In GRPO it says little; spikes do."),
     "grad_norm": ("Gradient norm", "norm", "Before clipping."),
     "learning_rate": ("Learning rate", "rate", "Of the optimizer."),

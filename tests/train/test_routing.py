@@ -165,6 +165,9 @@ def test_the_engines_weights_are_replayed_to_the_bit_where_they_are_known_and_ne
     assert all(map(torch.equal, replayed[1], theirs))
     assert routers.agreement == 1.0
     assert 0.005 < routers.weight_diff_mean < routers.weight_diff_max
+    assert routers.weights_rejected == 1 / 13  # of 6 and 7 tokens in each layer
+    routers.forget()
+    assert routers.weights_rejected is None
 
 
 def test_replayed_weights_have_the_gradient_of_the_trainers_routers(model):
@@ -287,7 +290,8 @@ def test_without_the_engines_weights_those_of_the_trainer_are_used_and_that_is_s
     ):
         trainer.train()
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all("routing_agreement" in step and "routing_weight_diff_mean" not in step for step in steps)
+    assert all("routing_agreement" in step for step in steps)
+    assert not any({"routing_weight_diff_mean", "routing_weights_rejected"} & step.keys() for step in steps)
     assert sum("without their weights" in record.message for record in caplog.records) == 1
 
 

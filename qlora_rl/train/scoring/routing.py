@@ -107,6 +107,7 @@ class Routers:
         self._apart: torch.Tensor | float = 0.0
         self._weighed: torch.Tensor | int = 0
         self._furthest: torch.Tensor | float = 0.0
+        self._rejected: torch.Tensor | int = 0
 
     @property
     def agreement(self) -> float | None:
@@ -127,6 +128,15 @@ class Routers:
     def weight_diff_max(self) -> float | None:
         """The largest of the same."""
         return float(self._furthest) if int(self._weighed) else None
+
+    @property
+    def weights_rejected(self) -> float | None:
+        """Share of the engine's weights that were further away than rounding, so that the trainer kept its own; `None` where none was to be replayed.
+
+        A token counts once in each layer, with all its experts.
+        """
+        weighed = int(self._weighed) if self.replays else 0
+        return int(self._rejected) / weighed if weighed else None
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -205,4 +215,6 @@ class Routers:
             self._weighed = self._weighed + known_N1.sum() * apart_NK.shape[1]
             self._furthest = torch.maximum(torch.as_tensor(self._furthest, device=apart_NK.device), apart_NK.max())
         near_N1 = known_N1 & (apart_NK.sum(-1, keepdim=True) <= _FAR * ours_NK.sum(-1, keepdim=True))
+        if counts:
+            self._rejected = self._rejected + (known_N1 & ~near_N1).sum() * apart_NK.shape[1]
         return torch.where(near_N1, engines_NK + (weights_NK - ours_NK), weights_NK)

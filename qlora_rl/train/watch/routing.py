@@ -78,6 +78,8 @@ class RoutedSteps:
             if (mean := self._routers.weight_diff_mean) is not None:
                 largest = self._routers.weight_diff_max
                 self._note(mode, {"routing_weight_diff_mean": mean, "routing_weight_diff_max": largest})
+            if (rejected := self._routers.weights_rejected) is not None:
+                self._note(mode, {"routing_weights_rejected": rejected})
         super()._look_at(mode, batch, logprobs_BT)
 
 
