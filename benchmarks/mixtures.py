@@ -211,6 +211,8 @@ def train(base: Path, sync: str, steps: int, out: Path, seed: int = 0) -> dict[s
         found["routing_agreement"] = statistics.fmean(agreed)
         found["routing_weight_diff_mean"] = statistics.fmean(row["routing_weight_diff_mean"] for row in rows)
         found["routing_weight_diff_max"] = max(row["routing_weight_diff_max"] for row in rows)
+    if replays:
+        found["routing_weights_rejected_max"] = max(row["routing_weights_rejected"] for row in rows)
     trainer.close()
     return found
 
