@@ -185,7 +185,7 @@ def step() -> str:
         "| shape | | a step | rollout | push | verification | peak memory of the process |",
         "|---|---|---|---|---|---|---|",
     ]
-    found = _load("step.json")
+    found = _load("step.json") | {f"{size}, AVX2": result for size, result in _load("step_avx2.json").items()}
     for size, result in found.items():
         ratio = result["modes"]["step"]["ratio"]
         compute = result["engine_options"].get("base_compute", "nf4")
