@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import multiprocessing
 import os
@@ -12,6 +14,9 @@ import tempfile
 from collections.abc import Mapping
 from multiprocessing import forkserver
 from pathlib import Path
+
+# Of the kernel for 4-bit codes: "emulated" is its code for AVX-512 on any x86-64 processor, with `avx512/emulated.h` for instructions.
+BUILDS = ("avx512_bf16", "emulated", "avx2")
 
 ARCHITECTURES = {
     "qwen2": ("Qwen2Config", {}),
@@ -222,15 +227,30 @@ def fused(sizes=(96, 32, 32), quant="nf4", blocksize=64, columns=128, seed=0):
 
 
 def built(instructions):
-    """The kernel for 4-bit codes, where this processor has the instructions."""
+    """One of `BUILDS` of the kernel for 4-bit codes, where this processor has the instructions."""
     from qlora_rl.engine.linears import native
     from qlora_rl.processor import processor
 
-    if processor().architecture != "x86_64" or (instructions != "avx2" and processor().codes_kernel != instructions):
+    if processor().architecture != "x86_64" or (
+        instructions == "avx512_bf16" and processor().codes_kernel != instructions
+    ):
         return None
-    found = native._built(instructions)
+    found = _emulated() if instructions == "emulated" else native._built(instructions)
     assert not isinstance(found, str), found
     return found
+
+
+@functools.cache
+def _emulated():
+    from qlora_rl.engine.linears import native
+
+    header = Path(__file__).with_name("avx512") / "emulated.h"
+    text = hashlib.sha256(header.read_bytes()).hexdigest()  # a library is kept under its command and `codes.cpp` alone
+    real, native.AVX512_FLAGS = native.AVX512_FLAGS, ("-include", str(header), f"-DEMULATED_{text}")
+    try:
+        return native._built.__wrapped__("avx512_bf16")
+    finally:
+        native.AVX512_FLAGS = real
 
 
 def command(*arguments, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

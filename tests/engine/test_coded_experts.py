@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from pair import OPTIONS, Pair
 from peft import LoraConfig
-from support import MIXTURES, built, fused, make_model, tiny_training
+from support import BUILDS, MIXTURES, built, fused, make_model, tiny_training
 from trl import GRPOConfig
 
 from qlora_rl import (
@@ -73,7 +73,7 @@ def test_the_base_is_held_once_and_a_flipped_bit_of_an_expert_is_named(mixture):
         del model
 
 
-@pytest.mark.parametrize("instructions", ["avx512_bf16", "avx2"])
+@pytest.mark.parametrize("instructions", BUILDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_all_chosen_experts_at_once_give_the_bits_of_one_after_another(instructions, dtype):
     """Weights of the choice in either dtype, as the architectures have them."""

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import built, fused
+from support import BUILDS, built, fused
 
 from qlora_rl.base.decode import decode_plainly
 from qlora_rl.base.quant import dequantize_exactly, require_bitsandbytes
@@ -37,7 +37,7 @@ def close(one, other):
     return torch.allclose(one.float(), other.float(), rtol=2**-7, atol=2**-6)
 
 
-KERNELS = {f"by the kernel for {name}": name for name in ("avx512_bf16", "avx2")}
+KERNELS = {f"by the kernel for {name}": name for name in BUILDS}
 
 
 @pytest.fixture(params=["in bf16", "in float32", "in float32, by table", *KERNELS], autouse=True)

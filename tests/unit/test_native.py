@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from support import built
+from support import BUILDS, built
 
 from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.engine.linears import native
@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 needs_x86 = pytest.mark.skipif(processor().architecture != "x86_64", reason="the kernel is written for x86-64")
 
 
-@pytest.fixture(params=["avx512_bf16", "avx2"])
+@pytest.fixture(params=BUILDS)
 def kernel(request):
     found = built(request.param)
     if found is None:
@@ -80,6 +80,23 @@ def test_a_token_has_the_same_bits_in_any_company_with_any_number_of_threads(ker
             for first, count in ((0, 130), (5, 1), (17, 2), (30, 67), (129, 1)):
                 alone = multiply(kernel, x[first : first + count], [weight], (0, count))
                 assert torch.equal(alone, together[first : first + count])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 65])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_output_has_the_same_bits_whichever_rows_it_is_multiplied_with(kernel, tokens, threads):
+    """257 rows are so many groups of each build that a thread takes several in a row, and a rest of one row."""
+    codes, absmax, values, exact = whole = quantised(257, 768)
+    x = torch.randn(tokens, 768, generator=torch.Generator().manual_seed(1)).to(BF16)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        together = multiply(kernel, x, [whole], (0, tokens))
+        for first, last in ((0, 1), (0, 11), (4, 17), (12, 37), (200, 257), (256, 257)):
+            part = codes[first * 384 : last * 384], absmax[first * 12 : last * 12], values, exact[first:last]
+            assert torch.equal(multiply(kernel, x, [part], (0, tokens)), together[:, first:last])
     finally:
         torch.set_num_threads(before)
 

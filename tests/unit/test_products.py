@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import built
+from support import BUILDS, built
 
 from qlora_rl.engine.linears import linear
 from qlora_rl.engine.linears.linear import AdaptedLinear, AdapterProducts, group
 
 SIZES, RANK, IN = (48, 16, 16), 4, 32
-WAYS = {"block-diagonal": torch.float32, "apart": torch.float32, "avx512_bf16": torch.bfloat16, "avx2": torch.bfloat16}
+WAYS = {"block-diagonal": torch.float32, "apart": torch.float32} | dict.fromkeys(BUILDS, torch.bfloat16)
 
 
 def refuse(*_, **__):
@@ -176,7 +176,7 @@ def test_storage_that_was_replaced_under_a_buffer_is_not_read_any_more(layer):
     assert near(y, expected(torch.zeros_like(y), x, a, b, [0, 0]), x.dtype)
 
 
-@pytest.mark.parametrize("instructions", ["avx512_bf16", "avx2"])
+@pytest.mark.parametrize("instructions", BUILDS)
 def test_an_adapter_that_the_kernel_does_not_take_is_packed(instructions):
     kernel = built(instructions)
     if kernel is None:
