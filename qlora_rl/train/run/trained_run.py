@@ -228,7 +228,8 @@ def keep_input_dtype(model: Any) -> None:
     """Under autocast plain LoRA takes the input as it is.
 
     PEFT 0.21 lifts it to the adapter's dtype first, in 4-bit linears unless CUDA's autocast is on. Autocast makes 16 bits of it again, so each
-    adapted linear would keep a copy of its input for the backward pass. The results have the same bits.
+    adapted linear would keep a copy of its input for the backward pass. The results have the same bits. Remove when PEFT asks for autocast of the
+    input's device.
     """
     for module in model.modules():
         if isinstance(module, LoraLayer) and not module.lora_variant:
