@@ -23,6 +23,9 @@ from qlora_rl.ledger.lines import (
 )
 from qlora_rl.ledger.shape import ModelShape
 
+# Linears that take what the norm before the MLP gives.
+_WIDEN = {*MLP_LINEARS[:2], "gate_up_proj"}
+
 
 def layer_activations(
     shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]], device: str, *, padded: bool
@@ -45,7 +48,7 @@ def layer_activations(
     kept = 4 * shape.norms + wide * (attention + feed_forward)
     # Of adapted experts a token passes through the chosen ones alone, each of which keeps its own copy of it.
     shares = {name: shape.chosen / shape.pool if of_expert(name) else 1.0 for name in inputs}
-    own = shape.hidden * (bool(ends - {"o_proj", *MLP_LINEARS}) + bool(ends & set(MLP_LINEARS[:2])))
+    own = shape.hidden * (bool(ends - {"o_proj", "down_proj", *_WIDEN}) + bool(ends & _WIDEN))
     own += shape.chosen * shape.hidden if min(shares.values(), default=1.0) < 1 else 0
     return kept + wide * (own + sum(shares[name] * rank for name, (_, rank) in inputs.items()) / shape.layers)
 
@@ -101,7 +104,7 @@ def activation_lines(
         # Norms keep their input, which for the first one is counted above, and an MLP its own.
         mlp = mlp_activations(shape, spec, adapter)
         rest = layer - mlp - 4 * shape.norms
-        if mlp and not any(name.endswith(MLP_LINEARS[:2]) for name in adapted_inputs(adapter)):
+        if mlp and not any(name.endswith(tuple(_WIDEN)) for name in adapted_inputs(adapter)):
             rest += wide * hidden
         tile = max(mlp + 4 * shape.inner + 2 * hidden, 26 * hidden) if mlp else 26 * hidden
         working = rest + wide * (shape.norms - hidden) + 2 * hidden + tile * TILE[device] / tokens

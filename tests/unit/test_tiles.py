@@ -1,5 +1,6 @@
 """MLPs and norms in tiles: outputs and gradients against whole ones, and which MLPs stay whole."""
 
+import copy
 from collections import Counter
 
 import pytest
@@ -112,6 +113,53 @@ def test_a_norm_that_is_trained_stays_whole():
     tiled = [module for module in model.modules() if "forward" in vars(module)]
     assert tiled, "those that PEFT keeps beside the trained ones"
     assert not any(p.requires_grad for module in tiled for p in module.parameters())
+
+
+def test_a_norm_that_peft_copies_and_trains_brings_no_layer_with_it_and_stays_whole_from_then_on():
+    model = small(target_modules=["q_proj"])
+    bare = model.get_base_model()
+    tile_layers(bare, 10)
+    again = get_peft_model(model.unload(), LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"]))
+    trained = [
+        m
+        for m in again.modules()
+        if any(p.requires_grad for p in m.parameters(recurse=False)) and "Norm" in type(m).__name__
+    ]
+    assert len(trained) == 2 * LAYERS + 1
+    for norm in trained:
+        assert norm.forward._module is norm
+        assert norm.forward._layer in bare.modules(), "the layer itself, not a copy of it"
+    tile_layers(again.get_base_model(), 10)
+    assert not any("forward" in vars(norm) for norm in trained)
+    whole = copy.deepcopy(bare)
+    assert not any(m.forward._layer in set(bare.modules()) for m in whole.modules() if "forward" in vars(m))
+
+
+def test_a_tile_is_that_of_the_text_model_whatever_other_norms_there_are():
+    model = small()
+    bare = model.get_base_model()
+    bare.model.layers[0].wide = torch.nn.LayerNorm(4096).requires_grad_(False)
+    tile_layers(bare, 10)
+    assert bare.model.layers[0].input_layernorm.forward.rows(torch.zeros(1, 1, 64)) == 10
+    assert bare.model.layers[0].wide.forward.rows(torch.zeros(1, 1, 4096)) == 1
+
+
+@pytest.mark.parametrize("lora", [{"lora_dropout": 0.1}, {"use_dora": True}])
+def test_with_dropout_or_dora_a_linear_lifts_its_input_as_peft_does(lora):
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        inner = torch.nn.Sequential(Linear(64, 64, bias=False, dtype=torch.bfloat16))
+        model = get_peft_model(inner, LoraConfig(target_modules=["0"], r=4, **lora))
+        if ours:
+            keep_input_dtype(model)
+        torch.manual_seed(1)
+        for p in model.parameters():
+            if p.requires_grad:
+                p.data = torch.randn_like(p, dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(model(torch.randn(5, 64, dtype=torch.bfloat16)))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("kind", [Linear, Linear4bit])

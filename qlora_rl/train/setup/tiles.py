@@ -2,7 +2,7 @@
 
 An MLP keeps several tensors of its inner width for every token, and a norm two of the hidden size in float32: most of what a layer computes
 under gradient checkpointing. Tokens do not depend on each other there, so a few thousand at a time do. In the backward pass each tile is
-computed again before its gradients are, which for a norm is nothing beside the products of a layer. The layer is computed again by
+computed again before its gradients are, which for a norm is little against the products of a layer. The layer is computed again by
 checkpointing as far as the input of its MLP, where that is the last thing that it saves: then there are no more products than without tiles.
 Where a norm follows the MLP (Gemma), its forward is computed once more. Weights are decoded once for each tile.
 
@@ -11,6 +11,7 @@ N tokens, H hidden size.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -38,6 +39,7 @@ def tile_layers(model: Any, tokens: int | None = None) -> str:
         Why the MLPs work on all tokens at once; empty where they do not.
     """
     size = tokens or TILE["cpu" if next(model.parameters()).device.type == "cpu" else "cuda"]
+    hidden = model.config.get_text_config().hidden_size
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     mlps = {
         mlp: layer
@@ -48,7 +50,7 @@ def tile_layers(model: Any, tokens: int | None = None) -> str:
     # The whole model comes first, whose own is the norm behind the last layer.
     norms = {norm: layer for layer in layers for norm in layer.modules() if _is_norm(norm)}
     # An earlier trainer of this model may have left its own, with which nothing below may be true.
-    for module in [*mlps, *norms]:
+    for module in model.modules():  # also of norms that are trained now
         if isinstance(tiled := vars(module).get("forward"), _Tiled):
             tiled.take_off()
     reason = why_whole(list(mlps))
@@ -56,21 +58,19 @@ def tile_layers(model: Any, tokens: int | None = None) -> str:
         logger.info("the MLPs work on all tokens at once: %s", reason)
     else:
         for mlp, layer in mlps.items():
-            mlp.forward = _Tiled(layer, mlp, size)
-    hidden = max((norm.weight.numel() for norm in norms), default=0)
-    for norm, layer in norms.items():  # of a norm over the heads a token has many rows
-        norm.forward = _Tiled(layer, norm, size * hidden // norm.weight.numel())
+            mlp.forward = _Tiled(layer, mlp, size * hidden)
+    for norm, layer in norms.items():
+        norm.forward = _Tiled(layer, norm, size * hidden)
     return reason
 
 
 def _is_norm(module: torch.nn.Module) -> bool:
-    """Over the last dimension, with one weight for each of its numbers, which is not trained."""
-    weight = getattr(module, "weight", None)
+    """Over the last dimension, with at most one weight for each of its numbers, and not trained."""
+    name = type(module).__name__.lower()
     return (
-        type(module).__name__.lower().endswith(("rmsnorm", "layernorm"))
-        and isinstance(weight, torch.Tensor)
-        and weight.dim() == 1
-        and not any(p.requires_grad for p in module.parameters())
+        ("rmsnorm" in name or "layernorm" in name)
+        and getattr(module, "data_format", "channels_last") == "channels_last"
+        and all(p.dim() == 1 and not p.requires_grad for p in module.parameters())
     )
 
 
@@ -96,15 +96,23 @@ class _Tiled:
     Args:
         layer: in which it is; says whether it is computed again in the backward pass.
         module: whose trained parameters get gradients.
-        size: rows of a tile.
+        numbers: of a tile of its input. A norm over the heads has many rows for a token.
     """
 
-    def __init__(self, layer: Any, module: Any, size: int) -> None:
-        self._layer, self._module, self._whole, self._size = layer, module, module.forward, size
+    def __init__(self, layer: Any, module: Any, numbers: int) -> None:
+        self._layer, self._module, self._whole, self._numbers = layer, module, module.forward, numbers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Tiled:
+        """With a copy of the module alone, as PEFT makes it of what it trains, the layer stays the one that it is in."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new._layer, new._numbers = memo.get(id(self._layer), self._layer), self._numbers
+        new._module, new._whole = copy.deepcopy(self._module, memo), copy.deepcopy(self._whole, memo)
+        return new
 
     def __call__(self, x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         """x [..., H]; the same shape comes back. With anything else given, which may be of all tokens, the module stays whole."""
-        if more or named or x.shape[:-1].numel() <= self._size:
+        if more or named or x.shape[:-1].numel() <= self.rows(x):
             return self._whole(x, *more, **named)
         trained = [p for p in self._module.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and (x.requires_grad or trained)):
@@ -121,18 +129,24 @@ class _Tiled:
         else:
             self._module.forward = self._whole
 
+    def rows(self, x: torch.Tensor) -> int:
+        """Of a tile of x [..., H]."""
+        return max(1, self._numbers // x.shape[-1])
+
     def split(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """x [..., H] as [1, n, H] each."""
-        return x.reshape(1, -1, x.shape[-1]).split(self._size, dim=1)
+        return x.reshape(1, -1, x.shape[-1]).split(self.rows(x), dim=1)
 
     def run(self, x: torch.Tensor, autocast: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:
         """All tiles, forward only."""
         out: torch.Tensor | None = None
-        for start, tile in zip(range(0, x.shape[:-1].numel(), self._size), self.split(x), strict=True):
+        start = 0
+        for tile in self.split(x):
             part = self.whole(tile, autocast)
             if out is None:
                 out = part.new_empty(1, x.shape[:-1].numel(), part.shape[-1])
-            out[:, start : start + self._size] = part
+            out[:, start : start + tile.shape[1]] = part
+            start += tile.shape[1]
         assert out is not None
         return out.view(*x.shape[:-1], -1)
 
