@@ -47,7 +47,7 @@ class Step:
         length: T.
         device: "cpu" or "cuda".
         padded: the micro-batch keeps its padding, and has attention masks.
-        tiles: MLPs and norms work in tiles.
+        tiles: MLPs work in tiles.
         offload: layer inputs wait in host memory; with the CPU as the device, in memory that is not counted.
     """
 
@@ -64,11 +64,10 @@ class Step:
     ) -> None:
         from peft import LoraConfig, get_peft_model
 
-        from qlora_rl.train.run.trained_run import keep_input_dtype
         from qlora_rl.train.scoring.logprobs import use_fused_head
         from qlora_rl.train.scoring.padding import remove_padding
         from qlora_rl.train.setup.layer_inputs import keep_on_host
-        from qlora_rl.train.setup.tiles import tile_layers
+        from qlora_rl.train.setup.mlp_tiles import tile_mlps
 
         torch.manual_seed(0)
         self.spec, self.batch, self.length, self.device = base.spec, batch, length, device
@@ -82,13 +81,12 @@ class Step:
                 parameter.data = parameter.data.float()
                 if ".lora_B." in name:
                     parameter.normal_(0, 0.01)
-        keep_input_dtype(self.model)
         use_fused_head(self.bare)
         self.padded, self.tiles, self.offload = padded, tiles, offload
         if not padded and (why := remove_padding(self.bare)):
             raise ConfigConflictError(f"measuring a step without padding: {why}.")
         if tiles:
-            tile_layers(self.bare)
+            tile_mlps(self.bare)
         keep_on_host(self.bare, None if device == "cuda" else Uncounted())
         self.model.train()
         self.model.gradient_checkpointing_enable(offload=offload)
