@@ -62,7 +62,9 @@ def test_a_mixture_is_trained_with_adapters_on_attention(architecture, rollout, 
     assert min(step.get("routing_agreement", 1.0) for step in steps) > 0.9
     assert all(("routing_weight_diff_mean" in step) == (rollout == "colocate") for step in steps)
     assert max(step.get("routing_weight_diff_mean", 0.0) for step in steps) < 0.02
-    assert [step.get("routing_weights_rejected") for step in steps] == [0.0 if replay else None] * STEPS
+    rejected = [step["routing_weights_rejected"] for step in steps if "routing_weights_rejected" in step]
+    assert len(rejected) == (STEPS if replay else 0)
+    assert all(share < 0.01 for share in rejected)
 
 
 def test_a_router_that_becomes_another_one_is_noticed_while_its_routing_is_replayed(tmp_path):
@@ -95,6 +97,6 @@ def test_a_router_that_becomes_another_one_is_noticed_while_its_routing_is_repla
             trainer.train()
     assert caught.value.cause == "base"
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [step["routing_weights_rejected"] for step in steps] == [0.0, 0.0]
+    assert all(step["routing_weights_rejected"] < 0.01 for step in steps)
     # The third step has no line, because the alarm ends it; TRL's log has its value, next to those before.
     assert trainer._metrics["train"]["qlora_rl/routing_weights_rejected"][-1] > 0.1

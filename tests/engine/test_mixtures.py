@@ -132,7 +132,7 @@ def test_in_bf16_replay_takes_away_what_other_experts_add_to_the_mismatch(mixtur
         found[replays, weighs] = (float((d.expm1() - d).mean()), float(d.abs().max()))
         assert 0.98 < routers.agreement <= 1.0
     assert routers.weight_diff_mean < 0.01
-    assert routers.weights_rejected == 0.0
+    assert routers.weights_rejected < 0.01  # 0.0 on AVX2; rounding differs between processors
     # Rounding alone is 2e-5 and 0.035 in a dense model of this size; another expert is up to 1 nat of a token.
     for replayed in (found[True, False], found[True, True]):
         assert replayed[0] < 6e-5
