@@ -97,6 +97,7 @@ def test_a_router_that_becomes_another_one_is_noticed_while_its_routing_is_repla
             trainer.train()
     assert caught.value.cause == "base"
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2
     assert all(step["routing_weights_rejected"] < 0.01 for step in steps)
     # The third step has no line, because the alarm ends it; TRL's log has its value, next to those before.
     assert trainer._metrics["train"]["qlora_rl/routing_weights_rejected"][-1] > 0.1
