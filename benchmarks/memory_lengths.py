@@ -17,8 +17,7 @@ from pathlib import Path
 # By hidden size: width of the MLP, layers, heads, key heads; heads of 64. No size equals that of a tile, by which tensors are told apart.
 SHAPES = {256: (768, 2, 4, 2), 384: (1152, 2, 6, 2), 512: (1536, 2, 8, 4)}
 WORDS = 16_384
-# With fewer tokens one tile of the MLP, whose bytes do not grow with them, is larger than what the norm behind attention lifts to float32, which
-# does: 1024 x (11 to 12) x MLP width against 14 x hidden size x tokens. So the straight line begins here.
+# With so many tokens the bytes of one tile, which do not grow with them, are the smaller part, so the straight line begins here.
 GROWS_FROM = 4096
 
 

@@ -1,9 +1,9 @@
-"""A loss step (forward, loss, backward) on sequences of mixed lengths: padded with whole MLPs, and as the trainers do it.
+"""A loss step (forward, loss, backward) on sequences of mixed lengths: padded with whole MLPs and norms, and as the trainers do it.
 
     python benchmarks/padding.py [--jobs 512 8192] [--json benchmarks/results/padding.json]
 
 The 0.1 B shape of `qlora-rl bench` as NF4, LoRA of rank 16 on every linear, gradient checkpointing, bf16 autocast, one thread. Both
-sides are the same model, in turns, in one process. The trainers' side has no padding, MLPs in tiles, and layer inputs in host memory, which is not
+sides are the same model, in turns, in one process. The trainers' side has no padding, MLPs and norms in tiles, no copies of inputs, and layer inputs in host memory, which is not
 counted. Seconds of the processor, the peak of live tensors (as a dispatch mode of torch sees them), and how far
 losses, logprobs and gradients are apart. About ten minutes on an idle core; with --jobs the others keep their results.
 """
@@ -53,10 +53,11 @@ def make_model(directory: Path, layers: int):
     from qlora_rl import load_base, prepare_base
     from qlora_rl.bench import shapes
     from qlora_rl.bench.memory import Uncounted
+    from qlora_rl.train.run.trained_run import keep_input_dtype
     from qlora_rl.train.scoring.logprobs import use_small_tiles
     from qlora_rl.train.scoring.padding import remove_padding
     from qlora_rl.train.setup.layer_inputs import keep_on_host
-    from qlora_rl.train.setup.mlp_tiles import tile_mlps
+    from qlora_rl.train.setup.tiles import tile_layers
 
     source = shapes.make_model(
         directory / "model",
@@ -77,19 +78,21 @@ def make_model(directory: Path, layers: int):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.01)
-    mlps = [layer.mlp for layer in bare.base_model.layers]
-    whole = [mlp.forward for mlp in mlps]
-    if why := tile_mlps(bare):
+    plain = {module: set(vars(module)) for module in bare.modules()}
+    if why := tile_layers(bare):
         raise SystemExit(f"measuring with MLPs in tiles: {why}")
-    tiled = [mlp.forward for mlp in mlps]
+    keep_input_dtype(model)
+    ours = [(module, name, vars(module)[name]) for module in plain for name in vars(module).keys() - plain[module]]
     keep_on_host(bare, Uncounted())
     model.train()
     model.enable_input_require_grads()
 
     def be(side: str) -> None:
         bare.forward = forwards[side]
-        for mlp, one, other in zip(mlps, whole, tiled, strict=True):
-            mlp.forward = one if side == "padded" else other
+        for module, name, value in ours:
+            vars(module).pop(name, None)
+            if side != "padded":
+                setattr(module, name, value)
         bare.gradient_checkpointing_enable({"use_reentrant": False, "offload": side != "padded"})
 
     return model, be

@@ -28,6 +28,7 @@ from qlora_rl.bench.shapes import RANK, SIZES, make_model
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.plan import plan_memory
 from qlora_rl.ledger.shape import read_config, read_shape
+from qlora_rl.products import Float32Products
 
 # Padding at the start of each sequence, in tokens in addition to T, which is taken out. Where it stays it is part of T: of each sequence but the
 # first, and of a single one, or there would be no mask.
@@ -47,7 +48,7 @@ class Step:
         length: T.
         device: "cpu" or "cuda".
         padded: the micro-batch keeps its padding, and has attention masks.
-        tiles: MLPs work in tiles.
+        tiles: MLPs and norms work in tiles.
         offload: layer inputs wait in host memory; with the CPU as the device, in memory that is not counted.
     """
 
@@ -64,13 +65,15 @@ class Step:
     ) -> None:
         from peft import LoraConfig, get_peft_model
 
+        from qlora_rl.train.run.trained_run import keep_input_dtype
         from qlora_rl.train.scoring.logprobs import use_fused_head
         from qlora_rl.train.scoring.padding import remove_padding
         from qlora_rl.train.setup.layer_inputs import keep_on_host
-        from qlora_rl.train.setup.mlp_tiles import tile_mlps
+        from qlora_rl.train.setup.tiles import tile_layers
 
         torch.manual_seed(0)
         self.spec, self.batch, self.length, self.device = base.spec, batch, length, device
+        Float32Products(torch.bfloat16, owner=self)  # as the trainer does; for the memory it is the same
         lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
         self.model = get_peft_model(load_base(base, device=device), lora)
         self.bare = self.model.get_base_model()
@@ -81,12 +84,13 @@ class Step:
                 parameter.data = parameter.data.float()
                 if ".lora_B." in name:
                     parameter.normal_(0, 0.01)
+        keep_input_dtype(self.model)
         use_fused_head(self.bare)
         self.padded, self.tiles, self.offload = padded, tiles, offload
         if not padded and (why := remove_padding(self.bare)):
             raise ConfigConflictError(f"measuring a step without padding: {why}.")
         if tiles:
-            tile_mlps(self.bare)
+            tile_layers(self.bare)
         keep_on_host(self.bare, None if device == "cuda" else Uncounted())
         self.model.train()
         self.model.gradient_checkpointing_enable(offload=offload)

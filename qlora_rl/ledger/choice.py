@@ -32,7 +32,7 @@ class Way:
         return f"{self.config[0]}={self.config[1]}"
 
 
-# Neither has been measured on a GPU here. MLPs in tiles cost no time (docs/memory.md#mlps), so they are no choice.
+# Neither has been measured on a GPU here. Tiles cost no time (docs/memory.md#mlps-and-norms), so they are no choice.
 SLEEPS = Way(
     "sleeps",
     ("vllm_enable_sleep_mode", True),

@@ -32,8 +32,8 @@ HEAD_TOKENS, HEAD_VOCABULARY = 4096, 32768
 SMALL_TILE = 128
 # Layer inputs that are on the device at a time, where they wait in host memory (train/setup/layer_inputs.py).
 ON_DEVICE = 2
-# Tokens that an MLP works on at a time under gradient checkpointing (train/setup/mlp_tiles.py).
-MLP_TILE = {"cpu": 1024, "cuda": 4096}
+# Tokens that MLPs and norms work on at a time under gradient checkpointing (train/setup/tiles.py).
+TILE = {"cpu": 1024, "cuda": 4096}
 # The linears of the MLPs that do, those of Llama, Qwen, Mistral, Gemma and others.
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 # vLLM's default of tokens in one engine step.

@@ -28,7 +28,7 @@ class MemoryRequest:
         optimizer: transformers' name of it (`GRPOConfig.optim`).
         gradient_checkpointing: keep layer inputs only.
         offload: keep them in host memory (`gradient_checkpointing_kwargs={"offload": True}`); on the CPU, where it has no effect, the estimate is for a device of the same kind.
-        tiles: MLPs work on some tokens at a time under gradient checkpointing, where the model has such MLPs.
+        tiles: norms, and MLPs where the model has such, work on some tokens at a time under gradient checkpointing.
         adapter_dtype: torch name of the dtype of the trained weights.
         shared: trainer and engine hold one base; otherwise two.
         baked: the engine serves the baked base, for full weights; then nothing is shared.

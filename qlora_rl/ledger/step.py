@@ -15,13 +15,16 @@ from qlora_rl.ledger.lines import (
     HEAD_TOKENS,
     HEAD_VOCABULARY,
     MLP_LINEARS,
-    MLP_TILE,
     ON_DEVICE,
     SMALL_TILE,
+    TILE,
     Line,
     width,
 )
 from qlora_rl.ledger.shape import ModelShape
+
+# Linears that take what the norm before the MLP gives.
+_WIDEN = {*MLP_LINEARS[:2], "gate_up_proj"}
 
 
 def layer_activations(
@@ -29,49 +32,43 @@ def layer_activations(
 ) -> float:
     """Bytes per token that one layer keeps for its backward pass, the mean over the layers.
 
-    Norms lift to float32 (4 bytes an element). Attention keeps q, k, v, its output; k and v are repeated for every query
-    head where a padding mask is given. The feed-forward part keeps gate, silu(gate), up and their product; that of a mixture keeps the output
-    of each chosen expert in place of the product, and the router's probabilities and choices. An adapted linear keeps its input and A's output; on the CPU PEFT makes a copy of the input for each of them, because it asks for
-    CUDA's autocast when it decides whether to convert.
+    Norms lift to float32 (4 bytes an element). Attention keeps q, k, v and its output; k and v are repeated for every query head where a padding
+    mask is given, and without one an adapted output projection keeps a copy on the CPU. The feed-forward part keeps gate, silu(gate), up and
+    their product; that of a mixture keeps the output of each chosen expert in place of the product, and the router's probabilities and choices.
+    Adapted linears keep their input, which is what a norm gives or counted already, and A's output.
     """
     wide = width(spec)
-    keys = max((c.elements // 2 for c in shape.caches), default=shape.attention)
-    attention = 2 * shape.attention + 2 * (shape.attention if padded else keys)
+    inputs = adapted_inputs(adapter)
+    ends = {name.rpartition(".")[2] for name in inputs}
+    twice = device == "cpu" and not padded and "o_proj" in ends
+    attention = (3 if twice else 2) * shape.attention + 2 * _keys(shape, padded)
     feed_forward = 4 * shape.inner
     if shape.chosen:
         feed_forward = 3 * shape.inner + shape.chosen * shape.hidden + ceil((4 * shape.pool + 40 * shape.chosen) / wide)
     kept = 4 * shape.norms + wide * (attention + feed_forward)
-    inputs = adapted_inputs(adapter)
     # Of adapted experts a token passes through the chosen ones alone, each of which keeps its own copy of it.
     shares = {name: shape.chosen / shape.pool if of_expert(name) else 1.0 for name in inputs}
-    if device == "cpu":
-        # The input of the down projection is the product above.
-        own = (
-            sum(shares[name] * i for name, (i, _) in inputs.items() if shape.chosen or i != shape.inner) / shape.layers
-        )
-    else:
-        own = 2 * shape.hidden if inputs else 0
-        own += shape.chosen * shape.hidden if min(shares.values(), default=1.0) < 1 else 0
+    own = shape.hidden * (bool(ends - {"o_proj", "down_proj", *_WIDEN}) + bool(ends & _WIDEN))
+    own += shape.chosen * shape.hidden if min(shares.values(), default=1.0) < 1 else 0
     return kept + wide * (own + sum(shares[name] * rank for name, (_, rank) in inputs.items()) / shape.layers)
 
 
+def _keys(shape: ModelShape, padded: bool) -> int:
+    """Numbers per token of k, or of v, in attention."""
+    return shape.attention if padded else max((c.elements // 2 for c in shape.caches), default=shape.attention)
+
+
 def has_tiles(shape: ModelShape) -> bool:
-    """Its MLPs are such that can work in tiles (`train/setup/mlp_tiles.py`)."""
+    """Its MLPs are such that can work in tiles (`train/setup/tiles.py`)."""
     return not shape.experts and all(any(name.endswith(end) for name in shape.linears) for end in MLP_LINEARS)
 
 
-def mlp_activations(
-    shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]], device: str
-) -> float | None:
-    """The part of `layer_activations` that the MLP keeps; `None` where there is none that works in tiles (`train/setup/mlp_tiles.py`)."""
+def mlp_activations(shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]]) -> float:
+    """The part of `layer_activations` that an MLP which works in tiles does not keep: all but its input. 0 where none does."""
     if not has_tiles(shape):
-        return None
-    inputs = [each for name, each in adapted_inputs(adapter).items() if name.endswith(MLP_LINEARS)]
-    if device == "cpu":
-        own = sum(i for i, _ in inputs if i != shape.inner) / shape.layers
-    else:
-        own = shape.hidden if inputs else 0
-    return width(spec) * (4 * shape.inner + own + sum(rank for _, rank in inputs) / shape.layers)
+        return 0.0
+    ranks = sum(rank for name, (_, rank) in adapted_inputs(adapter).items() if name.endswith(MLP_LINEARS))
+    return width(spec) * (4 * shape.inner + ranks / shape.layers)
 
 
 def activation_lines(
@@ -85,34 +82,39 @@ def activation_lines(
     device: str,
     padded: bool = True,
     offload: bool = False,
-    tiles: bool = True,
+    tiled: bool = False,
 ) -> list[Line]:
-    """What a forward pass keeps, and what one layer and the output head need on top."""
+    """What a forward pass keeps, and what one layer needs on top; `tiled`: norms and MLPs work in tiles, under gradient checkpointing."""
     wide, tokens, hidden = width(spec), batch * length, shape.hidden
     layer = layer_activations(shape, spec, adapter, device, padded=padded)
     kept: float
     words = ""
-    last = 8 * hidden  # the last norm in float32, its output and that of the embedding
+    # The last norm in float32, its output and that of the embedding; in tiles its input and output.
+    last = 4 * hidden if tiled else 8 * hidden
     if checkpointing:
         inputs = min(shape.layers, ON_DEVICE) if offload else shape.layers
         kept, why = inputs * wide * hidden + last, f"{inputs} layer inputs, and the last norm"
     else:
         kept, why = shape.layers * layer + last, f"all of {shape.layers} layers, {layer:,.0f} bytes a token each"
-    angles = 2 * length * shape.rotary * wide  # sines and cosines
-    # What is lifted to float32 while a layer is computed again, or the gradients of it; read off a tensor tracker. On the CPU it is the
-    # largest where PEFT lifts the input of the down projection.
-    on_gpu = max(18 * hidden, 7 * hidden + 4 * shape.inner)
-    working: float = max(14 * hidden, 2 * hidden + 6 * shape.inner) if device == "cpu" else on_gpu
-    mlp = mlp_activations(shape, spec, adapter, device) if checkpointing and tiles else None
-    tile = MLP_TILE[device]
-    if mlp is not None and tokens > tile:
-        # What the norm behind attention lifts in its backward pass, or a tile. The whole gradients of output and input find room in either.
-        rest = max(14 * hidden if device == "cpu" else 18 * hidden, (mlp + working) * tile / tokens)
-        working, words = layer - mlp + rest, f", {tile} of them at a time in the MLP"
-    elif checkpointing:
-        working += layer
+    angles = 2 * length * shape.rotary * wide + 32 * tokens  # sines and cosines; ids, labels, positions, a mask
+    # Gradients while a layer is computed again; these and the numbers below were read off a tensor tracker.
+    gradients = max(4 * hidden, 4 * shape.inner - 6 * hidden)
+    working: float = layer + gradients if checkpointing else gradients
+    if tiled:
+        # Norms keep their input, which for the first one is counted above, and an MLP its own.
+        mlp = mlp_activations(shape, spec, adapter)
+        rest = layer - mlp - 4 * shape.norms
+        if mlp and not any(name.endswith(tuple(_WIDEN)) for name in adapted_inputs(adapter)):
+            rest += wide * hidden
+        tile = max(mlp + 4 * shape.inner + 2 * hidden, 26 * hidden) if mlp else 26 * hidden
+        working = rest + wide * (shape.norms - hidden) + 2 * hidden + tile * TILE[device] / tokens
+        working += 0 if mlp else gradients
+        # Or the backward pass of attention, where heads are wider than hidden states.
+        working = max(working, rest + wide * (2 * shape.attention - hidden))
+        words = f", {TILE[device]} of them at a time in norms{' and MLP' if mlp else ''}"
     working += 2 * wide * shape.chosen * hidden  # of the chosen experts' inputs and outputs, the gradients
-    working = max(working, 30 * hidden - last)
+    if not tiled:
+        working = max(working, 30 * hidden - last)  # the last norm's
     lines = [
         Line("activations", int(tokens * kept) + angles, f"{batch} x {length} tokens x {why}", "step", False),
         Line(
@@ -146,8 +148,14 @@ def host_line(shape: ModelShape, spec: QuantSpec, *, tokens: int) -> Line:
     return Line("layer inputs", 2 * shape.layers * (1 << max(0, each - 1).bit_length()), why, "host", False)
 
 
-def head_line(shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, chunked: bool, device: str) -> Line:
-    """The peak of the output head: logits in tiles, or all of them."""
+def head_line(
+    shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, chunked: bool, device: str, tiled: bool = False
+) -> Line:
+    """The peak of the output head: logits in tiles, or all of them.
+
+    Args:
+        tiled: norms work in tiles, and the last one keeps its input.
+    """
     wide, tokens = width(spec), batch * length
     # Hidden states without prompt and padding, their gradient in float32 and in the compute dtype.
     states = tokens * shape.hidden * (4 + 2 * wide)
@@ -160,10 +168,13 @@ def head_line(shape: ModelShape, spec: QuantSpec, *, batch: int, length: int, ch
         # Worked on in float32 as whole tensors; then the tile and the part of the head that it meets are lifted.
         rows = min(tokens, SMALL_TILE)
         tile = rows * columns * wide + columns * max(rows * (4 * 7 + 1), 4 * (rows + shape.hidden))
-        # The states take the place of the last layer's output, and their gradient is put together when the tiles are done.
+        # The states take the place of the last layer's output where the last norm does not keep it, and their gradient is put together when the
+        # tiles are done.
         gradient = tokens * shape.hidden * wide
         why = f"the larger of a tile of {rows} x {columns}, seven times in float32, and the gradient of {tokens} hidden states"
-        return Line("logits", max(tile, gradient), why, "head", False)
+        if tiled:
+            why += "; these"
+        return Line("logits", max(tile, gradient) + tiled * gradient, why, "head", False)
     rows = min(tokens, HEAD_TOKENS)
     tile = rows * HEAD_VOCABULARY * wide
     why = f"one tile of {rows} x {HEAD_VOCABULARY} x {wide} bytes"

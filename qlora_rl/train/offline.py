@@ -32,9 +32,9 @@ from qlora_rl.train.scoring.logprobs import use_small_tiles
 from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.layer_inputs import keep_on_host
-from qlora_rl.train.setup.mlp_tiles import tile_mlps
 from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
 from qlora_rl.train.setup.start import keep_start, settle
+from qlora_rl.train.setup.tiles import tile_layers
 from qlora_rl.train.setup.tower import settle_tower
 
 
@@ -107,7 +107,7 @@ class OfflineTrainer(TrainedRun):
             args.model_init_kwargs = init
             keep_on_host(bare_model(self.model))
             if not shards_base(args):
-                tile_mlps(bare_model(self.model))
+                tile_layers(bare_model(self.model))
             set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
             keep_start(self, start)
             settle_tower(bare_model(self.model))

@@ -38,10 +38,10 @@ from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.setup.layer_inputs import keep_on_host
-from qlora_rl.train.setup.mlp_tiles import tile_mlps
 from qlora_rl.train.setup.pairing import SHARE, Pair, expects_one_copy, make_pair
 from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, shards_base
 from qlora_rl.train.setup.start import keep_start, settle
+from qlora_rl.train.setup.tiles import tile_layers
 from qlora_rl.train.setup.tower import settle_tower
 from qlora_rl.train.setup.whole import check_whole, trains_whole, unfreeze
 from qlora_rl.train.watch.alarm import alarm_for, check_word
@@ -233,7 +233,7 @@ class OnlineTrainer(TrainedRun):
                 keep_start(self, start)
                 keep_on_host(bare_model(self.model))
                 if not shards_base(args):
-                    tile_mlps(bare_model(self.model))
+                    tile_layers(bare_model(self.model))
                 settle_tower(bare_model(self.model))
                 begin_alike(self.model)
                 self._after_trl(args)

@@ -22,7 +22,7 @@ from qlora_rl import load_base, prepare_base
 from qlora_rl.contracts import Rollout
 from qlora_rl.train import online
 from qlora_rl.train.one_pass import OnePass
-from qlora_rl.train.setup import mlp_tiles
+from qlora_rl.train.setup import tiles as tiles_module
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 
 ALL = ("no padding", "tiles", "layer inputs", "sleep")
@@ -37,10 +37,10 @@ def switched(monkeypatch, make_trainer, config, tmp_path):
     def run(name, on, fields, **arguments):
         copier = LateCopier()
         monkeypatch.setattr(online, "keep_on_host", partial(keep_on_host, copier=copier))
-        monkeypatch.setattr(mlp_tiles, "MLP_TILE", {"cpu": 8 if "tiles" in on else 2**20})
+        monkeypatch.setattr(tiles_module, "TILE", {"cpu": 8 if "tiles" in on else 2**20})
         tiles = []
-        backward = mlp_tiles._Tiles.backward
-        monkeypatch.setattr(mlp_tiles._Tiles, "backward", lambda *given: tiles.append(1) or backward(*given))
+        backward = tiles_module._Tiles.backward
+        monkeypatch.setattr(tiles_module._Tiles, "backward", lambda *given: tiles.append(1) or backward(*given))
         args = config(
             output_dir=str(tmp_path / name),
             learning_rate=1e-3,

@@ -13,7 +13,7 @@ from trl import DPOConfig
 
 from qlora_rl import QLoRADPOTrainer
 from qlora_rl.train import offline, online
-from qlora_rl.train.setup import mlp_tiles
+from qlora_rl.train.setup import tiles as tiles_module
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 
 CHECKPOINTED = {"gradient_checkpointing": True, "max_steps": 4, "save_steps": 2, "max_completion_length": 8}
@@ -43,7 +43,7 @@ def test_a_run_with_mlps_in_tiles_is_resumed_bit_for_bit_and_raises_no_alarm(bas
     fields = CHECKPOINTED | {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "learning_rate": 1e-3}
     with make(base, tmp_path / "whole", "fake", **fields) as whole:
         whole.train()
-    monkeypatch.setattr(mlp_tiles, "MLP_TILE", {"cpu": 8})
+    monkeypatch.setattr(tiles_module, "TILE", {"cpu": 8})
     with make(base, tmp_path / "straight", "fake", **fields) as straight:
         straight.train()
         assert straight.alarm is not None

@@ -61,11 +61,11 @@ def test_a_smaller_card_gets_a_smaller_batch_and_then_a_shorter_length(config_of
 
 
 def test_what_only_costs_time_is_turned_on_before_the_length_is_lowered(config_of):
-    asked = config_of("8b", positions=65_536)
-    long = recommend(asked, "grpo", 24, max_length=36_000)
+    asked = config_of("8b", positions=131_072)
+    long = recommend(asked, "grpo", 24, max_length=80_000)
     assert (long.fits, long.config["vllm_max_model_length"], long.config["per_device_train_batch_size"]) == (
         True,
-        36_000,
+        80_000,
         1,
     )
     assert long.config["gradient_checkpointing_kwargs"] == {"offload": True}

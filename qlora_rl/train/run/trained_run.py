@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -219,6 +220,31 @@ def set_adapter_dtype(model: Any, dtype: torch.dtype, before: dict[str, torch.Te
         if parameter.requires_grad and parameter.is_floating_point():
             exact = before.get(name)
             parameter.data = (exact if exact is not None else parameter.data).to(dtype)
+    keep_input_dtype(model)
+
+
+def keep_input_dtype(model: Any) -> None:
+    """Under autocast plain LoRA takes the input as it is.
+
+    PEFT 0.21 lifts it to the adapter's dtype first, in 4-bit linears unless CUDA's autocast is on. Autocast makes 16 bits of it again, so each
+    adapted linear would keep a copy of its input for the backward pass. The results have the same bits; dropout, which scales the lifted input, and
+    DoRA keep PEFT's way. Remove when PEFT asks for autocast of the input's device.
+    """
+    for module in model.modules():
+        if hasattr(module, "lora_variant"):
+            module._cast_input_dtype = functools.partial(_unless_autocast, module)
+
+
+def _unless_autocast(module: Any, x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    is_plain = not module.lora_variant and not any(getattr(each, "p", 0.0) for each in module.lora_dropout.values())
+    if (
+        is_plain
+        and x is not None
+        and torch.is_autocast_enabled(x.device.type)
+        and x.dtype == torch.get_autocast_dtype(x.device.type)
+    ):
+        return x
+    return type(module)._cast_input_dtype(module, x, dtype)
 
 
 def check_optimizer(optimizer: Any, model: Any) -> None:

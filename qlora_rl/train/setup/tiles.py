@@ -1,16 +1,17 @@
-"""`tile_mlps`: the MLP of each layer works on a tile of tokens at a time, forward and backward.
+"""`tile_layers`: MLPs and norms of the layers work on a tile of tokens at a time, forward and backward.
 
-An MLP keeps several tensors of its inner width for every token, most of what a layer computes under gradient checkpointing. Tokens do
-not depend on each other there, so a few thousand at a time do. In the backward pass each tile is computed again before its gradients are.
-The layer is computed again by checkpointing as far as the input of its MLP, where that is the last thing that it saves: then there are
-no more products than without tiles. Where a norm follows the MLP (Gemma), its forward is computed once more. Weights are decoded once for each
-tile.
+An MLP keeps several tensors of its inner width for every token, and a norm two of the hidden size in float32: most of what a layer computes
+under gradient checkpointing. Tokens do not depend on each other there, so a few thousand at a time do. In the backward pass each tile is
+computed again before its gradients are, which for a norm is little against the products of a layer. The layer is computed again by
+checkpointing as far as the input of its MLP, where that is the last thing that it saves: then there are no more products than without tiles.
+Where a norm follows the MLP (Gemma), its forward is computed once more. Weights are decoded once for each tile.
 
 N tokens, H hidden size.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -19,42 +20,58 @@ from typing import Any
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from qlora_rl.ledger.lines import MLP_LINEARS, MLP_TILE
+from qlora_rl.ledger.lines import MLP_LINEARS, TILE
 
 logger = logging.getLogger(__name__)
 
 
-def tile_mlps(model: Any, tokens: int | None = None) -> str:
-    """Have the MLPs of a model work in tiles where they get more tokens than that.
+def tile_layers(model: Any, tokens: int | None = None) -> str:
+    """Have MLPs and norms of a model work in tiles where they get more tokens than that.
 
-    With gradients it is done in layers whose checkpointing is on. The gradients of the adapter are sums over tokens, which are now added
+    With gradients it is done while checkpointing is on. The gradients of an MLP's adapter are sums over tokens, which are now added
     up tile by tile in float32; nothing else is split.
 
     Args:
         model: with plain LoRA on its MLPs, or none.
-        tokens: of a tile; by default `ledger.lines.MLP_TILE` of its device.
+        tokens: of a tile; by default `ledger.lines.TILE` of its device.
 
     Returns:
-        Why nothing was done; empty where it was.
+        Why the MLPs work on all tokens at once; empty where they do not.
     """
-    found = [
-        (layer, mlp)
-        for layer in model.modules()
-        if hasattr(layer, "gradient_checkpointing")
+    size = tokens or TILE["cpu" if next(model.parameters()).device.type == "cpu" else "cuda"]
+    hidden = model.config.get_text_config().hidden_size
+    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    mlps = {
+        mlp: layer
+        for layer in layers
         for mlp in layer.children()
         if dict(mlp.named_children()).keys() >= set(MLP_LINEARS)
-    ]
-    for _, mlp in found:  # an earlier trainer of this model may have left its own, with which nothing below may be true
-        if isinstance(tiled := vars(mlp).get("forward"), _Tiled):
+    }
+    # The whole model comes first, whose own is the norm behind the last layer.
+    norms = {norm: layer for layer in layers for norm in layer.modules() if _is_norm(norm)}
+    # An earlier trainer of this model may have left its own, with which nothing below may be true.
+    for module in model.modules():  # also of norms that are trained now
+        if isinstance(tiled := vars(module).get("forward"), _Tiled):
             tiled.take_off()
-    reason = why_whole([mlp for _, mlp in found])
+    reason = why_whole(list(mlps))
     if reason:
         logger.info("the MLPs work on all tokens at once: %s", reason)
-        return reason
-    size = tokens or MLP_TILE["cpu" if next(model.parameters()).device.type == "cpu" else "cuda"]
-    for layer, mlp in found:
-        mlp.forward = _Tiled(layer, mlp, size)
-    return ""
+    else:
+        for mlp, layer in mlps.items():
+            mlp.forward = _Tiled(layer, mlp, size * hidden)
+    for norm, layer in norms.items():
+        norm.forward = _Tiled(layer, norm, size * hidden)
+    return reason
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    """Over the last dimension, with at most one weight for each of its numbers, and not trained."""
+    name = type(module).__name__.lower()
+    return (
+        ("rmsnorm" in name or "layernorm" in name)
+        and getattr(module, "data_format", "channels_last") == "channels_last"
+        and all(p.dim() == 1 and not p.requires_grad for p in module.parameters())
+    )
 
 
 def why_whole(mlps: Sequence[torch.nn.Module]) -> str:
@@ -74,22 +91,30 @@ def why_whole(mlps: Sequence[torch.nn.Module]) -> str:
 
 
 class _Tiled:
-    """The forward of one MLP.
+    """The forward of one module.
 
     Args:
         layer: in which it is; says whether it is computed again in the backward pass.
-        mlp: whose trained parameters get gradients.
-        size: tokens of a tile.
+        module: whose trained parameters get gradients.
+        numbers: of a tile of its input. A norm over the heads has many rows for a token.
     """
 
-    def __init__(self, layer: Any, mlp: Any, size: int) -> None:
-        self._layer, self._mlp, self._whole, self._size = layer, mlp, mlp.forward, size
+    def __init__(self, layer: Any, module: Any, numbers: int) -> None:
+        self._layer, self._module, self._whole, self._numbers = layer, module, module.forward, numbers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Tiled:
+        """With a copy of the module alone, as PEFT makes it of what it trains, the layer stays the one that it is in."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new._layer, new._numbers = memo.get(id(self._layer), self._layer), self._numbers
+        new._module, new._whole = copy.deepcopy(self._module, memo), copy.deepcopy(self._whole, memo)
+        return new
 
     def __call__(self, x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
-        """x [..., H]; the same shape comes back. With anything else given, which may be of all tokens, the MLP stays whole."""
-        if more or named or x.shape[:-1].numel() <= self._size:
+        """x [..., H]; the same shape comes back. With anything else given, which may be of all tokens, the module stays whole."""
+        if more or named or x.shape[:-1].numel() <= self.rows(x):
             return self._whole(x, *more, **named)
-        trained = [p for p in self._mlp.parameters() if p.requires_grad]
+        trained = [p for p in self._module.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and (x.requires_grad or trained)):
             return self.run(x, _autocast(x.device.type))
         if not (self._layer.gradient_checkpointing and self._layer.training):
@@ -98,29 +123,35 @@ class _Tiled:
         return _Tiles.apply(self, saved.grad_fn, x, *trained)
 
     def take_off(self) -> None:
-        """Give the MLP back the forward that it had."""
-        if getattr(self._whole, "__func__", None) is type(self._mlp).forward:
-            del self._mlp.forward
+        """Give the module back the forward that it had."""
+        if getattr(self._whole, "__func__", None) is type(self._module).forward:
+            del self._module.forward
         else:
-            self._mlp.forward = self._whole
+            self._module.forward = self._whole
+
+    def rows(self, x: torch.Tensor) -> int:
+        """Of a tile of x [..., H]."""
+        return max(1, self._numbers // x.shape[-1])
 
     def split(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """x [..., H] as [1, n, H] each."""
-        return x.reshape(1, -1, x.shape[-1]).split(self._size, dim=1)
+        return x.reshape(1, -1, x.shape[-1]).split(self.rows(x), dim=1)
 
     def run(self, x: torch.Tensor, autocast: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:
         """All tiles, forward only."""
         out: torch.Tensor | None = None
-        for start, tile in zip(range(0, x.shape[:-1].numel(), self._size), self.split(x), strict=True):
+        start = 0
+        for tile in self.split(x):
             part = self.whole(tile, autocast)
             if out is None:
                 out = part.new_empty(1, x.shape[:-1].numel(), part.shape[-1])
-            out[:, start : start + self._size] = part
+            out[:, start : start + tile.shape[1]] = part
+            start += tile.shape[1]
         assert out is not None
         return out.view(*x.shape[:-1], -1)
 
     def whole(self, tile: torch.Tensor, autocast: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:
-        """The MLP's own forward."""
+        """The module's own forward."""
         with autocast():
             return self._whole(tile)
 
