@@ -1,6 +1,7 @@
 """LocalEngine alone: real vLLM, real bitsandbytes, no trainer."""
 
 import gc
+import importlib
 import os
 import signal
 import threading
@@ -93,6 +94,26 @@ def test_greedy_takes_the_likeliest_token(engine, base, prompts):
     for prompt, ids in zip(prompts, rollout.completion_ids, strict=True):
         logits_V = model(torch.tensor([prompt])).logits[0, -1].float()
         assert logits_V[ids[0]] > logits_V.max() - 0.1  # bf16 may turn a near tie
+
+
+def test_a_rollout_has_torch_compile_nothing(engine, prompts):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()  # what an earlier test has compiled would be compiled again
+    before = sum(counters["frames"].values())
+    rollout = engine.generate(prompts, max_tokens=4, seed=1)
+    engine.score([prompt + ids for prompt, ids in zip(prompts, rollout.completion_ids, strict=True)])
+    assert sum(counters["frames"].values()) == before
+
+
+def test_ranks_of_tokens_are_counted_as_vllm_counts_them(engine):
+    from vllm.v1.sample import sampler
+
+    compiled = importlib.reload(importlib.import_module("vllm.v1.sample.ops.logprobs")).batched_count_greater_than
+    logprobs = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # with ties
+    chosen = logprobs.gather(1, torch.tensor([[3], [0], [63], [7], [7]]))
+    assert compiled is not sampler.batched_count_greater_than
+    assert torch.equal(compiled(logprobs, chosen), sampler.batched_count_greater_than(logprobs, chosen))
 
 
 def test_a_regex_is_obeyed(engine, prompts):
