@@ -1,6 +1,7 @@
 """What stands around the package: hooks, types, the files of a release."""
 
 import gc
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -148,6 +149,17 @@ def test_libraries_are_imported_without_the_garbage_collector_which_is_on_again_
     with pytest.raises(ModuleNotFoundError), loading("no_such_module"):
         pass
     assert gc.isenabled()
+
+
+def test_what_is_installed_is_read_once_while_libraries_are_imported():
+    from qlora_rl.commands.loading import loading
+
+    own = importlib.metadata.packages_distributions
+    with loading():
+        found = importlib.metadata.packages_distributions()
+        assert found == own()
+        assert importlib.metadata.packages_distributions() is found
+    assert importlib.metadata.packages_distributions is own
 
 
 def test_a_command_sets_its_libraries_aside_and_leaves_another_process_alone():
