@@ -38,14 +38,15 @@ def start(checkout: Path, sync: str) -> dict[str, float]:
         command = [sys.executable, "-m", "qlora_rl", "demo", "--steps", "50", "--quiet", "--sync", sync]
         began = time.perf_counter()
         errors = Path(directory) / "errors"
-        process = subprocess.Popen(
-            [*command, "--out", str(metrics.parent)],
-            env=os.environ | {"PYTHONPATH": str(checkout)},
-            cwd=directory,
-            stdout=subprocess.DEVNULL,
-            stderr=errors.open("wb"),
-            start_new_session=True,
-        )
+        with errors.open("wb") as sink:
+            process = subprocess.Popen(
+                [*command, "--out", str(metrics.parent)],
+                env=os.environ | {"PYTHONPATH": str(checkout)},
+                cwd=directory,
+                stdout=subprocess.DEVNULL,
+                stderr=sink,
+                start_new_session=True,
+            )
         try:
             while not metrics.is_file() or not metrics.read_text().endswith("\n"):
                 if process.poll() is not None or time.perf_counter() - began > LIMIT_S:

@@ -340,20 +340,6 @@ def release_kv_cache(llm: LLM) -> bool:
     return True
 
 
-def count_ranks_uncompiled() -> None:
-    """Ranks of sampled tokens, which vLLM's sampler counts, by the function as it is written in the place of what torch compiles from it.
-
-    Compiling takes two seconds of each process's first step on the CPU, and more where torch has none of it in its cache. The integers are the same. For the life
-    of the process. Remove when vLLM compiles it for GPUs alone.
-    """
-    from vllm.v1.sample import sampler
-
-    compiled = getattr(sampler, "batched_count_greater_than", None)
-    written = getattr(compiled, "_torchdynamo_orig_callable", None)
-    if written is not None:
-        sampler.batched_count_greater_than = written
-
-
 def _require_launchers() -> None:
     # The server's parts have moved between releases; here they are 0.31's. Remove when older ones are dropped.
     if importlib.util.find_spec("vllm.entrypoints.launchers") is None:

@@ -81,7 +81,7 @@ def check_wish(wish: str) -> None:
 def install(
     runner: Any, wish: str, *, rows: int, planned_gib: float | None = None, limit_gib: float | None = None
 ) -> tuple[BaseCompute, list[DecodedLinear]]:
-    """Change the linears of a model runner; what was done, and the layers whose copies must follow repaired scales.
+    """Change the linears of a model runner, and on a CPU its sampler; what was done, and the layers whose copies must follow repaired scales.
 
     Args:
         runner: vLLM's.
@@ -92,6 +92,8 @@ def install(
     """
     if wish == "vllm":
         return BaseCompute(reason="asked for"), []
+    if runner.device.type == "cpu":
+        kernels.count_ranks_directly()
     left: dict[str, str] = {}
     why = kernels.multiply_adapters_directly(runner)
     if why:

@@ -20,7 +20,6 @@ import torch
 from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, facts_of
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
-from qlora_rl.engine.compat import count_ranks_uncompiled, platform_is_cpu
 from qlora_rl.engine.linears.base_compute import install
 from qlora_rl.engine.linears.decoded import CHECKED_COLUMNS, DecodedLinear
 from qlora_rl.engine.linears.linear import read_products, same_values
@@ -113,15 +112,13 @@ class BaseExtension:
         return repaired
 
     def qlora_multiply_directly(self, wish: str, **facts: Any) -> dict[str, Any]:
-        """Replace what is slow in vLLM's linears on this device, see `base_compute.install`, and on the CPU in its sampler.
+        """Replace what is slow in vLLM's linears on this device; see `base_compute.install`.
 
         On a GPU that was done before vLLM compiled anything, or is not done; see `gpu_worker`.
         """
         installed = getattr(self, "qlora_installed", None)
         if installed is not None:
             return installed[0].as_dict()
-        if platform_is_cpu():
-            count_ranks_uncompiled()
         done, self.qlora_decoded = install(self.model_runner, wish, **facts)
         return done.as_dict()
 
