@@ -14,7 +14,7 @@ from qlora_rl.base.checkpoint import prepare_base
 from qlora_rl.bench.memory import Step
 from qlora_rl.bench.shapes import Shape, make_model
 from qlora_rl.train.run.trained_run import keep_input_dtype
-from qlora_rl.train.setup.tiles import tile_layers
+from qlora_rl.train.setup.tiles import _Tiled, tile_layers
 
 B, T, LAYERS = 2, 50, 2
 
@@ -80,6 +80,57 @@ def test_on_a_4bit_base_under_autocast_only_the_gradients_that_are_sums_of_tiles
             assert (p.grad - right[name]).norm() <= 2**-8 * right[name].norm(), name
         else:
             assert torch.equal(p.grad, right[name]), name
+
+
+def with_counts(step):
+    """Gradients of a step, and how often each kind of linear computed its product."""
+    counts, forward = Counter(), Linear4bit.forward
+    names = {
+        module: name.split(".")[-2] for name, module in step.bare.named_modules() if isinstance(module, Linear4bit)
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Linear4bit, "forward", lambda self, x: counts.update([names[self]]) or forward(self, x))
+        step.run()
+    return {name: p.grad.clone() for name, p in step.trained.items()}, counts
+
+
+def test_an_mlp_that_is_computed_again_leaves_its_last_product_out(base, monkeypatch):
+    """The gradients keep their bits, as nobody reads what it would give."""
+    step = Step(base, 2, 300, tiles=False)
+    assert tile_layers(step.bare, 128) == ""
+    found, counts = with_counts(step)
+    monkeypatch.setattr(_Tiled, "again", _Tiled.whole)
+    right, more = with_counts(step)
+    assert all(torch.equal(found[name], right[name]) for name in right)
+    tiles = 5 * LAYERS
+    assert (counts["gate_proj"], counts["down_proj"]) == (2 * tiles, tiles)
+    assert (more["gate_proj"], more["down_proj"]) == (2 * tiles, 2 * tiles)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("targets", ["all-linear", ["gate_proj"]])
+def test_so_it_is_with_linears_in_16_bits_whose_adapter_may_be_elsewhere(targets, autocast, monkeypatch):
+    model = small("qwen2", torch.bfloat16, target_modules=targets)
+    tile_layers(model.get_base_model(), 32)
+    results = []
+    for again in (_Tiled.again, _Tiled.whole):
+        monkeypatch.setattr(_Tiled, "again", again)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            results.append(gradients(model)[1])
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[1])
+
+
+def test_an_mlp_that_does_more_with_its_last_product_computes_it():
+    model = small(target_modules=["gate_proj", "down_proj"])
+    for layer in model.get_base_model().model.layers:
+        whole = layer.mlp.forward
+        layer.mlp.forward = lambda x, whole=whole: torch.tanh(whole(x))
+    _, right = gradients(model)
+    tile_layers(model.get_base_model(), 32)
+    _, found = gradients(model)
+    for name in right:
+        assert (found[name] - right[name]).norm() <= 1e-5 * right[name].norm(), name
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "olmo2", "mixtral"])
