@@ -88,6 +88,14 @@ def saved_names(model: Any) -> dict[str, str]:
     return {trained[int(number)]: name for name, number in saved.items()}
 
 
+def without_place(model: Any, directory: Path) -> list[str]:
+    """The LoRA matrices of a directory, by PEFT's names, that a PeftModel with its one adapter has no parameter for."""
+    from peft import get_peft_model_state_dict
+
+    held = get_peft_model_state_dict(model, dict(model.named_parameters()), save_embedding_layers=False)
+    return [name for name in _read_tensors(directory) if ".lora_" in name and name not in held]
+
+
 def adapter_in(directory: str | os.PathLike[str]) -> Path:
     """The directory itself; of a run directory, the adapter in it."""
     path = Path(directory)

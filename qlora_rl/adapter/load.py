@@ -6,7 +6,7 @@ import os
 import warnings
 from typing import Any
 
-from qlora_rl.adapter.directory import adapter_in
+from qlora_rl.adapter.directory import adapter_in, without_place
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.errors import AdapterRejectedError, collected
 
@@ -38,4 +38,9 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
             adapted = PeftModel.from_pretrained(model, directory, config=config)
         except (RuntimeError, ValueError, KeyError) as error:
             raise AdapterRejectedError(f"{doing}: it does not fit {type(model).__name__}: {error}") from error
+    if lost := without_place(adapted, directory):
+        raise AdapterRejectedError(
+            f"{doing}: {len(lost)} of its tensors have no place in {type(model).__name__}, the first is {lost[0]}, and PEFT leaves them out without an "
+            "error. Load it on the base that it was trained on; experts in 4 bits are other modules than experts in 16 bits."
+        )
     return adapted.eval()

@@ -54,6 +54,12 @@ NAMINGS = {
     "olmoe": Naming("OlmoeSparseMoeBlock"),
     "qwen3_moe": Naming("Qwen3MoeSparseMoeBlock", "moe_intermediate_size"),
 }
+# What vLLM 0.31 computes whatever the config says: it reads none of these fields, and what it makes of another value differs without an error.
+_ASSUMED: dict[str, dict[str, Any]] = {
+    "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0},
+    "olmoe": {"hidden_act": "silu", "rms_norm_eps": 1e-5, "clip_qkv": None, "norm_topk_prob": False},
+    "qwen3_moe": {"hidden_act": "silu"},
+}
 # The linears of their attention: what an adapter on one of them can reach.
 ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -90,6 +96,13 @@ def check_mixture_type(config: Any) -> None:
             f"preparing a base: decoder_sparse_step={config.decoder_sparse_step}, and vLLM takes no adapters on such a model. Name its dense layers in "
             "mlp_only_layers of its config instead, with decoder_sparse_step=1."
         )
+    for field, value in _ASSUMED.get(config.model_type, {}).items():
+        found = getattr(config, field, value)
+        if found != value:
+            raise NotYetSupportedError(
+                f"preparing a base: the config of this {config.model_type} has {field}={found!r}, and vLLM computes such models with {value!r} without "
+                "reading it, so it would sample from another function than the trainer's. Use a model with that value, or a dense one."
+            )
 
 
 def naming_of(model: Any) -> Naming | None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.live import LiveAdapter
+from qlora_rl.base.dropout import drops
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.base.kinds import image_tokens_of
 from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngine, RolloutEngine
@@ -117,9 +118,7 @@ class Canary:
         self._probe_size = FIRST_SIZE
         self._probe_shape: Any = None
         self._effect = 0.0
-        self._has_dropout = any(
-            (isinstance(m, torch.nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0) for m in model.modules()
-        )
+        self._has_dropout = any(drops(module) for module in model.modules())
 
     def calibrate(self) -> float:
         """Set the threshold from the bare base, which both sides must hold; before any push.

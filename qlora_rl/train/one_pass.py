@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules.dropout import _DropoutNd
 
+from qlora_rl.base.dropout import has_dropout
 from qlora_rl.fidelity import importance_ratio
 from qlora_rl.train.ranks.zero import before_step
 from qlora_rl.train.watch.measure import drawn_mask
@@ -151,19 +151,3 @@ class OnePass:
         }
         for name, value in logged.items():
             self._metrics["train"][name].append(value.item())
-
-
-def has_dropout(model: torch.nn.Module) -> bool:
-    """Two passes in training mode have a mask each: a layer drops, or a rate stands in a module, as attention's, or in the config."""
-    for module in model.modules():
-        if isinstance(module, _DropoutNd) and module.p > 0:
-            return True
-        if any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(module).items()):
-            return True
-    config = getattr(model, "config", None)
-    known = config.to_dict() if hasattr(config, "to_dict") else {}
-    parts = [known, *(value for value in known.values() if isinstance(value, dict))]
-    # Some read the rate there; one that nobody reads costs a second pass.
-    return any(
-        "drop" in str(name) and isinstance(rate, float) and rate > 0 for part in parts for name, rate in part.items()
-    )

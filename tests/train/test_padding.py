@@ -195,9 +195,13 @@ def test_many_short_sequences_without_a_common_prompt_stay_whole():
     assert row.inputs["input_ids"].numel() == 23
 
 
-def test_with_dropout_each_sequence_has_a_mask_of_its_own():
+@pytest.mark.parametrize("kind", ["a layer", "a rate"])
+def test_with_dropout_each_sequence_has_a_mask_of_its_own(kind):
     model = make_model()
-    model.lm_head.drop = torch.nn.Dropout(0.1)
+    if kind == "a layer":
+        model.lm_head.drop = torch.nn.Dropout(0.1)
+    else:
+        model.model.layers[0].self_attn.attention_dropout = 0.1
     assert settle_padding(model) == {
         "removed": True, "shares_prompts": False, "prompts_reason": "with dropout each sequence has a mask of its own",
     }  # fmt: skip

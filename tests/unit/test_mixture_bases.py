@@ -12,11 +12,12 @@ from support import MIXTURES, make_model, randomise
 from trained import make_run
 
 from qlora_rl import bake_base, compare, fingerprint_base, iter_weights, judge_adapter, load_base, prepare_base
+from qlora_rl.adapter.load import load_adapter
 from qlora_rl.base.experts import ATTENTION, naming_of
 from qlora_rl.base.fingerprint import fingerprint_stored, linear_names
 from qlora_rl.base.quant import dequantised_weight
 from qlora_rl.base.stored import StoredTensors
-from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
+from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
 from qlora_rl.export.job import LIMIT, export_run
 from qlora_rl.train.setup.processes import fit_for_sharding
 
@@ -63,6 +64,42 @@ def test_another_kind_of_mixture_is_rejected_by_name(tmp_path):
     transformers.Qwen3MoeConfig(num_experts=4, decoder_sparse_step=2).save_pretrained(tmp_path / "sparse")
     with pytest.raises(NotYetSupportedError, match="decoder_sparse_step=2"):
         prepare_base(tmp_path / "sparse")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "value"),
+    [
+        ("olmoe", "hidden_act", "gelu"),
+        ("olmoe", "rms_norm_eps", 1e-6),
+        ("olmoe", "clip_qkv", 8.0),
+        ("olmoe", "norm_topk_prob", True),
+        ("qwen3_moe", "hidden_act", "gelu"),
+        ("mixtral", "hidden_act", "gelu"),
+        ("mixtral", "router_jitter_noise", 0.1),
+    ],
+)
+def test_a_mixture_that_vllm_would_compute_otherwise_is_rejected_by_its_field(architecture, field, value, tmp_path):
+    source = make_model(tmp_path / "model", architecture=architecture, tied=False)
+    config = transformers.AutoConfig.from_pretrained(source)
+    setattr(config, field, value)
+    config.save_pretrained(source)
+    with pytest.raises(NotYetSupportedError, match=f"{field}={value!r}"):
+        prepare_base(source, out=tmp_path / "base")
+
+
+def test_an_adapter_on_16_bit_experts_is_not_loaded_without_them(tmp_path):
+    """On experts in 4 bits PEFT finds no place for it, and says nothing."""
+    source = make_model(tmp_path / "model", architecture="qwen3_moe", tied=False)
+    whole, coded = (
+        prepare_base(source, out=tmp_path / "16"),
+        prepare_base(source, quantize_experts=True, out=tmp_path / "4"),
+    )
+    targets = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(load_base(whole), LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    load_adapter(load_base(whole), tmp_path / "adapter")
+    with pytest.raises(AdapterRejectedError, match=r"8 of its tensors have no place.*experts"):
+        load_adapter(load_base(coded), tmp_path / "adapter")
 
 
 def test_a_merged_export_is_the_policy_under_the_names_of_the_checkpoint(mixture, tmp_path):

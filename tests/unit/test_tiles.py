@@ -195,6 +195,25 @@ def test_a_tile_is_that_of_the_text_model_whatever_other_norms_there_are():
     assert bare.model.layers[0].wide.forward.rows(torch.zeros(1, 1, 4096)) == 1
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_an_mlp_that_hands_a_rate_to_a_function_stays_whole(rate):
+    """Seed-OSS drops without a layer of dropout, by a mask that each tile would sample anew."""
+    config = AutoConfig.for_model(
+        "seed_oss",
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        residual_dropout=rate,
+        attention_dropout=0.0,
+    )
+    model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
+    assert tile_layers(model, 32) == ("dropout would be sampled again for each tile" if rate else "")
+
+
 @pytest.mark.parametrize("lora", [{"lora_dropout": 0.1}, {"use_dora": True}])
 def test_with_dropout_or_dora_a_linear_lifts_its_input_as_peft_does(lora):
     results = []

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from trl.trainer.utils import FusedCausalLMOutput
 
+from qlora_rl.base.dropout import has_dropout
 from qlora_rl.base.experts import mixtures_in
 from qlora_rl.ledger.shape import layer_kinds, layer_window
 from qlora_rl.train.scoring.attention import NAME, register, without_masks
@@ -101,7 +102,7 @@ def _why_prompts_are_not_shared(model: Any) -> str:
     # The loss of balance counts tokens, and replayed routing has a choice for each.
     if mixtures_in(model) or hasattr(model.config.get_text_config(), "output_router_logits"):
         return f"{type(model).__name__} is a mixture of experts"
-    if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()):
+    if has_dropout(model):
         return "with dropout each sequence has a mask of its own"
     return ""
 

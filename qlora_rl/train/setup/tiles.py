@@ -20,8 +20,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.nn.modules.dropout import _DropoutNd
 
+from qlora_rl.base.dropout import drops
 from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.ledger.lines import MLP_LINEARS, TILE
 
@@ -82,7 +82,7 @@ def why_whole(mlps: Sequence[torch.nn.Module]) -> str:
     if not mlps:
         return "there is no module of gate_proj, up_proj and down_proj in a layer"
     parts = [part for mlp in mlps for part in mlp.modules()]
-    if any(isinstance(part, _DropoutNd) and part.p > 0 for part in parts):
+    if any(drops(part) for part in parts):
         return "dropout would be sampled again for each tile"
     if any(p.requires_grad and ".lora_" not in f".{name}" for mlp in mlps for name, p in mlp.named_parameters()):
         return "more than an adapter is trained there"
