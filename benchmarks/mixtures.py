@@ -25,7 +25,7 @@ from qlora_rl.base.experts import ATTENTION
 from qlora_rl.bench.rounds import add_to, described
 
 RESULTS = Path(__file__).parent / "results" / "mixtures.json"
-STEPS = 50
+STEPS = 40
 # About 0.4 B parameters, of which a tenth is multiplied for a token.
 SHAPE = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
          "intermediate_size": 512, "moe_intermediate_size": 512, "num_experts": 40, "num_experts_per_tok": 4}  # fmt: skip
@@ -293,7 +293,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--pretraining", type=int, default=300)
+    parser.add_argument(
+        "--pretraining", type=int, default=300, help="steps of the mixture; the dense model is the demo's"
+    )
     parser.add_argument(
         "--mixture", type=Path, help="keep the pretrained mixture here, or take the one that an earlier run left"
     )

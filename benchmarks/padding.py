@@ -3,8 +3,8 @@
     python benchmarks/padding.py [--jobs 512 8192] [--json benchmarks/results/padding.json]
 
 The 0.1 B shape of `qlora-rl bench` as NF4, LoRA of rank 16 on every linear, gradient checkpointing, bf16 autocast, one thread. Both
-sides are the same model, in turns, in one process. The trainers' side has no padding, MLPs and norms in tiles, no copies of inputs, and layer inputs in host memory, which is not
-counted. Seconds of the processor, the peak of live tensors (as a dispatch mode of torch sees them), and how far
+sides are the same model, in turns, in one process. The trainers' side has no padding, MLPs and norms in
+tiles, no copies of inputs, and layer inputs in host memory, which is not counted. Seconds of the processor, the peak of live tensors (as a dispatch mode of torch sees them), and how far
 losses, logprobs and gradients are apart. About ten minutes on an idle core; with --jobs the others keep their results.
 """
 

@@ -1,4 +1,4 @@
-"""Which of transformers' classes a base is loaded with, and what of a vision-language model is not its language model."""
+"""Which of transformers' classes a base is loaded with, and what of a vision-language model is not its language model; and whether one drops anything."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from qlora_rl.base.experts import ATTENTION, is_mixture
 from qlora_rl.base.hub import is_local
@@ -130,4 +131,24 @@ def vision_parts(model: torch.nn.Module) -> list[str]:
         f"model.{name}"
         for name, child in ([] if inner is None else inner.named_children())
         if name != "language_model" and any(True for _ in child.parameters())
+    )
+
+
+def drops(module: torch.nn.Module) -> bool:
+    """The module itself, without those in it: a layer of dropout, or one with a rate, as attention and some MLPs have it."""
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    return any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(module).items())
+
+
+def has_dropout(model: torch.nn.Module) -> bool:
+    """Two passes in training mode have a mask each: a module drops, or there is a rate in the config."""
+    if any(drops(module) for module in model.modules()):
+        return True
+    config = getattr(model, "config", None)
+    known = config.to_dict() if hasattr(config, "to_dict") else {}
+    parts = [known, *(value for value in known.values() if isinstance(value, dict))]
+    # Some read the rate there; one that nobody reads is counted too.
+    return any(
+        "drop" in str(name) and isinstance(rate, float) and rate > 0 for part in parts for name, rate in part.items()
     )

@@ -1,4 +1,4 @@
-"""The tiny model: three million parameters, pretrained on two pupils' sums in one to two minutes on two cores.
+"""The tiny model: three million parameters, pretrained on two pupils' sums in one to three minutes on two cores.
 
 It is a real Qwen2 checkpoint with a real tokenizer, so transformers, PEFT, TRL and vLLM load it like any other. It
 knows both ways of adding that `qlora_rl.demo.task` describes and mostly chooses the careless one.

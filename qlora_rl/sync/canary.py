@@ -23,9 +23,8 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.live import LiveAdapter
-from qlora_rl.base.dropout import drops
 from qlora_rl.base.fingerprint import digest_bytes
-from qlora_rl.base.kinds import image_tokens_of
+from qlora_rl.base.kinds import drops, image_tokens_of
 from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngine, RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import CanaryError, ConfigConflictError

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.base.dropout import has_dropout
+from qlora_rl.base.kinds import has_dropout
 from qlora_rl.fidelity import importance_ratio
 from qlora_rl.train.ranks.zero import before_step
 from qlora_rl.train.watch.measure import drawn_mask

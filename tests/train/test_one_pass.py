@@ -172,7 +172,7 @@ def test_with_dropout_the_ratio_is_that_of_two_masks_as_in_trl(dropout, make_tra
 
 
 def test_a_rate_that_attention_hands_on_is_dropout_too():
-    from qlora_rl.base.dropout import has_dropout
+    from qlora_rl.base.kinds import has_dropout
 
     config = {
         "vocab_size": 8,

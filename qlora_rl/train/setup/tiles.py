@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.base.dropout import drops
+from qlora_rl.base.kinds import drops
 from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.ledger.lines import MLP_LINEARS, TILE
 
