@@ -80,7 +80,7 @@ def test_a_switch_changes_no_run_with_alarm_one_pass_and_importance_sampling(
     once = []
     asks = OnePass._scores_once
     monkeypatch.setattr(OnePass, "_scores_once", lambda self: once.append(asks(self)) or once[-1])
-    fields = {"max_steps": 4, "max_completion_length": 12, "vllm_importance_sampling_clip_max": 1.0002}
+    fields = {"max_steps": 20, "max_completion_length": 12, "vllm_importance_sampling_clip_max": 1.0002}
     fields["vllm_importance_sampling_mode"] = "token_truncate"
     run = partial(switched, fields=fields, model=base, rollout="colocate", train_dataset=MIXED)
     without, nothing = run("without", ())
