@@ -32,6 +32,7 @@ SHAPE = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, 
 PROMPTS, TOKENS, ROUNDS = 16, 32, 3
 # Tiny models with random weights (tests/support.py), the first of them dense; of each as many as there are seeds.
 RANDOM, SEEDS = ("qwen3", "qwen3_moe", "olmoe", "mixtral"), (0, 1, 2)
+PACKED = ", experts in 4 bits"
 
 
 def make_mixture(out: Path, steps: int) -> Path:
@@ -136,16 +137,18 @@ def compare_sides(base: Any) -> dict[str, Any]:
     return found
 
 
-def replay_random(architecture: str, seed: int, root: Path) -> dict[str, Any]:
+def replay_random(kind: str, seed: int, root: Path) -> dict[str, Any]:
     """The trainer's logprobs of what a random model has sampled in bf16: with its own experts, with those that the engine chose, and with the
-    engine's weights of them as well.
+    engine's weights of them as well. `kind` is an architecture, and whether its experts are in 4 bits.
     """
     from support import make_model
 
     from qlora_rl import LocalEngine, load_base, prepare_base, verify_base
     from qlora_rl.train.scoring.routing import Routers
 
-    base = prepare_base(make_model(root / "model", architecture=architecture, tied=False, seed=seed), out=root / "base")
+    architecture = kind.removesuffix(PACKED)
+    source = make_model(root / "model", architecture=architecture, tied=False, seed=seed)
+    base = prepare_base(source, quantize_experts=kind != architecture, out=root / "base")
     model = load_base(base).eval()
     prompts = torch.randint(3, 60, (64, 8), generator=torch.Generator().manual_seed(seed)).tolist()
     with LocalEngine(base, max_model_length=64, max_num_seqs=64, max_lora_rank=8) as engine:
@@ -319,8 +322,9 @@ def main() -> None:
             add_to(arguments.json, {"rollouts": described(time_rollouts(root))})
         if only is None or "random" in only:
             sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+            kinds = [*RANDOM, *(kind + PACKED for kind in RANDOM[1:])]
             found_random = {
-                kind: [replay_random(kind, seed, root / f"{kind}-{seed}") for seed in SEEDS] for kind in RANDOM
+                kind: [replay_random(kind, seed, root / f"{kind}-{seed}") for seed in SEEDS] for kind in kinds
             }
             add_to(arguments.json, {"random": described({"of": found_random})})
         made = arguments.mixture or root / "mixture"

@@ -402,7 +402,9 @@ def mixture_replay() -> str:
         is_dense = runs[0]["routing_agreement"] is None
         agreement = "" if is_dense else f"{values['routing_agreement']:.2%}"
         replayed = "" if is_dense else _power(values["mismatch_kl_replayed"])
-        lines.append(f"| {names[kind]} | {agreement} | {_power(values['mismatch_kl'])} | {replayed} |")
+        architecture, comma, packed = kind.partition(",")
+        name = names[architecture] + comma + packed
+        lines.append(f"| {name} | {agreement} | {_power(values['mismatch_kl'])} | {replayed} |")
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 # Of the kernel for 4-bit codes: "emulated" is its code for AVX-512 on any x86-64 processor, with `avx512/emulated.h` for instructions.
 BUILDS = ("avx512_bf16", "emulated", "avx2")
@@ -70,8 +71,9 @@ def make_model(
     head_dim: int = 32,
     kv_heads: int = 2,
     positions: int = 128,
+    **fields: Any,
 ) -> Path:
-    """A random two-layer model with the demo's tokenizer."""
+    """A random two-layer model with the demo's tokenizer; `fields` of its config win."""
     import torch
     import transformers
 
@@ -94,7 +96,7 @@ def make_model(
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
-    config = getattr(transformers, name)(**shape | extra)
+    config = getattr(transformers, name)(**shape | extra | fields)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,5 +1,6 @@
 """Mixtures whose experts are 4-bit, too, in real vLLM: held once, verified, served and trained."""
 
+import gc
 import json
 
 import pytest
@@ -8,7 +9,9 @@ from datasets import Dataset
 from pair import OPTIONS, Pair
 from peft import LoraConfig
 from support import BUILDS, MIXTURES, built, fused, make_model, tiny_training
+from torch.utils._python_dispatch import _disable_current_modes
 from trl import GRPOConfig
+from vllm.v1.utils import CpuGpuBuffer
 
 from qlora_rl import (
     EngineUnsupportedError,
@@ -24,10 +27,11 @@ from qlora_rl import (
     verify_base,
 )
 from qlora_rl.base.experts import ATTENTION, mix, mixtures_in
+from qlora_rl.bench.live import Live
 from qlora_rl.engine.linears.decoded import DecodedLinear
 from qlora_rl.engine.options import start_options
 from qlora_rl.engine.worker.coded_experts import TogetherExperts
-from qlora_rl.ledger.lines import engine_base
+from qlora_rl.ledger.lines import HEAD_VOCABULARY, engine_base
 from qlora_rl.ledger.shape import read_config, read_shape
 
 SHAPES = ((64, 64), 128), ((128,), 64)  # gate and up, down
@@ -152,6 +156,70 @@ def test_grpo_trains_with_one_copy_of_the_experts(mixture, targets, tmp_path):
     assert [step["policy_version"] for step in steps] == list(range(1, STEPS + 1))
     assert all(step["base_verified"] for step in steps)
     assert max(step["mismatch_kl"] for step in steps) < 5e-3
+
+
+LENGTH = 128
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.full) for name in ("olmoe", "mixtral"))]
+)
+def test_trainer_and_engine_in_one_process_hold_what_was_planned(architecture, tmp_path, monkeypatch):
+    """All tensors of the process: a second copy of the experts would be a tenth more, dequantised ones a third."""
+    fields = {"head_dim": 128, "positions": LENGTH, "vocab_size": HEAD_VOCABULARY, "num_hidden_layers": 3}
+    width = "moe_intermediate_size" if architecture == "qwen3_moe" else "intermediate_size"
+    tied = architecture != "olmoe"  # which the plugin of vLLM does not load tied
+    source = make_model(tmp_path / "model", architecture=architecture, tied=tied, **fields, **{width: 512})
+    base = prepare_base(source, quantize_experts=True, out=tmp_path / "base")
+    before = _storages()
+    options = tiny_training(output_dir=str(tmp_path / "run"), num_generations=4, gradient_checkpointing=True)
+    with QLoRAGRPOTrainer(
+        model=base,
+        args=GRPOConfig(**options | {"max_completion_length": LENGTH - 8, "optim": "adamw_torch", "max_steps": 1}),
+        peft_config=LoraConfig(r=8, target_modules="all-linear"),
+        rollout="colocate",
+        engine_options={"max_model_length": LENGTH, "base_compute": "nf4", "kv_cache_gib": 1 / 64},
+        reward_funcs=lambda completions, **_: [float(len(completion) % 3) for completion in completions],
+        train_dataset=Dataset.from_list([{"prompt": f"{10 + i}+11="} for i in range(4)]),
+    ) as trainer:
+        step, sample, peaks = trainer.training_step, trainer._prepare_inputs, []
+
+        def prepare(*given):
+            with _disable_current_modes():
+                return sample(*given)
+
+        def counted(*given):
+            with Live() as live:
+                loss = step(*given)
+            peaks.append(live.peak)
+            return loss
+
+        monkeypatch.setattr(trainer, "_prepare_inputs", prepare)
+        monkeypatch.setattr(trainer, "training_step", counted)
+        trainer.train()
+        ledger, held = trainer.memory.ledger, _storages()
+        runner = trainer.engine.llm.llm_engine.model_executor.driver_worker.model_runner
+        # Buffers of fixed size, whatever the model is: vLLM's for a batch, and those into which our kernel decodes.
+        own = [each.cpu for each in vars(runner).values() if isinstance(each, CpuGpuBuffer)]
+        own += [each for each in vars(runner).values() if isinstance(each, torch.Tensor)]
+        decoded = [each for each in gc.get_objects() if type(each) is DecodedLinear]
+        own += [each for linear in decoded for each in (linear._buffer, linear._lifted) if each is not None]
+        keys = held.keys() - before.keys()
+        buffers = keys & {each.untyped_storage()._cdata for each in own}
+        found = sum(held[key].nbytes() for key in keys - buffers)
+        del own, decoded
+    assert sum(held[key].nbytes() for key in buffers) < 32 * 2**20
+    assert ledger.held_bytes + ledger.cache_bytes == pytest.approx(found, rel=0.05)
+    assert peaks == [pytest.approx(ledger.step_bytes, rel=0.05)]
+    assert ledger.peak_bytes == pytest.approx(found + peaks[0], rel=0.05)
+
+
+def _storages():
+    """Of all tensors that Python knows, by address; held, so that no address is taken twice."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    storages = [each.untyped_storage() for each in tensors if each.device.type != "meta"]
+    return {storage._cdata: storage for storage in storages}
 
 
 def test_on_a_gpu_it_runs_without_graphs(mixture, monkeypatch):

@@ -6,7 +6,6 @@ from datasets import Dataset
 from peft import LoraConfig
 from support import make_model as tiny_model
 from support import tiny_training
-from transformers import AutoModelForCausalLM
 from trl import DPOConfig, SFTConfig
 
 from qlora_rl import QLoRADPOTrainer, QLoRASFTTrainer, plan_memory, prepare_base
@@ -30,10 +29,8 @@ def wide(tmp_path_factory):
 def mixture(tmp_path_factory):
     """Of 8 experts, of which 2 are chosen, in 4 bits; its head fills a tile of logits."""
     work = tmp_path_factory.mktemp("mixture")
-    model = tiny_model(work / "model", architecture="qwen3_moe", head_dim=64, positions=TOKENS)
-    made = AutoModelForCausalLM.from_pretrained(model)
-    made.resize_token_embeddings(HEAD_VOCABULARY)
-    made.save_pretrained(model)
+    shape = {"head_dim": 64, "positions": TOKENS, "vocab_size": HEAD_VOCABULARY}
+    model = tiny_model(work / "model", architecture="qwen3_moe", **shape)
     return prepare_base(model, out=work / "base", quantize_experts=True)
 
 
