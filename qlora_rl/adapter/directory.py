@@ -265,14 +265,16 @@ def _build(config: Any, tensors: Mapping[str, torch.Tensor], where: Path | None)
 
 
 def _model_of(directory: Path, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """Of the base in a directory; with experts as linears where the adapter is on such."""
+    """Of the base in a directory; with experts as linears where the adapter is on such, and a prepared base has such."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     of_experts = any(is_expert_matrix(f"{name.partition('.lora_')[0]}.weight") for name in tensors)
-    as_linears = of_experts and config.model_type in NAMINGS
+    prepared = _read_object(directory / "qlora_base.json")
+    has_linears = prepared is None or bool((prepared.get("spec") or {}).get("quantize_experts"))
+    as_linears = of_experts and has_linears and config.model_type in NAMINGS
     with models_are_whole(), experts_as_linears(config) if as_linears else contextlib.nullcontext():
         return auto_class(config).from_config(config, trust_remote_code=False)
 

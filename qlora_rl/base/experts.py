@@ -180,8 +180,23 @@ def mix(
     for number in chosen_TK.unique().tolist():
         token, place = torch.where(chosen_TK == number)
         weighted = expert(number, x_TH[token]) * weights_TK[token, place, None]
-        out_TH.index_add_(0, token, weighted.to(out_TH.dtype))
+        out_TH = _Added.apply(out_TH, token, weighted.to(out_TH.dtype))
     return out_TH
+
+
+class _Added(torch.autograd.Function):
+    """`index_add_` that keeps places alone for the backward pass; torch's keeps what it adds as well."""
+
+    @staticmethod
+    def forward(ctx: Any, out_TH: torch.Tensor, token_N: torch.Tensor, added_NH: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(token_N)
+        ctx.mark_dirty(out_TH)
+        return out_TH.index_add_(0, token_N, added_NH)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+        (token_N,) = ctx.saved_tensors
+        return gradient_TH, None, gradient_TH[token_N]
 
 
 class LinearExperts(torch.nn.Module):

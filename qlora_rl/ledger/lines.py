@@ -75,6 +75,7 @@ OF_THE_ENGINE = (
     "base, decoded copies",
     "adapter, engine",
     "adapter, vLLM's copies",
+    "adapter, last push",
     "rollout",
     "CUDA and vLLM",
 )
@@ -287,6 +288,7 @@ def adapter_lines(
     ]
     if device == "cpu":
         lines.append(Line("adapter, vLLM's copies", 2 * count * width(spec), "two versions in host memory"))
+        lines.append(Line("adapter, last push", count * width(spec), "what another engine would be checked with"))
     if dtype_width > width(spec):
         kept = {
             name: each

@@ -81,6 +81,7 @@ class ModelShape:
         hidden: H.
         inner: width of the feed-forward part that one token passes through (all chosen experts together).
         chosen: experts that one token passes through; 0 in a dense model.
+        float_weights: outputs of experts are weighted in float32.
         layers: decoder layers.
         attention: query heads x head size.
         norms: elements per token and layer that norms lift to float32.
@@ -110,6 +111,7 @@ class ModelShape:
     rotary: int
     kv_heads: int
     tower: Tower | None = None
+    float_weights: bool = False
 
     @property
     def parameters(self) -> int:
@@ -334,6 +336,7 @@ def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
         rotary=head_size,
         kv_heads=_kv_heads(text),
         tower=_tower(config, model, all_linears.keys() - linears.keys()) if seen else None,
+        float_weights=text.model_type == "mixtral",
     )
 
 

@@ -6,7 +6,6 @@ Estimates, in the letters of `ledger/lines.py`; docs/memory.md says how each was
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
 
 from qlora_rl.adapter.shape import adapted_inputs
 from qlora_rl.base.experts import of_expert
@@ -34,7 +33,7 @@ def layer_activations(
 
     Norms lift to float32 (4 bytes an element). Attention keeps q, k, v and its output; k and v are repeated for every query head where a padding
     mask is given, and without one an adapted output projection keeps a copy on the CPU. The feed-forward part keeps gate, silu(gate), up and
-    their product; that of a mixture keeps the output of each chosen expert in place of the product, and the router's probabilities and choices.
+    their product; `mixture_activations` is that of a mixture.
     Adapted linears keep their input, which is what a norm gives or counted already, and A's output.
     """
     wide = width(spec)
@@ -44,13 +43,27 @@ def layer_activations(
     attention = (3 if twice else 2) * shape.attention + 2 * _keys(shape, padded)
     feed_forward = 4 * shape.inner
     if shape.chosen:
-        feed_forward = 3 * shape.inner + shape.chosen * shape.hidden + ceil((4 * shape.pool + 40 * shape.chosen) / wide)
-    kept = 4 * shape.norms + wide * (attention + feed_forward)
-    # Of adapted experts a token passes through the chosen ones alone, each of which keeps its own copy of it.
-    shares = {name: shape.chosen / shape.pool if of_expert(name) else 1.0 for name in inputs}
+        inputs = {name: each for name, each in inputs.items() if not of_expert(name)}
+        ends = {name.rpartition(".")[2] for name in inputs}
+        feed_forward = 0
+    kept = 4 * shape.norms + wide * (attention + feed_forward) + mixture_activations(shape, spec, adapter)
     own = shape.hidden * (bool(ends - {"o_proj", "down_proj", *_WIDEN}) + bool(ends & _WIDEN))
-    own += shape.chosen * shape.hidden if min(shares.values(), default=1.0) < 1 else 0
-    return kept + wide * (own + sum(shares[name] * rank for name, (_, rank) in inputs.items()) / shape.layers)
+    return kept + wide * (own + sum(rank for _, rank in inputs.values()) / shape.layers)
+
+
+def mixture_activations(shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]]) -> float:
+    """The part of `layer_activations` that a mixture's experts and its router keep; 0 in a dense model.
+
+    Of adapted experts a token passes through the chosen ones alone, each of which keeps its own copy of it.
+    """
+    if not shape.chosen:
+        return 0.0
+    wide, inputs = width(spec), adapted_inputs(adapter)
+    ranks = {name: rank for name, (_, rank) in inputs.items() if of_expert(name)}
+    ends = {name.rpartition(".")[2] for name in ranks}
+    downs, ups = bool(ends & {"down_proj", "w2"}), bool(ends - {"down_proj", "w2"})
+    kept = wide * ((3 + downs) * shape.inner + shape.chosen / max(1, shape.pool) * sum(ranks.values()) / shape.layers)
+    return kept + wide * (1 + ups) * shape.chosen * shape.hidden + 4 * shape.pool + 40 * shape.chosen
 
 
 def _keys(shape: ModelShape, padded: bool) -> int:
@@ -98,7 +111,14 @@ def activation_lines(
         kept, why = shape.layers * layer + last, f"all of {shape.layers} layers, {layer:,.0f} bytes a token each"
     angles = 2 * length * shape.rotary * wide + 32 * tokens  # sines and cosines; ids, labels, positions, a mask
     # Gradients while a layer is computed again; these and the numbers below were read off a tensor tracker.
-    gradients = max(4 * hidden, 4 * shape.inner - 6 * hidden)
+    gradients: float = max(4 * hidden, 4 * shape.inner - 6 * hidden)
+    mixture = mixture_activations(shape, spec, adapter)
+    if mixture and spec.quantize_experts:
+        # One expert after another; the largest is assumed to have four times its share of the tokens.
+        share = min(1.0, 4 * shape.chosen / max(1, shape.pool))
+        gradients = wide * (shape.inner // shape.chosen + hidden) * share
+    elif mixture:  # transformers multiplies fused ones all at once: of inputs, of outputs, and these weighted
+        gradients = 3 * (4 if shape.float_weights else wide) * shape.chosen * hidden
     working: float = layer + gradients if checkpointing else gradients
     if tiled:
         # Norms keep their input, which for the first one is counted above, and an MLP its own.
@@ -108,11 +128,13 @@ def activation_lines(
             rest += wide * hidden
         tile = max(mlp + 4 * shape.inner + 2 * hidden, 26 * hidden) if mlp else 26 * hidden
         working = rest + wide * (shape.norms - hidden) + 2 * hidden + tile * TILE[device] / tokens
-        working += 0 if mlp else gradients
+        if mixture:
+            working += max(gradients - tile * TILE[device] / tokens, -mixture)
+        elif not mlp:
+            working += gradients
         # Or the backward pass of attention, where heads are wider than hidden states.
         working = max(working, rest + wide * (2 * shape.attention - hidden))
         words = f", {TILE[device]} of them at a time in norms{' and MLP' if mlp else ''}"
-    working += 2 * wide * shape.chosen * hidden  # of the chosen experts' inputs and outputs, the gradients
     if not tiled:
         working = max(working, 30 * hidden - last)  # the last norm's
     lines = [

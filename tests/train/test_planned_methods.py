@@ -1,5 +1,7 @@
 """SFT and DPO as they are trained, against the memory estimate of these methods."""
 
+import random
+
 import pytest
 import torch
 from datasets import Dataset
@@ -12,7 +14,6 @@ from qlora_rl import QLoRADPOTrainer, QLoRASFTTrainer, plan_memory, prepare_base
 from qlora_rl.base.experts import ATTENTION
 from qlora_rl.bench.live import Live
 from qlora_rl.bench.shapes import Shape, make_model
-from qlora_rl.ledger.lines import HEAD_VOCABULARY
 from qlora_rl.ledger.shape import read_config
 
 TOKENS = 640
@@ -26,12 +27,12 @@ def wide(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    """Of 8 experts, of which 2 are chosen, in 4 bits; its head fills a tile of logits."""
+def mixtures(tmp_path_factory):
+    """Of 8 experts, of which 2 are chosen, in 4 bits and fused in 16, wide enough for their layers to be most of a step."""
     work = tmp_path_factory.mktemp("mixture")
-    shape = {"head_dim": 64, "positions": TOKENS, "vocab_size": HEAD_VOCABULARY}
+    shape = {"head_dim": 128, "positions": TOKENS, "moe_intermediate_size": 512}
     model = tiny_model(work / "model", architecture="qwen3_moe", **shape)
-    return prepare_base(model, out=work / "base", quantize_experts=True)
+    return {packed: prepare_base(model, out=work / str(packed), quantize_experts=packed) for packed in (True, False)}
 
 
 @pytest.mark.parametrize(("method", "batch"), [("sft", 2), ("dpo", 1)])
@@ -40,15 +41,23 @@ def test_a_step_is_within_10_percent_of_the_estimate(method, batch, wide, tmp_pa
     measure_step(method, batch, wide, LoraConfig(r=16, target_modules="all-linear"), tmp_path, within=0.1)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", list(ATTENTION), [*ATTENTION, "experts.3.down_proj"]])
-def test_adapters_on_experts_are_in_the_estimate(targets, mixture, tmp_path):
-    measure_step("sft", 2, mixture, LoraConfig(r=16, target_modules=targets), tmp_path)
+@pytest.mark.parametrize(
+    ("packed", "targets"),
+    [
+        (True, "all-linear"),
+        (True, list(ATTENTION)),
+        (True, [*ATTENTION, "experts.3.down_proj"]),
+        (False, list(ATTENTION)),
+    ],
+)
+def test_so_is_a_step_of_a_mixture(packed, targets, mixtures, tmp_path):
+    measure_step("sft", 2, mixtures[packed], LoraConfig(r=8, target_modules=targets), tmp_path, within=0.1)
 
 
-def measure_step(method, batch, base, lora, tmp_path, within=0.05):
+def measure_step(method, batch, base, lora, tmp_path, within):
     """The peak of live tensors of one step, against the estimate."""
     trainer, config, row = {
-        "sft": (QLoRASFTTrainer, SFTConfig, {"text": "1+2=" * TOKENS}),
+        "sft": (QLoRASFTTrainer, SFTConfig, {"text": "".join(random.Random(0).choices("0123456789+=", k=TOKENS))}),
         "dpo": (QLoRADPOTrainer, DPOConfig, {"prompt": "1+2=", "chosen": "3" * TOKENS, "rejected": "4" * TOKENS}),
     }[method]
     fields = {

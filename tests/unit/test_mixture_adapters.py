@@ -17,14 +17,16 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 WAY_OUT = "target_modules=['k_proj', 'o_proj', 'q_proj', 'v_proj']"
 
 
-# What is asked of PEFT: the verdict, or the beginning of PEFT's own error. Mixtral's matrices have other names (`NAMES`).
+QUERIES = r"model\.layers\.\d\.self_attn\.q_proj"
+OF_ATTENTION = r"model\.layers\.\d\.self_attn\.[qkvo]_proj"
+# What is asked of PEFT: a pattern of the names that are adapted; or the verdict, or PEFT's own error.
 PLACES = {
-    "attention": ({"target_modules": ATTENTION}, "adapter"),
-    "queries": ({"target_modules": ["q_proj"]}, "adapter"),
-    "a pattern": ({"target_modules": r".*self_attn\.[qv]_proj"}, "adapter"),
-    "one layer": ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, "adapter"),
-    "patterns of ranks": ({"target_modules": ATTENTION, "rank_pattern": {"q_proj": 8}}, "adapter"),
-    "rslora": ({"target_modules": ATTENTION, "use_rslora": True}, "adapter"),
+    "attention": ({"target_modules": ATTENTION}, OF_ATTENTION),
+    "queries": ({"target_modules": ["q_proj"]}, QUERIES),
+    "a pattern": ({"target_modules": r".*self_attn\.[qv]_proj"}, r"model\.layers\.\d\.self_attn\.[qv]_proj"),
+    "one layer": ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, r"model\.layers\.1\.self_attn\.q_proj"),
+    "patterns of ranks": ({"target_modules": ATTENTION, "rank_pattern": {"q_proj": 8}}, OF_ATTENTION),
+    "rslora": ({"target_modules": ATTENTION, "use_rslora": True}, OF_ATTENTION),
     "all-linear": ({"target_modules": "all-linear"}, "mixture"),
     "router": ({"target_modules": ["q_proj", "gate"]}, "mixture"),
     "router by parameter": ({"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}, "mixture"),
@@ -51,22 +53,37 @@ def test_half_of_a_fused_matrix_is_an_error_of_peft(architecture):
 def test_no_placement_of_an_adapter_is_silently_wrong(place, architecture):
     fields, expected = PLACES[place]
     config, model = LoraConfig(r=4, **fields), _model(architecture)
+    linears = _linears(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if expected not in ("adapter", "mixture", "full_weights"):
+        if expected == "is not supported":
             with pytest.raises(ValueError, match=expected):
                 get_peft_model(model, config)
             return
         model = get_peft_model(model, config)
     verdict = judge_adapter(model)
-    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
-    if expected == "adapter":
+    if expected not in ("mixture", "full_weights"):
         assert verdict.kind == "adapter", verdict.reasons
-        assert all(".self_attn." in name for name in adapted)
+        assert verdict.rank == (8 if config.rank_pattern else 4)
+        assert _adapted(model) == _matching(expected, linears)
         return
     assert verdict.kind == "full_weights"
     assert (WAY_OUT in verdict.reasons[0]) == (expected == "mixture")
     assert ("model.layers.0.mlp" in verdict.reasons[0]) == (expected == "mixture")
+
+
+def _linears(model):
+    return {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+
+
+def _matching(pattern, linears):
+    found = {f"base_model.model.{name}" for name in linears if re.fullmatch(pattern, name)}
+    assert found
+    return found
+
+
+def _adapted(model):
+    return {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
 
 
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -92,9 +109,9 @@ def test_no_form_puts_an_adapter_silently_elsewhere_than_on_the_mlp_without_expe
     """PEFT 0.21 has none that reaches it. Once it has, docs/mixtures.md is to say so: `test_mixtures.py` has it served exactly."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _model("qwen3_moe-dense")
+        model, config = _model("qwen3_moe-dense"), LoraConfig(r=4, **DENSE[form])
         try:
-            model = get_peft_model(model, LoraConfig(r=4, **DENSE[form]))
+            model = get_peft_model(model, config)
         except ValueError:  # PEFT's own: half of a fused matrix, or nothing that it found
             return
     verdict = judge_adapter(model)
@@ -105,12 +122,11 @@ def test_no_form_puts_an_adapter_silently_elsewhere_than_on_the_mlp_without_expe
 # Where experts are linears (4 bits): a pattern of the names that are adapted; or the verdict, or PEFT's own error.
 MATRIX = "(gate_proj|up_proj|down_proj)"
 ALL = rf"model\.layers\.\d\.mlp\.(experts\.\d\.)?{MATRIX}"
-QUERIES = r"model\.layers\.\d\.self_attn\.q_proj"
 ON_LINEARS = {
-    "attention": (dict(target_modules=ATTENTION), r"model\.layers\.\d\.self_attn\.[qkvo]_proj"),
+    "attention": (dict(target_modules=ATTENTION), OF_ATTENTION),
     "names": (dict(target_modules=MLP), ALL),
     "with attention": (dict(target_modules=["q_proj", *MLP]), f"{ALL}|{QUERIES}"),
-    "all-linear": (dict(target_modules="all-linear"), rf"{ALL}|model\.layers\.\d\.self_attn\.[qkvo]_proj"),
+    "all-linear": (dict(target_modules="all-linear"), f"{ALL}|{OF_ATTENTION}"),
     "one name": (dict(target_modules=["down_proj"]), r"model\.layers\.\d\.mlp\..*down_proj"),
     "half": (dict(target_modules=["gate_proj"]), r"model\.layers\.\d\.mlp\..*gate_proj"),
     "a pattern of experts": (
@@ -133,6 +149,7 @@ ON_LINEARS = {
     "experts as a module": (dict(target_modules=["q_proj", "experts"]), ValueError("is not supported")),
 }  # fmt: skip
 # Layer 0 of the first has no experts. The order of the names is gate_proj's, up_proj's and down_proj's.
+EXPERTS = {"qwen3_moe-dense": 4, "olmoe": 2 * 8, "mixtral": 2 * 4}
 NAMES = {"qwen3_moe-dense": MLP, "olmoe": MLP, "mixtral": ["w1", "w3", "w2"]}
 
 
@@ -147,7 +164,8 @@ def test_adapters_on_experts_that_are_linears_are_where_they_were_asked_for(plac
         warnings.simplefilter("ignore")
         with experts_as_linears(_config(architecture)):
             model = _model(architecture)
-        linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        linears = _linears(model)
+        assert sum(".experts." in name for name in linears) == 3 * EXPERTS[architecture]
         if isinstance(expected, ValueError):
             with pytest.raises(ValueError, match=str(expected)):
                 get_peft_model(model, config)
@@ -158,9 +176,9 @@ def test_adapters_on_experts_that_are_linears_are_where_they_were_asked_for(plac
         assert verdict.kind == expected
         return
     assert verdict.kind == "adapter", verdict.reasons
-    wanted = {f"base_model.model.{name}" for name in linears if re.fullmatch(_named(expected, architecture), name)}
-    assert wanted
-    assert {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name} == wanted
+    assert verdict.rank == (8 if config.rank_pattern else 4)
+    wanted = _matching(_named(expected, architecture), linears)
+    assert _adapted(model) == wanted
     assert verdict.on_experts == any(".experts." in name for name in wanted)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -173,7 +191,7 @@ def _named(fields, architecture):
     """With the architecture's own names of an expert's matrices."""
     text = json.dumps(fields)
     for name, own in zip(MLP, NAMES[architecture], strict=True):
-        text = text.replace(name, own)
+        text = re.sub(rf"\b{name}\b", own, text)
     return json.loads(text)
 
 
@@ -205,3 +223,17 @@ def test_an_adapter_directory_is_judged_as_the_live_model(architecture, tmp_path
             model.save_pretrained(tmp_path / name)
         verdict = judge_adapter(tmp_path / name, base=base.path)
         assert verdict.kind == expected, verdict.reasons
+
+
+@pytest.mark.parametrize("architecture", ["olmoe", "mixtral"])
+def test_an_adapter_on_single_experts_is_no_adapter_of_a_base_whose_experts_are_fused(architecture, tmp_path):
+    source = make_model(tmp_path / "model", architecture=architecture, tied=False)
+    bases = {
+        packed: prepare_base(source, quantize_experts=packed, out=tmp_path / str(packed)) for packed in (True, False)
+    }
+    fields = _named({"target_modules": ["q_proj", *MLP]}, architecture)
+    get_peft_model(load_base(bases[True]), LoraConfig(r=4, **fields)).save_pretrained(tmp_path / "adapter")
+    assert judge_adapter(tmp_path / "adapter", base=bases[True].path).kind == "adapter"
+    verdict = judge_adapter(tmp_path / "adapter", base=bases[False].path)
+    assert verdict.kind == "full_weights"
+    assert "prepare_base(..., quantize_experts=True)" in verdict.reasons[0]
