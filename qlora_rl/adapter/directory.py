@@ -21,7 +21,7 @@ from qlora_rl.adapter.rules import Finding, judge_method
 from qlora_rl.adapter.store import CONFIG, ORIGIN, WEIGHTS
 from qlora_rl.adapter.subject import active_adapter, method_of
 from qlora_rl.base.checkpoint import models_are_whole
-from qlora_rl.base.experts import NAMINGS, experts_as_linears, is_expert_matrix
+from qlora_rl.base.experts import ATTENTION, NAMINGS, experts_as_linears, is_expert_matrix
 from qlora_rl.base.kinds import auto_class
 from qlora_rl.errors import AdapterRejectedError
 
@@ -137,6 +137,7 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
     origin = _read_object(path / ORIGIN)
     where = _base_directory(config, base)
     findings += _of_origin(origin, where)
+    findings += _off_fused_experts(tensors, where)
     if findings or method != "LORA":
         findings += _not_finite(tensors)
         return OpenedAdapter(None, tuple(findings), method)
@@ -253,6 +254,29 @@ def _of_origin(origin: Mapping[str, Any] | None, base: Path | None) -> list[Find
     return [("refuse", reason)]
 
 
+def _on_single_experts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the matrices of experts that it adapts."""
+    names = dict.fromkeys(name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensors)
+    return [name for name in names if is_expert_matrix(f"{name}.weight")]
+
+
+def _off_fused_experts(tensors: Mapping[str, torch.Tensor], base: Path | None) -> list[Finding]:
+    """Single experts are linears in a prepared base with 4-bit experts; in others they are parts of fused tensors."""
+    adapted = _on_single_experts(tensors)
+    held = _read_object(base / "qlora_base.json") if base is not None and adapted else None
+    if held is None or (held.get("spec") or {}).get("quantize_experts"):
+        return []
+    way_out = (
+        f"Adapt the attention alone: target_modules={list(ATTENTION)}, or prepare the base with quantize_experts=True."
+    )
+    if held.get("parent"):
+        way_out = "Serve it on the 4-bit base that this one was dequantised from."
+    reason = (
+        f"{adapted[0]} and {len(adapted) - 1} more: adapters on single experts, and {base} has fused ones. {way_out}"
+    )
+    return [("full_weights", reason)]
+
+
 def _build(config: Any, tensors: Mapping[str, torch.Tensor], where: Path | None) -> Any:
     from peft import get_peft_model
 
@@ -265,16 +289,14 @@ def _build(config: Any, tensors: Mapping[str, torch.Tensor], where: Path | None)
 
 
 def _model_of(directory: Path, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """Of the base in a directory; with experts as linears where the adapter is on such, and a prepared base has such."""
+    """Of the base in a directory; with experts as linears where the adapter is on such."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    of_experts = any(is_expert_matrix(f"{name.partition('.lora_')[0]}.weight") for name in tensors)
-    prepared = _read_object(directory / "qlora_base.json")
-    has_linears = prepared is None or bool((prepared.get("spec") or {}).get("quantize_experts"))
-    as_linears = of_experts and has_linears and config.model_type in NAMINGS
+    of_experts = bool(_on_single_experts(tensors))
+    as_linears = of_experts and config.model_type in NAMINGS
     with models_are_whole(), experts_as_linears(config) if as_linears else contextlib.nullcontext():
         return auto_class(config).from_config(config, trust_remote_code=False)
 

@@ -185,18 +185,18 @@ def mix(
 
 
 class _Added(torch.autograd.Function):
-    """`index_add_` that keeps places alone for the backward pass; torch's keeps what it adds as well."""
+    """`index_add_` that keeps only the places for its backward pass; torch's keeps what it adds as well."""
 
     @staticmethod
-    def forward(ctx: Any, out_TH: torch.Tensor, token_N: torch.Tensor, added_NH: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(token_N)
+    def forward(ctx: Any, out_TH: torch.Tensor, token_S: torch.Tensor, added_SH: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(token_S)
         ctx.mark_dirty(out_TH)
-        return out_TH.index_add_(0, token_N, added_NH)
+        return out_TH.index_add_(0, token_S, added_SH)
 
     @staticmethod
     def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
-        (token_N,) = ctx.saved_tensors
-        return gradient_TH, None, gradient_TH[token_N]
+        (token_S,) = ctx.saved_tensors
+        return gradient_TH, None, gradient_TH[token_S]
 
 
 class LinearExperts(torch.nn.Module):

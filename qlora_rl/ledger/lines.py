@@ -288,7 +288,8 @@ def adapter_lines(
     ]
     if device == "cpu":
         lines.append(Line("adapter, vLLM's copies", 2 * count * width(spec), "two versions in host memory"))
-        lines.append(Line("adapter, last push", count * width(spec), "what another engine would be checked with"))
+        why = "of the last push, in host memory, to check an engine that was rebuilt"
+        lines.append(Line("adapter, last push", count * width(spec), why, is_exact=False))
     if dtype_width > width(spec):
         kept = {
             name: each

@@ -81,7 +81,7 @@ class ModelShape:
         hidden: H.
         inner: width of the feed-forward part that one token passes through (all chosen experts together).
         chosen: experts that one token passes through; 0 in a dense model.
-        float_weights: outputs of experts are weighted in float32.
+        float_weights: outputs of fused experts are weighted in float32.
         layers: decoder layers.
         attention: query heads x head size.
         norms: elements per token and layer that norms lift to float32.
@@ -316,6 +316,7 @@ def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     head_size = _head_size(text)
     vocabulary = int(text.vocab_size)
+    naming = NAMINGS.get(text.model_type)
     return ModelShape(
         name=_name(config),
         linears=linears,
@@ -336,7 +337,7 @@ def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
         rotary=head_size,
         kv_heads=_kv_heads(text),
         tower=_tower(config, model, all_linears.keys() - linears.keys()) if seen else None,
-        float_weights=text.model_type == "mixtral",
+        float_weights=naming is not None and not naming.rounds_weights,
     )
 
 

@@ -37,33 +37,30 @@ def layer_activations(
     Adapted linears keep their input, which is what a norm gives or counted already, and A's output.
     """
     wide = width(spec)
-    inputs = adapted_inputs(adapter)
+    inputs = {name: each for name, each in adapted_inputs(adapter).items() if not of_expert(name)}
     ends = {name.rpartition(".")[2] for name in inputs}
     twice = device == "cpu" and not padded and "o_proj" in ends
     attention = (3 if twice else 2) * shape.attention + 2 * _keys(shape, padded)
-    feed_forward = 4 * shape.inner
-    if shape.chosen:
-        inputs = {name: each for name, each in inputs.items() if not of_expert(name)}
-        ends = {name.rpartition(".")[2] for name in inputs}
-        feed_forward = 0
-    kept = 4 * shape.norms + wide * (attention + feed_forward) + mixture_activations(shape, spec, adapter)
+    mixture = mixture_activations(shape, spec, adapter)
+    kept = 4 * shape.norms + wide * (attention + (0 if mixture else 4 * shape.inner)) + mixture
     own = shape.hidden * (bool(ends - {"o_proj", "down_proj", *_WIDEN}) + bool(ends & _WIDEN))
     return kept + wide * (own + sum(rank for _, rank in inputs.values()) / shape.layers)
 
 
 def mixture_activations(shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]]) -> float:
-    """The part of `layer_activations` that a mixture's experts and its router keep; 0 in a dense model.
+    """The part of `layer_activations` that a mixture's experts and its router keep, the mean over the layers; 0 in a dense model.
 
-    Of adapted experts a token passes through the chosen ones alone, each of which keeps its own copy of it.
+    Gate, silu(gate), up and the output of each chosen expert. An adapted expert keeps a copy of its input, and of what its last matrix is given.
     """
-    if not shape.chosen:
+    if not (shape.chosen and shape.pool):
         return 0.0
-    wide, inputs = width(spec), adapted_inputs(adapter)
-    ranks = {name: rank for name, (_, rank) in inputs.items() if of_expert(name)}
-    ends = {name.rpartition(".")[2] for name in ranks}
-    downs, ups = bool(ends & {"down_proj", "w2"}), bool(ends - {"down_proj", "w2"})
-    kept = wide * ((3 + downs) * shape.inner + shape.chosen / max(1, shape.pool) * sum(ranks.values()) / shape.layers)
-    return kept + wide * (1 + ups) * shape.chosen * shape.hidden + 4 * shape.pool + 40 * shape.chosen
+    wide, matrices = width(spec), shape.layers * shape.pool
+    inputs = {name: each for name, each in adapted_inputs(adapter).items() if of_expert(name)}
+    last = [name for name in inputs if name.endswith((".down_proj", ".w2"))]
+    first = {name.rpartition(".")[0] for name in inputs if name not in last}  # gate and up share their input
+    kept = (3 + len(last) / matrices) * shape.inner + (1 + len(first) / matrices) * shape.chosen * shape.hidden
+    kept += shape.chosen * sum(rank for _, rank in inputs.values()) / matrices
+    return wide * kept + 4 * shape.pool + 40 * shape.chosen
 
 
 def _keys(shape: ModelShape, padded: bool) -> int:
@@ -114,9 +111,8 @@ def activation_lines(
     gradients: float = max(4 * hidden, 4 * shape.inner - 6 * hidden)
     mixture = mixture_activations(shape, spec, adapter)
     if mixture and spec.quantize_experts:
-        # One expert after another; the largest is assumed to have four times its share of the tokens.
-        share = min(1.0, 4 * shape.chosen / max(1, shape.pool))
-        gradients = wide * (shape.inner // shape.chosen + hidden) * share
+        # One expert after another; the largest is assumed to have four times an even share of the tokens.
+        gradients = wide * (min(1.0, 4 * shape.chosen / shape.pool) * shape.inner // shape.chosen + hidden)
     elif mixture:  # transformers multiplies fused ones all at once: of inputs, of outputs, and these weighted
         gradients = 3 * (4 if shape.float_weights else wide) * shape.chosen * hidden
     working: float = layer + gradients if checkpointing else gradients
@@ -127,11 +123,10 @@ def activation_lines(
         if mlp and not any(name.endswith(tuple(_WIDEN)) for name in adapted_inputs(adapter)):
             rest += wide * hidden
         tile = max(mlp + 4 * shape.inner + 2 * hidden, 26 * hidden) if mlp else 26 * hidden
-        working = rest + wide * (shape.norms - hidden) + 2 * hidden + tile * TILE[device] / tokens
-        if mixture:
-            working += max(gradients - tile * TILE[device] / tokens, -mixture)
-        elif not mlp:
-            working += gradients
+        tiles = tile * TILE[device] / tokens
+        working = rest + wide * (shape.norms - hidden) + 2 * hidden
+        # While a norm works in tiles, nothing of a mixture is there.
+        working += max(gradients, tiles - mixture) if mixture else tiles + (0 if mlp else gradients)
         # Or the backward pass of attention, where heads are wider than hidden states.
         working = max(working, rest + wide * (2 * shape.attention - hidden))
         words = f", {TILE[device]} of them at a time in norms{' and MLP' if mlp else ''}"

@@ -28,11 +28,13 @@ def wide(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixtures(tmp_path_factory):
-    """Of 8 experts, of which 2 are chosen, in 4 bits and fused in 16, wide enough for their layers to be most of a step."""
-    work = tmp_path_factory.mktemp("mixture")
-    shape = {"head_dim": 128, "positions": TOKENS, "moe_intermediate_size": 512}
-    model = tiny_model(work / "model", architecture="qwen3_moe", **shape)
-    return {packed: prepare_base(model, out=work / str(packed), quantize_experts=packed) for packed in (True, False)}
+    """In 4 bits and fused in 16, wide enough for their layers to be most of a step; of 8 experts, or of 32, 2 are chosen."""
+    work, bases = tmp_path_factory.mktemp("mixture"), {}
+    for kind, experts, width in (("4 bits", 8, 512), ("many", 32, 256), ("fused", 8, 512)):
+        shape = {"head_dim": 128, "positions": TOKENS, "num_experts": experts, "moe_intermediate_size": width}
+        model = tiny_model(work / f"{kind}-model", architecture="qwen3_moe", **shape)
+        bases[kind] = prepare_base(model, out=work / kind, quantize_experts=kind != "fused")
+    return bases
 
 
 @pytest.mark.parametrize(("method", "batch"), [("sft", 2), ("dpo", 1)])
@@ -42,16 +44,17 @@ def test_a_step_is_within_10_percent_of_the_estimate(method, batch, wide, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("packed", "targets"),
+    ("kind", "targets"),
     [
-        (True, "all-linear"),
-        (True, list(ATTENTION)),
-        (True, [*ATTENTION, "experts.3.down_proj"]),
-        (False, list(ATTENTION)),
+        ("4 bits", "all-linear"),
+        ("4 bits", list(ATTENTION)),
+        ("4 bits", [*ATTENTION, "experts.3.down_proj"]),
+        ("many", list(ATTENTION)),
+        ("fused", list(ATTENTION)),
     ],
 )
-def test_so_is_a_step_of_a_mixture(packed, targets, mixtures, tmp_path):
-    measure_step("sft", 2, mixtures[packed], LoraConfig(r=8, target_modules=targets), tmp_path, within=0.1)
+def test_so_is_a_step_of_a_mixture(kind, targets, mixtures, tmp_path):
+    measure_step("sft", 2, mixtures[kind], LoraConfig(r=8, target_modules=targets), tmp_path, within=0.1)
 
 
 def measure_step(method, batch, base, lora, tmp_path, within):

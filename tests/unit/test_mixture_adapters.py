@@ -10,7 +10,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from support import MIXTURES, make_model
 
-from qlora_rl import export_adapter, judge_adapter, load_base, prepare_base
+from qlora_rl import bake_base, export_adapter, judge_adapter, load_base, prepare_base
 from qlora_rl.base.experts import experts_as_linears
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -228,12 +228,14 @@ def test_an_adapter_directory_is_judged_as_the_live_model(architecture, tmp_path
 @pytest.mark.parametrize("architecture", ["olmoe", "mixtral"])
 def test_an_adapter_on_single_experts_is_no_adapter_of_a_base_whose_experts_are_fused(architecture, tmp_path):
     source = make_model(tmp_path / "model", architecture=architecture, tied=False)
-    bases = {
-        packed: prepare_base(source, quantize_experts=packed, out=tmp_path / str(packed)) for packed in (True, False)
-    }
-    fields = _named({"target_modules": ["q_proj", *MLP]}, architecture)
-    get_peft_model(load_base(bases[True]), LoraConfig(r=4, **fields)).save_pretrained(tmp_path / "adapter")
-    assert judge_adapter(tmp_path / "adapter", base=bases[True].path).kind == "adapter"
-    verdict = judge_adapter(tmp_path / "adapter", base=bases[False].path)
-    assert verdict.kind == "full_weights"
-    assert "prepare_base(..., quantize_experts=True)" in verdict.reasons[0]
+    packed = prepare_base(source, quantize_experts=True, out=tmp_path / "packed")
+    fused = prepare_base(source, out=tmp_path / "fused")
+    baked = bake_base(packed, "float32", out=tmp_path / "baked")
+    for place in ("with attention", "a pattern of experts", "half", "one expert"):
+        config = LoraConfig(r=4, **_named(ON_LINEARS[place][0], architecture))
+        get_peft_model(load_base(packed), config).save_pretrained(tmp_path / "adapter")
+        assert judge_adapter(tmp_path / "adapter", base=packed.path).kind == "adapter"
+        for base, way_out in ((fused, "with quantize_experts=True"), (baked, "Serve it on the 4-bit base")):
+            verdict = judge_adapter(tmp_path / "adapter", base=base.path)
+            assert verdict.kind == "full_weights"
+            assert way_out in verdict.reasons[0]

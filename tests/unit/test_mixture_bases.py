@@ -13,7 +13,7 @@ from trained import make_run
 
 from qlora_rl import bake_base, compare, fingerprint_base, iter_weights, judge_adapter, load_base, prepare_base
 from qlora_rl.adapter.load import load_adapter
-from qlora_rl.base.experts import ATTENTION, naming_of
+from qlora_rl.base.experts import ATTENTION, mix, naming_of
 from qlora_rl.base.fingerprint import fingerprint_stored, linear_names
 from qlora_rl.base.quant import dequantised_weight
 from qlora_rl.base.stored import StoredTensors
@@ -179,6 +179,33 @@ def test_experts_as_linears_are_transformers_own_function(coded):
         gradients.append(given.grad)
     assert torch.equal(*outs)
     torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2 * float(gradients[1].abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_experts_add_is_not_kept_and_has_the_bits_of_index_add(dtype):
+    """Weights of the choice in either dtype, as the architectures have them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 16, generator=generator).to(torch.bfloat16).requires_grad_()
+    weights = torch.rand(40, 2, generator=generator).to(dtype).requires_grad_()
+    chosen = torch.rand(40, 3, generator=generator).topk(2).indices
+
+    def added(x, chosen, weights, expert):
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            token, place = torch.where(chosen == number)
+            out = out.index_add(0, token, (expert(number, x[token]) * weights[token, place, None]).to(out.dtype))
+        return out
+
+    found, kept = {}, []
+    for way in (mix, added):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            out = way(x, chosen, weights, lambda number, rows: rows * (number + 2))
+        found[way] = [out, *torch.autograd.grad((out.float() ** 2).sum(), (x, weights))]
+        if way is mix:  # of each expert its output and its weights, which are multiplied with one another
+            assert sum(t.numel() for t in kept if t.is_floating_point()) == 80 * (16 + 1)
+    assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+    with torch.inference_mode():
+        assert torch.equal(mix(x, chosen, weights, lambda number, rows: rows * (number + 2)), found[mix][0])
 
 
 def test_a_merged_export_of_experts_in_4_bits_has_the_names_of_the_checkpoint(coded, tmp_path):
