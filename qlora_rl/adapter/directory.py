@@ -271,9 +271,8 @@ def _off_fused_experts(tensors: Mapping[str, torch.Tensor], base: Path | None) -
     )
     if held.get("parent"):
         way_out = "Serve it on the 4-bit base that this one was dequantised from."
-    reason = (
-        f"{adapted[0]} and {len(adapted) - 1} more: adapters on single experts, and {base} has fused ones. {way_out}"
-    )
+    more = f" and {len(adapted) - 1} more" if len(adapted) > 1 else ""
+    reason = f"{adapted[0]}{more}: adapters on single experts, and {base} has fused ones. {way_out}"
     return [("full_weights", reason)]
 
 
