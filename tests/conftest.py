@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from support import make_model, move_a_scale, randomise
+from support import FOR_AN_ENGINE, make_model, move_a_scale, randomise
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -50,12 +50,6 @@ LONGEST = (
     "train/test_kill.py",
 )
 DIRECTORIES = ("engine", "distributed", "torchrl", "train", "gpu", "unit")
-FOR_AN_ENGINE = (
-    "qlora_rl.train.grpo",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.qwen2",
-)
 _HERE = Path(__file__).resolve().parent
 _frozen_with = 0
 

@@ -11,10 +11,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+# What a training on vLLM in its process imports.
+FOR_AN_ENGINE = (
+    "qlora_rl.train.grpo",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen2",
+)
 
 # Of the kernel for 4-bit codes: "emulated" is its code for AVX-512 on any x86-64 processor, with `avx512/emulated.h` for instructions.
 BUILDS = ("avx512_bf16", "emulated", "avx2")
@@ -191,7 +199,7 @@ def forking():
         "trl",
         "peft",
         "deepspeed",
-        "qlora_rl.train.grpo",
+        *FOR_AN_ENGINE,
         "qlora_rl.engine.fake",
         "resumed",
         "actors",
@@ -200,7 +208,9 @@ def forking():
     context.set_forkserver_preload(known)
     here, kept = Path(__file__).resolve().parent, os.environ.get("PYTHONPATH")
     # The server reads it when it starts; sys.path it does not know.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(here / "torchrl"), str(here), *filter(None, [kept])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [*map(str, (here / "torchrl", here / "distributed", here)), *filter(None, [kept])]
+    )
     try:
         forkserver.ensure_running()
     finally:
@@ -256,21 +266,35 @@ def _emulated():
 
 
 def command(*arguments, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """`qlora-rl` in a process of its own that need not import anything: forked, as `forking` says."""
+    """`qlora-rl` in a process of its own that need not import anything."""
+    return forked(_command, [*map(str, arguments)], environment=environment)
+
+
+def _command(words: list[str]) -> None:
+    from qlora_rl.cli import main
+
+    sys.exit(main(words))
+
+
+def forked(
+    work: Callable[[list[str]], None], words: list[str], *, environment: Mapping[str, str], timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` for a function: it is forked, as `forking` says."""
     with tempfile.TemporaryDirectory() as said:
         out, errors = Path(said) / "out", Path(said) / "errors"
-        words = [*map(str, arguments)]
-        process = forking().Process(target=_obey, args=(words, dict(environment), out, errors))
+        process = forking().Process(target=_obey, args=(work, words, dict(environment), out, errors))
         process.start()
-        process.join()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(words, timeout, errors.read_bytes())
         return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), errors.read_text())
 
 
-def _obey(arguments: list[str], environment: dict[str, str], out: Path, errors: Path) -> None:
+def _obey(work, words: list[str], environment: dict[str, str], out: Path, errors: Path) -> None:
     for number, path in ((1, out), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
     os.environ.update(environment)
-    from qlora_rl.cli import main
-
-    sys.exit(main(arguments))
+    work(words)

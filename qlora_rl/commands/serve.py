@@ -75,5 +75,5 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.engine.server import serve
 
     options = {name: value for name, value in vars(arguments).items() if name != "run" and value is not None}
-    serve(options.pop("base"), **options)
+    serve(options.pop("base"), alone=True, **options)
     return 0

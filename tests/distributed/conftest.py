@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import launchers
 import pytest
+from support import forked
 
 # What `accelerate launch --config_file examples/accelerate/fsdp2.yaml` sets, and that the CPU is the accelerator.
 FSDP2 = {
@@ -64,24 +66,26 @@ def launch(
     processes: int = 2,
     timeout: float = 600,
     example: str | None = None,
+    is_forked: bool = True,
     **environment: str,
-) -> Any:
-    """Start `job.py` under torchrun, or by `accelerate launch` with a file of examples/accelerate, and wait for its end."""
-    port = free_port()
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+) -> subprocess.CompletedProcess[str]:
+    """Start `job.py` under torchrun, or by `accelerate launch` with a file of examples/accelerate, and wait for its end.
+
+    The launchers are theirs; launcher and ranks are forked from a process that has imported everything, unless `is_forked` is False.
+    """
+    words = [f"--nproc_per_node={processes}", f"--master_port={free_port()}"]
     if example is not None:
-        file = HERE.parents[1] / "examples" / "accelerate" / example
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
-        command += [f"--num_processes={processes}", f"--main_process_port={port}"]
-    path = [str(HERE.parents[1]), *sys.path, os.environ["PYTHONPATH"]]
-    known = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), **environment}
-    return subprocess.run(
-        [*command, str(HERE / "job.py"), json.dumps(calls)],
-        env=os.environ | known,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+        words = ["--config_file", str(HERE.parents[1] / "examples" / "accelerate" / example)]
+        words += [f"--num_processes={processes}", f"--main_process_port={free_port()}"]
+    words += [str(HERE / "job.py"), json.dumps(calls)]
+    known = os.environ | {"OMP_NUM_THREADS": "1", **environment}
+    if not is_forked:
+        module = "torch.distributed.run" if example is None else "accelerate.commands.launch"
+        known |= {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path, os.environ["PYTHONPATH"]])}
+        command = [sys.executable, "-m", module, *words]
+        return subprocess.run(command, env=known, capture_output=True, text=True, timeout=timeout)
+    launcher = launchers.torchrun if example is None else launchers.accelerate_launch
+    return forked(launcher, words, environment=known, timeout=timeout)
 
 
 def said(out: Path, rank: int) -> dict[str, Any]:

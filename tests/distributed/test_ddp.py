@@ -104,7 +104,8 @@ def test_an_error_in_the_middle_of_a_step_ends_both_ranks_with_it(exact_base, tm
 def test_a_rank_that_is_killed_in_a_collective_ends_the_job_and_is_named(exact_base, tmp_path):
     out = tmp_path / "run"
     struck = {"rank": 1, "step": 2, "how": "kill"}
-    done = launch([{"base": exact_base, "out": str(out), "strike": struck, "ddp_timeout": 60, **STEPS}])
+    call = {"base": exact_base, "out": str(out), "strike": struck, "ddp_timeout": 60, **STEPS}
+    done = launch([call], is_forked=False)  # by the command that a user types
     assert done.returncode != 0
     assert said(out, 0)["error"].startswith("RankLostError: training: rank 1 of 2 is gone")
     summary = json.loads((out / "summary.json").read_text())

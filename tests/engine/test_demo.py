@@ -104,10 +104,8 @@ def _count(out: Path) -> int:
 def test_trls_own_way_runs_the_same_job_and_is_measured(finished, demo_cache, tmp_path):
     ours, _ = finished
     out = tmp_path / "merge"
-    done = subprocess.run(
-        command("demo", "--steps", 12, "--sync", "trl-merge", "--quiet", "--out", out, "--against", ours),
-        env=demo_cache, capture_output=True, text=True,
-    )  # fmt: skip
+    arguments = ["--steps", 12, "--sync", "trl-merge", "--quiet", "--out", out, "--against", ours]
+    done = support.command("demo", *arguments, environment=demo_cache)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((out / "summary.json").read_text())
     adapter_only = json.loads((ours / "summary.json").read_text())

@@ -1,41 +1,36 @@
 """20 steps are 10 steps, kill -9 and 10 steps, on real vLLM: in the process and in a server."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
-from resumed import adapter, assert_same_run, lines
-
-TESTS = Path(__file__).parents[1]
+from resumed import adapter, assert_same_run, lines, run
+from support import forking
 
 
 def start(base, out, engine, **fields):
-    call = json.dumps({"base": str(base.path), "out": str(out), "engine": engine, **fields})
-    path = [str(TESTS.parent), str(TESTS), os.environ["PYTHONPATH"]]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, TESTS / "resumed.py", call], env=environment)
+    process = forking().Process(target=run, args=(base.path, out, engine), kwargs=fields)
+    process.start()
+    return process
 
 
 def finish(process):
-    assert process.wait(900) == 0
+    process.join(900)
+    assert process.exitcode == 0
 
 
 def kill_at(process, out, step):
     """SIGKILL when the line of that step is there; whatever it had started ends by itself."""
     end = time.monotonic() + 900
-    while process.poll() is None and not ((out / "metrics.jsonl").exists() and len(lines(out)) >= step):
+    while process.is_alive() and not ((out / "metrics.jsonl").exists() and len(lines(out)) >= step):
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert process.poll() is None
+    assert process.is_alive()
     children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert step <= len(lines(out)) < 20
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
