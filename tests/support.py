@@ -16,6 +16,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+# Of two trainings that must end alike: that many show a difference in any one step; the others show one that grows.
+STEPS = [5, pytest.param(20, marks=pytest.mark.full)]
 # What a training on vLLM in its process imports.
 FOR_AN_ENGINE = (
     "qlora_rl.train.grpo",
@@ -288,7 +292,7 @@ def forked(
         if process.is_alive():
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired(words, timeout, errors.read_bytes())
+            raise subprocess.TimeoutExpired(words, timeout, stderr=errors.read_bytes() if errors.exists() else b"")
         return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), errors.read_text())
 
 

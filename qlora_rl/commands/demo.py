@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; an interrupted run says what it left."""
-    from qlora_rl.commands.loading import loading
+    from qlora_rl.engine.loading import loading
 
     with loading("qlora_rl.train.grpo"):  # and TRL and vLLM with it
         from qlora_rl.demo.job import DemoSettings, default_out, quieten, run_demo, table

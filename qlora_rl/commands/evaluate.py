@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.demo.job import quieten
 
     quieten()
-    from qlora_rl.commands.loading import loading
+    from qlora_rl.engine.loading import loading
 
     with loading("qlora_rl.adapter.start"):
         from qlora_rl.policy.evaluation import evaluate, read_rows, save

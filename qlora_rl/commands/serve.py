@@ -72,7 +72,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped."""
-    from qlora_rl.engine.server import serve
+    from qlora_rl.engine.loading import loading
+
+    with loading():
+        from qlora_rl.engine.server import serve
 
     options = {name: value for name, value in vars(arguments).items() if name != "run" and value is not None}
     serve(options.pop("base"), alone=True, **options)

@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     import transformers
 
-    from qlora_rl.commands.loading import loading
     from qlora_rl.demo.job import quieten
+    from qlora_rl.engine.loading import loading
 
     quieten()
     transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too

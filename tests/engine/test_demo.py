@@ -104,12 +104,12 @@ def _count(out: Path) -> int:
 def test_trls_own_way_runs_the_same_job_and_is_measured(finished, demo_cache, tmp_path):
     ours, _ = finished
     out = tmp_path / "merge"
-    arguments = ["--steps", 12, "--sync", "trl-merge", "--quiet", "--out", out, "--against", ours]
+    arguments = ["--steps", 6, "--sync", "trl-merge", "--quiet", "--out", out, "--against", ours]
     done = support.command("demo", *arguments, environment=demo_cache)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((out / "summary.json").read_text())
     adapter_only = json.loads((ours / "summary.json").read_text())
-    assert summary["steps"] == 12
+    assert summary["steps"] == 6
     # Measured: 0.5 median over 40 steps against 1e-5.
     assert summary["mismatch_kl_max"] > 10 * adapter_only["mismatch_kl_max"]
     assert summary["sync_seconds_median"] > 5 * adapter_only["sync_seconds_median"]

@@ -10,8 +10,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+import torch._inductor.config as inductor
+from torch.compiler import config
 
+from qlora_rl.engine.server import start
 from qlora_rl.engine.server.forked import EngineCopy
+from qlora_rl.errors import EngineBrokenError
+from qlora_rl.processor import processor
 
 
 def given(**fields):
@@ -32,6 +37,8 @@ def note(file, descriptor, **_):
         "moment": os.environ.get("MOMENT"),
         "later": os.environ.get("LATER"),
         "threads": torch.get_num_threads(),
+        "inductor": [inductor.compile_threads, inductor.cpp.dynamic_threads],
+        "starts": multiprocessing.get_start_method(),
         "is_open": is_open,
         "handlers": [signal.getsignal(number) == signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGINT)],
     }
@@ -49,7 +56,9 @@ def test_it_begins_as_a_spawned_process_would(tmp_path, monkeypatch):
     copy = EngineCopy([lock])
     monkeypatch.delenv("MOMENT")
     monkeypatch.setenv("LATER", "when it was started")
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "999")  # torch would take no more than there are
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_DYNAMIC_THREADS", "1")
     with copy.in_place_of_vllms():
         process = utils.get_mp_context().Process(
             target=note, name="EngineCore", kwargs=given(file=str(tmp_path / "found"), descriptor=lock)
@@ -66,10 +75,27 @@ def test_it_begins_as_a_spawned_process_would(tmp_path, monkeypatch):
         "name": "EngineCore",
         "moment": None,
         "later": "when it was started",
-        "threads": 3,
+        "threads": torch.get_num_threads(),
+        "inductor": [1, True],
+        "starts": "spawn",
         "is_open": False,
         "handlers": [True, True],
     }
+
+
+def test_it_is_forked_when_all_that_it_takes_over_is_there(base, monkeypatch):
+    """torch's cache would give an engine with AVX2 what was compiled for AVX-512."""
+    found = []
+
+    def note_tag(unwanted):
+        found.append(config.cache_key_tag)
+        raise EngineBrokenError("that is enough")
+
+    monkeypatch.setattr(config, "cache_key_tag", "")
+    monkeypatch.setattr(start, "EngineCopy", note_tag)
+    with pytest.raises(EngineBrokenError, match="enough"):
+        start.serve(base.path, port=0, alone=True, max_lora_rank=8, max_model_length=64)
+    assert found[0].endswith(processor().torch_kernels)
 
 
 def test_without_work_it_ends(tmp_path):
@@ -78,20 +104,43 @@ def test_without_work_it_ends(tmp_path):
     assert copy.exitcode == 0
 
 
-@pytest.mark.parametrize("spawned", ["queue", "numa"])
-def test_what_only_a_spawned_process_takes_is_left_to_vllm(spawned):
+def test_one_that_was_killed_meanwhile_is_said_to_be_gone():
+    copy = EngineCopy([])
+    copy.kill()
+    copy.join()
+    with pytest.raises(EngineBrokenError, match="ended while it waited"):
+        copy.with_work(target=note, kwargs=given()).start()
+
+
+@pytest.mark.parametrize("spawned", ["queue", "numa", "allocator"])
+def test_what_only_a_new_process_takes_is_left_to_vllm(spawned, monkeypatch):
     from vllm.v1.engine import utils
 
     copy, asked = EngineCopy([]), given()
     if spawned == "queue":
         asked["tensor_queue"] = object()
-    else:
+    elif spawned == "numa":
         asked["vllm_config"].parallel_config.numa_bind = True
+    else:
+        monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libtcmalloc_of_nobody.so.4")
+    with copy.in_place_of_vllms():
+        assert utils.get_mp_context().Process(target=note, name="EngineCore", kwargs=asked) is not copy
+    assert copy.exitcode == 0
+
+
+def test_signals_while_it_is_forked_end_it(monkeypatch):
+    """A handler of the server's must not run in it: it would clean up what the server still needs."""
+    ran = []
+    before = signal.signal(signal.SIGTERM, lambda *_: ran.append(os.getpid()))
     try:
-        with copy.in_place_of_vllms():
-            assert utils.get_mp_context().Process(target=note, name="EngineCore", kwargs=asked) is not copy
+        for _ in range(20):
+            copy = EngineCopy([])
+            os.kill(copy.pid, signal.SIGTERM)
+            copy.join(30)
+            assert copy.exitcode == -signal.SIGTERM
     finally:
-        copy.end()
+        signal.signal(signal.SIGTERM, before)
+    assert ran == []
 
 
 def wait_with_a_copy(told):

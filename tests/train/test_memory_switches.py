@@ -12,7 +12,7 @@ from datasets import Dataset
 from online_kinds import by_place
 from peft import LoraConfig
 from recorded import Recorded
-from support import make_model, randomise
+from support import STEPS, make_model, randomise
 from test_arguments import Scripted, add, call
 from test_one_pass import offset
 from transformers import AutoTokenizer
@@ -70,9 +70,10 @@ def switched(monkeypatch, make_trainer, config, tmp_path):
     return run
 
 
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("on", [*((one,) for one in ALL), ALL], ids=", ".join)
 def test_a_switch_changes_no_run_with_alarm_one_pass_and_importance_sampling(
-    on, switched, model_dir, monkeypatch, colocate
+    steps, on, switched, model_dir, monkeypatch, colocate
 ):
     """The engine's probabilities are a little off, so that importance sampling has something to correct."""
     base = prepare_base(model_dir, "none", compute_dtype="float32")
@@ -80,7 +81,7 @@ def test_a_switch_changes_no_run_with_alarm_one_pass_and_importance_sampling(
     once = []
     asks = OnePass._scores_once
     monkeypatch.setattr(OnePass, "_scores_once", lambda self: once.append(asks(self)) or once[-1])
-    fields = {"max_steps": 20, "max_completion_length": 12, "vllm_importance_sampling_clip_max": 1.0002}
+    fields = {"max_steps": steps, "max_completion_length": 12, "vllm_importance_sampling_clip_max": 1.0002}
     fields["vllm_importance_sampling_mode"] = "token_truncate"
     run = partial(switched, fields=fields, model=base, rollout="colocate", train_dataset=MIXED)
     without, nothing = run("without", ())

@@ -8,7 +8,7 @@ import transformers
 from datasets import Dataset
 from online_kinds import by_place
 from peft import LoraConfig
-from support import tiny_training
+from support import STEPS, tiny_training
 from trl import DPOConfig, SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
@@ -336,7 +336,6 @@ def exact(model_dir):
 
 MIXED = Dataset.from_list([{"prompt": "+".join(str(n) for n in range(1, 2 + i % 5)) + "="} for i in range(40)])
 FIELDS = {
-    "max_steps": 20,
     "max_completion_length": 12,
     "learning_rate": 1e-3,
     "logging_steps": 1,
@@ -354,6 +353,7 @@ def trained(make, directory, **arguments):
     return adapter, log, json.loads((trainer.run.path / "config.json").read_text())["padding"]
 
 
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -364,11 +364,11 @@ def trained(make, directory, **arguments):
     ],
     ids=lambda fields: "-".join(map(str, fields)) or "default",
 )
-def test_twenty_steps_of_grpo_end_with_the_same_adapter(fields, make_trainer, exact, config, tmp_path):
+def test_steps_of_grpo_end_with_the_same_adapter(steps, fields, make_trainer, exact, config, tmp_path):
     base, engine = exact
 
     def make(directory, **arguments):
-        args = config(output_dir=str(directory), **FIELDS | fields)
+        args = config(output_dir=str(directory), **FIELDS | fields, max_steps=steps)
         return make_trainer(args=args, model=base, rollout=engine, train_dataset=MIXED, **arguments)
 
     adapter, log, padding = trained(make, tmp_path / "row")
@@ -382,11 +382,12 @@ def test_twenty_steps_of_grpo_end_with_the_same_adapter(fields, make_trainer, ex
     assert (adapter - padded).norm() < 1e-5 * padded.norm()
 
 
-def test_twenty_steps_of_rloo_end_with_the_same_adapter(make_online, exact, tmp_path):
+@pytest.mark.parametrize("steps", STEPS)
+def test_steps_of_rloo_end_with_the_same_adapter(steps, make_online, exact, tmp_path):
     base, engine = exact
 
     def make(directory, **arguments):
-        fields = FIELDS | {"output_dir": str(directory), "beta": 0.1}
+        fields = FIELDS | {"output_dir": str(directory), "beta": 0.1, "max_steps": steps}
         return make_online("rloo", fields, model=base, rollout=engine, train_dataset=MIXED, **arguments)
 
     adapter, _, padding = trained(make, tmp_path / "row")
@@ -399,6 +400,7 @@ SENTENCES = Dataset.from_list([{"text": row["prompt"] + str(i)} for i, row in en
 PAIRS = Dataset.from_list([row | {"chosen": str(i), "rejected": f"{i}+{i}"} for i, row in enumerate(MIXED)])
 
 
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -408,7 +410,7 @@ PAIRS = Dataset.from_list([row | {"chosen": str(i), "rejected": f"{i}+{i}"} for 
         ("dpo", {"loss_type": "ipo", "use_weighting": True}),
     ],
 )
-def test_twenty_steps_from_data_end_with_the_same_adapter(kind, fields, exact, tmp_path):
+def test_steps_from_data_end_with_the_same_adapter(steps, kind, fields, exact, tmp_path):
     """Metrics too: TRL's of the batch as they come."""
     trainer, config, rows = {
         "sft": (QLoRASFTTrainer, SFTConfig, SENTENCES),
@@ -418,7 +420,7 @@ def test_twenty_steps_from_data_end_with_the_same_adapter(kind, fields, exact, t
     def make(directory, **arguments):
         usual = {
             "output_dir": str(directory),
-            "max_steps": 20,
+            "max_steps": steps,
             "learning_rate": 1e-3,
             "logging_steps": 1,
             "bf16": False,

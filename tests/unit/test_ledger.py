@@ -18,7 +18,7 @@ from qlora_rl.base.kinds import vision_parts
 from qlora_rl.bench.live import Live
 from qlora_rl.cli import main
 from qlora_rl.ledger import lines as count
-from qlora_rl.ledger import step
+from qlora_rl.ledger import plan, step
 from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, card_size, usable_gib
 from qlora_rl.ledger.choice import WAYS
 from qlora_rl.ledger.plan import largest_length
@@ -565,6 +565,33 @@ def test_a_saving_is_what_the_change_really_saves():
     assert saving.is_enough == smaller.fits
     lower = plan_memory(known("Qwen3-8B")[0], max_length=4096, **asked, rank=8)
     assert found["rank 8"].nbytes == ledger.least_bytes - lower.least_bytes
+
+
+def test_a_model_and_an_adapter_are_made_for_the_first_plan_alone(monkeypatch):
+    made = []
+    monkeypatch.setattr(plan, "skeleton", lambda config: made.append(config) or skeleton(config))
+    monkeypatch.setattr(plan, "_KNOWN", {})
+    config = known("Qwen3-8B")[0]
+    config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
+    first = plan_memory(config, max_length=1024)
+    assert plan_memory(config, max_length=1024).as_dict() == first.as_dict()
+    assert plan_memory(config, max_length=2048).peak_bytes > first.peak_bytes
+    assert len(made) == 1
+    others = [
+        {"rank": 8},
+        {"target_modules": ["q_proj"]},
+        {"lora": LoraConfig(r=4, target_modules=["v_proj"])},
+        {"spec": QuantSpec("none")},
+    ]
+    peaks = [plan_memory(config, max_length=1024, **other).peak_bytes for other in others]
+    assert len(made) == 5
+    config.vocab_size *= 2
+    assert plan_memory(config, max_length=1024).peak_bytes > first.peak_bytes
+    assert len({first.peak_bytes, *peaks}) == 5
+    for layers in range(3, 20):
+        config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
+        plan_memory(config, max_length=1024)
+    assert len(plan._KNOWN) == 16
 
 
 def long_qwen3(**request):

@@ -140,7 +140,7 @@ def test_what_deepspeed_says_of_the_cpu_stays_off_the_output(capsys, monkeypatch
 
 
 def test_libraries_are_imported_without_the_garbage_collector_which_is_on_again_afterwards():
-    from qlora_rl.commands.loading import loading
+    from qlora_rl.engine.loading import loading
 
     with loading("json.tool"):
         assert not gc.isenabled()
@@ -152,7 +152,7 @@ def test_libraries_are_imported_without_the_garbage_collector_which_is_on_again_
 
 
 def test_what_is_installed_is_read_once_while_libraries_are_imported():
-    from qlora_rl.commands.loading import loading
+    from qlora_rl.engine.loading import loading
 
     own = importlib.metadata.packages_distributions
     with loading():
@@ -166,7 +166,7 @@ def test_a_command_sets_its_libraries_aside_and_leaves_another_process_alone():
     """Full collections of a million objects took a fifth of the time to the first step."""
     code = (
         "import gc, sys; {first}\n"
-        "from qlora_rl.commands.loading import loading\n"
+        "from qlora_rl.engine.loading import loading\n"
         "with loading('torch'): pass\n"
         "print(gc.get_freeze_count())"
     )

@@ -1,20 +1,35 @@
-"""`EngineCopy`: vLLM's engine process on a CPU, forked from the server's once that has imported everything, in place of a new one that imports it again."""
+"""`EngineCopy`: vLLM's engine process on a CPU, forked from the server's once that has imported vLLM, in place of a new one that imports it again."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.context import ForkProcess
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from qlora_rl.engine.leftovers import end_with
+from qlora_rl.errors import EngineBrokenError
+
+# Of vLLM 0.31, by the process of a server and by that of its engine.
+BOTH_IMPORT = (
+    "vllm.entrypoints.launchers.api_server.app_state",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.launchers.app",
+    "vllm.entrypoints.launchers.launcher",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
 
 
 class EngineCopy(ForkProcess):
@@ -29,9 +44,14 @@ class EngineCopy(ForkProcess):
 
     def __init__(self, unwanted: Sequence[int]) -> None:
         self._here, there = Pipe()
-        call = (os.getpid(), there, (*unwanted, self._here.fileno()))
-        super().__init__(target=_wait, args=call, name="EngineCore")
-        super().start()
+        # In the copy this process' handler would clean up after it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            call = (os.getpid(), there, (*unwanted, self._here.fileno()), mask)
+            super().__init__(target=_wait, args=call, name="EngineCore")
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         there.close()
         self._work: tuple[Any, ...] = ()
 
@@ -41,8 +61,19 @@ class EngineCopy(ForkProcess):
         return self
 
     def start(self) -> None:
-        """It begins, in the environment of this moment."""
-        self._here.send_bytes(ForkingPickler.dumps((dict(os.environ), *self._work)))
+        """It begins, in the environment of this moment.
+
+        Raises:
+            EngineBrokenError: it has ended meanwhile.
+        """
+        work = ForkingPickler.dumps((dict(os.environ), *self._work))
+        try:
+            self._here.send_bytes(work)
+        except OSError as error:
+            self.join()
+            raise EngineBrokenError(
+                f"starting vLLM's engine: its process has ended while it waited (exit status {self.exitcode}). Is there too little memory?"
+            ) from error
         self._here.close()
 
     def end(self) -> None:
@@ -53,16 +84,16 @@ class EngineCopy(ForkProcess):
 
     @contextlib.contextmanager
     def in_place_of_vllms(self) -> Iterator[None]:
-        """What vLLM starts meanwhile is this process."""
+        """What vLLM starts meanwhile is this process, but where only a new one can be what it asks for."""
         from vllm.v1.engine import utils
 
         theirs = utils.get_mp_context
 
         def process(**asked: Any) -> Any:
-            given = asked["kwargs"]
-            # A queue travels, and a new process is bound to a NUMA node, only where processes are spawned.
-            is_spawned = given["tensor_queue"] is not None or given["vllm_config"].parallel_config.numa_bind
-            return theirs().Process(**asked) if is_spawned else self.with_work(**asked)
+            if not _needs_a_new_one(**asked["kwargs"]):
+                return self.with_work(**asked)
+            self.end()
+            return theirs().Process(**asked)
 
         utils.get_mp_context = lambda: SimpleNamespace(Process=process, Queue=theirs().Queue)
         try:
@@ -71,9 +102,21 @@ class EngineCopy(ForkProcess):
             utils.get_mp_context = theirs
 
 
-def _wait(parent: int, told: Any, unwanted: Sequence[int]) -> None:
+def _needs_a_new_one(*, vllm_config: Any, tensor_queue: Any, **_: Any) -> bool:
+    """Processes are spawned to hand them a queue, to bind them to a NUMA node, and to load another allocator before all else."""
+    preloaded = [path for path in os.environ.get("LD_PRELOAD", "").split(":") if path]
+    mapped = Path("/proc/self/maps").read_text() if preloaded else ""
+    return (
+        tensor_queue is not None
+        or vllm_config.parallel_config.numa_bind
+        or not all(os.path.realpath(path) in mapped for path in preloaded)
+    )
+
+
+def _wait(parent: int, told: Any, unwanted: Sequence[int], mask: set[int]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     for descriptor in unwanted:
         os.close(descriptor)
     if not end_with(parent, signal.SIGKILL):
@@ -87,6 +130,19 @@ def _wait(parent: int, told: Any, unwanted: Sequence[int]) -> None:
         return
     os.environ.clear()
     os.environ.update(environment)
-    if "OMP_NUM_THREADS" in environment:  # libraries have read it when they were imported
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    _read_again(environment)
+    multiprocessing.set_start_method("spawn", force=True)  # as in a process that was spawned
     target(**given)
+
+
+def _read_again(environment: Mapping[str, str]) -> None:
+    """What vLLM tells its engine by variables that libraries have read when they were imported."""
+    threads = environment.get("OMP_NUM_THREADS", "")
+    if (
+        threads.isdecimal() and 0 < int(threads) < torch.get_num_threads()
+    ):  # more than there were, torch would not have taken
+        torch.set_num_threads(int(threads))
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    if inductor is not None:
+        inductor.compile_threads = int(environment.get("TORCHINDUCTOR_COMPILE_THREADS", inductor.compile_threads))
+        inductor.cpp.dynamic_threads = environment.get("TORCHINDUCTOR_CPP_DYNAMIC_THREADS") == "1"

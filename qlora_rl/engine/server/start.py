@@ -27,8 +27,9 @@ from qlora_rl.engine import compat
 from qlora_rl.engine.interrupt import interrupts_for_sure, no_child_left
 from qlora_rl.engine.leftovers import end_with
 from qlora_rl.engine.linears.base_compute import BaseCompute, check_wish
+from qlora_rl.engine.loading import loading
 from qlora_rl.engine.options import StartOptions, start_options
-from qlora_rl.engine.server.forked import EngineCopy
+from qlora_rl.engine.server.forked import BOTH_IMPORT, EngineCopy
 from qlora_rl.engine.server.gate import Gate, Visits
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError
 from qlora_rl.held import hold, sweep
@@ -38,6 +39,14 @@ logger = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LEASE_S = 600.0
 _WITH_PARENT = "QLORA_RL_END_WITH_PARENT"
+# What `start_server` has a new process do.
+_SERVE = """
+import json, sys
+from qlora_rl.engine.loading import loading
+with loading():
+    from qlora_rl.engine.server.start import serve
+serve(**json.loads(sys.argv[1]))
+"""
 _MIB = 2**20
 # Of one request with images: a rollout of a hundred photographs.
 _IMAGES_MIB = 512.0
@@ -93,6 +102,7 @@ def serve(
     if (parent := os.environ.pop(_WITH_PARENT, None)) and not end_with(int(parent), signal.SIGTERM):
         sys.exit(1)  # it has ended before
     check_wish(base_compute)
+    importing = loading if alone else contextlib.nullcontext
     key_path = Path(api_key_file) if api_key_file is not None else None
     if host not in LOOPBACK and (key_path is None or not key_path.is_file()):
         raise ConfigConflictError(
@@ -115,7 +125,8 @@ def serve(
         is_starting = lambda: server is None or not server.is_ready  # noqa: E731
         stack.enter_context(interrupts_for_sure(is_starting, lambda: shutil.rmtree(own, ignore_errors=True)))
         stack.enter_context(no_child_left())
-        start = start_options(base, base_compute=base_compute, **{"disable_log_stats": False, **options})
+        with importing():
+            start = start_options(base, base_compute=base_compute, **{"disable_log_stats": False, **options})
         if not start.max_lora_rank and (start.is_4bit or start.ranks > 1):
             held = "on a 4-bit base" if start.is_4bit else f"with tensor_parallel_size={start.ranks}"
             raise ConfigConflictError(
@@ -131,14 +142,17 @@ def serve(
         sock = _bind(host, port)
         stack.callback(sock.close)
         url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        own_arguments = start.arguments | (compat.executor_of_server(start.ranks) if start.is_cpu else {})
+        with importing():
+            arguments = compat.server_arguments(own_arguments, host, sock.getsockname()[1], vllm_options, start.dtypes)
+        server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file, base_compute)
+        stack.enter_context(compat.room_for(start.ranks))
         if alone and start.is_cpu and start.ranks == 1:
+            with loading(*BOTH_IMPORT):
+                pass
             copy = EngineCopy([lock, sock.fileno()])
             stack.callback(copy.end)
             stack.enter_context(copy.in_place_of_vllms())
-        own_arguments = start.arguments | (compat.executor_of_server(start.ranks) if start.is_cpu else {})
-        arguments = compat.server_arguments(own_arguments, host, sock.getsockname()[1], vllm_options, start.dtypes)
-        server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file, base_compute)
-        stack.enter_context(compat.room_for(start.ranks))
         try:
             asyncio.run(compat.run_openai_server(arguments, server.prepare, sock))
         except (KeyboardInterrupt, asyncio.CancelledError):
@@ -407,12 +421,11 @@ def _started(
         key_path.write_text(key)
     key_path, key = read_or_make_key(key_path)
     ready, log = directory / "ready.json", directory / "log.txt"
-    own = {"ready_file": ready, "api_key_file": key_path.absolute(), "alone": True}
-    call = {"base": base, "port": port, **options, **own}
-    code = "import json, sys; from qlora_rl.engine.server.start import serve; serve(**json.loads(sys.argv[1]))"
+    own = {"ready_file": ready, "api_key_file": key_path.absolute()}
+    call = {"base": base, "port": port, "alone": True, **options, **own}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(call, default=os.fspath)],
+            [sys.executable, "-c", _SERVE, json.dumps(call, default=os.fspath)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
