@@ -92,8 +92,9 @@ def lifted_rows(x_MK: torch.Tensor, step: int = 0) -> torch.Tensor:
     there are; by default for a left factor.
     """
     step = step or ROWS_ALIKE * min(torch.get_num_threads(), THREADS_ALIKE)
-    lifted = x_MK.new_zeros(-(-len(x_MK) // step) * step, x_MK.shape[1], dtype=torch.float32)
+    lifted = x_MK.new_empty(-(-len(x_MK) // step) * step, x_MK.shape[1], dtype=torch.float32)
     lifted[: len(x_MK)] = x_MK
+    lifted[len(x_MK) :] = 0
     return lifted
 
 

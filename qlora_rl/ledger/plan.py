@@ -19,7 +19,7 @@ from qlora_rl.ledger.choice import OFFLOAD, SLEEPS, Way, describe, sets_of
 from qlora_rl.ledger.lines import Line, counted
 from qlora_rl.ledger.methods import OFFLINE
 from qlora_rl.ledger.request import MemoryRequest
-from qlora_rl.ledger.shape import ModelShape, planned_adapter, read_shape, skeleton
+from qlora_rl.ledger.shape import ModelShape, model_and_adapter, read_shape
 
 GIB = 2**30
 
@@ -339,38 +339,8 @@ def plan_memory(
     wanted = MemoryRequest(**request)
     if adapter is not None:
         return _ledger(read_shape(config), wanted, adapter)
-    shape, trained = _counted(config, wanted.spec, lora, rank, target_modules)
+    shape, trained = model_and_adapter(config, wanted.spec, lora, rank, target_modules)
     return _ledger(shape, wanted, dict(trained))
-
-
-# Of the last models and adapters, what was counted. Making them on the meta device is nearly all the time of a plan, and `recommend`, a
-# notebook or a sweep plans one model many times.
-_KNOWN: dict[str, tuple[ModelShape, dict[str, tuple[int, ...]]]] = {}
-_MOST_KNOWN = 16
-
-
-def _counted(
-    config: Any, spec: QuantSpec, lora: Any, rank: int, target_modules: str | Sequence[str]
-) -> tuple[ModelShape, dict[str, tuple[int, ...]]]:
-    told = [
-        config.name_or_path,
-        type(config).__name__,
-        config.to_json_string(use_diff=False),
-        spec,
-        None if lora is None else (type(lora).__name__, lora.to_dict()),
-        rank,
-        target_modules,
-    ]
-    key = repr(told)
-    found = _KNOWN.pop(key, None)
-    if found is None:
-        model = skeleton(config)
-        shape = read_shape(config, model)
-        found = shape, planned_adapter(config, model, spec, lora, rank=rank, target_modules=target_modules)
-    _KNOWN[key] = found  # the newest is the last
-    for oldest in list(_KNOWN)[:-_MOST_KNOWN]:
-        del _KNOWN[oldest]
-    return found
 
 
 def largest_length(ledger: MemoryLedger) -> int:

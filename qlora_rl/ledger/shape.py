@@ -425,3 +425,34 @@ def layer_kinds(config: Any) -> list[str]:
         return list(kinds)
     slides = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True) is not False
     return ["sliding_attention" if slides else "full_attention"] * int(text.num_hidden_layers)
+
+
+# Of the last models and adapters, what was counted. Making them on the meta device is nearly all the time of a plan, and `recommend`, a
+# notebook or a sweep plans one model many times.
+_KNOWN: dict[str, tuple[ModelShape, dict[str, tuple[int, ...]]]] = {}
+_MOST_KNOWN = 16
+
+
+def model_and_adapter(
+    config: Any, spec: QuantSpec, lora: Any, rank: int, target_modules: str | Sequence[str]
+) -> tuple[ModelShape, dict[str, tuple[int, ...]]]:
+    """The shapes of a model, and by name those of the tensors that an adapter on it trains; arguments as of `plan_memory`."""
+    told = [
+        config.name_or_path,
+        type(config).__name__,
+        config.to_json_string(use_diff=False),
+        spec,
+        None if lora is None else (type(lora).__name__, lora.to_dict()),
+        rank,
+        target_modules,
+    ]
+    key = repr(told)
+    found = _KNOWN.pop(key, None)
+    if found is None:
+        model = skeleton(config)
+        shape = read_shape(config, model)
+        found = shape, planned_adapter(config, model, spec, lora, rank=rank, target_modules=target_modules)
+    _KNOWN[key] = found  # the newest is the last
+    for oldest in list(_KNOWN)[:-_MOST_KNOWN]:
+        _KNOWN.pop(oldest, None)
+    return found

@@ -243,7 +243,7 @@ def test_what_no_adapter_carries_is_synced_as_full_weights(base, tmp_path, kind)
         assert line["mismatch_kl"] < 1e-2
 
 
-@pytest.mark.parametrize("architecture", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("architecture", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_a_broken_sync_is_named_though_the_prompts_hold_images(architecture, tmp_path, monkeypatch):
     base = prepare_base(make_vision_model(tmp_path / "source", architecture), out=tmp_path / "base")
     rows = [{"prompt": QUESTION, "images": [picture(i)] if i % 4 else [], "bright": i % 2 == 0} for i in range(16)]

@@ -91,7 +91,7 @@ def test_one_that_stands_still_does_not_stop_the_steps_and_is_not_counted_twice(
     replicas,
     monkeypatch,
 ):
-    monkeypatch.setattr(team, "_STRAGGLES_AFTER_S", 0.3)
+    monkeypatch.setattr(team, "_STRAGGLES_AFTER_S", 2.0)  # that none of the others is taken for one on a busy machine
     reward = Reward()
     arguments = {"reward_funcs": reward, "train_dataset": rows(16), "max_staleness": 1, "rollout": fleet}
     trainer = make_async(Counted, args=epoch(config), **arguments)

@@ -18,7 +18,8 @@ from qlora_rl.base.kinds import vision_parts
 from qlora_rl.bench.live import Live
 from qlora_rl.cli import main
 from qlora_rl.ledger import lines as count
-from qlora_rl.ledger import plan, step
+from qlora_rl.ledger import shape as shapes
+from qlora_rl.ledger import step
 from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, card_size, usable_gib
 from qlora_rl.ledger.choice import WAYS
 from qlora_rl.ledger.plan import largest_length
@@ -569,8 +570,8 @@ def test_a_saving_is_what_the_change_really_saves():
 
 def test_a_model_and_an_adapter_are_made_for_the_first_plan_alone(monkeypatch):
     made = []
-    monkeypatch.setattr(plan, "skeleton", lambda config: made.append(config) or skeleton(config))
-    monkeypatch.setattr(plan, "_KNOWN", {})
+    monkeypatch.setattr(shapes, "skeleton", lambda config: made.append(config) or skeleton(config))
+    monkeypatch.setattr(shapes, "_KNOWN", {})
     config = known("Qwen3-8B")[0]
     config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
     first = plan_memory(config, max_length=1024)
@@ -591,7 +592,7 @@ def test_a_model_and_an_adapter_are_made_for_the_first_plan_alone(monkeypatch):
     for layers in range(3, 20):
         config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
         plan_memory(config, max_length=1024)
-    assert len(plan._KNOWN) == 16
+    assert len(shapes._KNOWN) == 16
 
 
 def long_qwen3(**request):
