@@ -36,7 +36,8 @@ class EngineCopy(ForkProcess):
     """A process that waits to be told what to do; what a spawned one is told on its way, it reads from a pipe.
 
     vLLM has a CPU's engine spawned (`check_and_update_config` of platforms/cpu.py, 0.31): a fork takes no threads along, and
-    one with a used pool of OpenMP waits for its threads forever. So it is forked before anything was multiplied.
+    one with a used pool of OpenMP waits for its threads forever. So it is forked before anything was multiplied. Exit handlers
+    (`atexit`, `weakref.finalize`) do not run in it, as in every fork.
 
     Args:
         unwanted: descriptors that it must not hold, as locks.
@@ -138,9 +139,8 @@ def _wait(parent: int, told: Any, unwanted: Sequence[int], mask: set[int]) -> No
 def _read_again(environment: Mapping[str, str]) -> None:
     """What vLLM tells its engine by variables that libraries have read when they were imported."""
     threads = environment.get("OMP_NUM_THREADS", "")
-    if (
-        threads.isdecimal() and 0 < int(threads) < torch.get_num_threads()
-    ):  # more than there were, torch would not have taken
+    # More than it has, torch would not have taken.
+    if threads.isdecimal() and 0 < int(threads) < torch.get_num_threads():
         torch.set_num_threads(int(threads))
     inductor: Any = sys.modules.get("torch._inductor.config")
     if inductor is not None:
