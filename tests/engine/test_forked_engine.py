@@ -91,9 +91,9 @@ def test_it_is_forked_when_all_that_it_takes_over_is_there(base, monkeypatch):
         found.append(config.cache_key_tag)
         raise EngineBrokenError("that is enough")
 
-    monkeypatch.setattr(config, "cache_key_tag", "")
     monkeypatch.setattr(start, "EngineCopy", note_tag)
-    with pytest.raises(EngineBrokenError, match="enough"):
+    # Not monkeypatch: what it puts back, torch's config takes for deleted.
+    with config.patch(cache_key_tag=""), pytest.raises(EngineBrokenError, match="enough"):
         start.serve(base.path, port=0, alone=True, max_lora_rank=8, max_model_length=64)
     assert found[0].endswith(processor().torch_kernels)
 
