@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,8 @@ import torch
 
 from qlora_rl.engine.leftovers import end_with
 from qlora_rl.errors import EngineBrokenError
+
+logger = logging.getLogger(__name__)
 
 # Of vLLM 0.31, by the process of a server and by that of its engine.
 BOTH_IMPORT = (
@@ -94,6 +97,9 @@ class EngineCopy(ForkProcess):
             if not _needs_a_new_one(**asked["kwargs"]):
                 return self.with_work(**asked)
             self.end()
+            logger.info(
+                "vLLM's engine is started as a new process, which imports everything again: its options ask for one"
+            )
             return theirs().Process(**asked)
 
         utils.get_mp_context = lambda: SimpleNamespace(Process=process, Queue=theirs().Queue)
