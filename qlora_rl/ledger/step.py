@@ -68,9 +68,10 @@ def _keys(shape: ModelShape, padded: bool) -> int:
     return shape.attention if padded else max((c.elements // 2 for c in shape.caches), default=shape.attention)
 
 
-def has_tiles(shape: ModelShape) -> bool:
-    """Its MLPs are such that can work in tiles (`train/setup/tiles.py`)."""
-    return not shape.experts and all(any(name.endswith(end) for name in shape.linears) for end in MLP_LINEARS)
+def has_tiles(shape: ModelShape, *, is_long: bool = True) -> bool:
+    """Its MLPs are such that can work in tiles (`train/setup/tiles.py`), with more tokens than one has or with fewer."""
+    is_such = all(any(name.endswith(end) for name in shape.linears) for end in MLP_LINEARS)
+    return is_such and not shape.experts and (is_long or shape.mlp_is_last)
 
 
 def mlp_activations(shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]]) -> float:
