@@ -23,6 +23,9 @@ SETTING = "QLORA_RL_CPU_PRODUCTS"
 CHOICES = ("auto", "native", "float32")
 # Read by torch when it is imported.
 _COMPILED_FOR = "TORCH_COMPILE_CACHE_KEY_TAG"
+# Read by oneDNN, and by torch's layer above it, with the first product of a process.
+_KEPT_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_FEW = "64"
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,20 @@ def tell_compiled_code_apart() -> str:
     if ours not in theirs:
         config.cache_key_tag = os.environ[_COMPILED_FOR] = f"{theirs}; {ours}" if theirs else ours
     return config.cache_key_tag
+
+
+def keep_few_kernels() -> None:
+    """Have oneDNN keep 64 of its kernels in this process, and torch as many; each keeps 1,024 by itself.
+
+    There is a kernel for each shape of a product, of half a megabyte, and the row of a micro-batch without padding has another length in almost
+    every step: 60 steps of the demo left 0.5 GiB of them behind. A dense model needs some thirty in a step, and making one takes a quarter of a millisecond.
+    What is set in the environment counts, and after the first product of a process nothing changes.
+    """
+    import torch
+
+    if processor().multiplies_in(torch.bfloat16) == torch.bfloat16:
+        for name in _KEPT_KERNELS:
+            os.environ.setdefault(name, _FEW)
 
 
 def copies_dtype() -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qlora_rl.demo.task import LONGEST_ANSWER, Problem, problems
-from qlora_rl.processor import processor
+from qlora_rl.processor import keep_few_kernels, processor
 from qlora_rl.products import Float32Products
 
 if TYPE_CHECKING:
@@ -183,6 +183,7 @@ def _pretrain_into(target: Path, recipe: Recipe, progress: Progress | None) -> N
     import torch
 
     tokenizer = make_tokenizer()
+    keep_few_kernels()  # the demo trains with 4 bits in this process
     # Muon multiplies in bf16 whatever the model is.
     with torch.random.fork_rng(devices=[]), Float32Products(torch.bfloat16):
         torch.manual_seed(recipe.seed)

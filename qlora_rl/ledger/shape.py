@@ -82,7 +82,7 @@ class ModelShape:
         inner: width of the feed-forward part that one token passes through (all chosen experts together).
         chosen: experts that one token passes through; 0 in a dense model.
         float_weights: outputs of fused experts are weighted in float32.
-        mlp_is_last: of a layer; see `mlp_is_last`.
+        mlp_is_last: no tensor is saved after the MLP of a layer.
         layers: decoder layers.
         attention: query heads x head size.
         norms: elements per token and layer that norms lift to float32.
@@ -342,7 +342,10 @@ def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
 
 
 def mlp_is_last(names: Iterable[str]) -> bool:
-    """A layer whose modules have these names saves nothing for its backward pass behind its MLP: its two norms stand before attention and MLP."""
+    """By the names of its modules a layer saves no tensor after its MLP: its two norms stand before attention and MLP.
+
+    Layers of a few models do more behind it (a gate, dropout). Gradients are right there too; the MLP is computed once more.
+    """
     return {name for name in names if "norm" in name} == {"input_layernorm", "post_attention_layernorm"}
 
 

@@ -69,9 +69,9 @@ def _keys(shape: ModelShape, padded: bool) -> int:
 
 
 def has_tiles(shape: ModelShape, *, is_long: bool = True) -> bool:
-    """Its MLPs are such that can work in tiles (`train/setup/tiles.py`), with more tokens than one has or with fewer."""
-    is_such = all(any(name.endswith(end) for name in shape.linears) for end in MLP_LINEARS)
-    return is_such and not shape.experts and (is_long or shape.mlp_is_last)
+    """Its MLPs are such that can work in tiles (`train/setup/tiles.py`); `is_long`: on more tokens than fit one."""
+    is_gated = all(any(name.endswith(end) for name in shape.linears) for end in MLP_LINEARS)
+    return is_gated and not shape.experts and (is_long or shape.mlp_is_last)
 
 
 def mlp_activations(shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]]) -> float:

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qlora_rl import products
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.processor import SETTING, Processor, processor, tell_compiled_code_apart
+from qlora_rl.processor import SETTING, Processor, keep_few_kernels, processor, tell_compiled_code_apart
 from qlora_rl.products import Float32Products, are_replaced, lifted_rows, torchs_own
 
 BF16 = torch.bfloat16
@@ -452,3 +452,48 @@ def test_a_process_of_its_own_multiplies_in_float32_for_its_life():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "True True\n", done.stderr
+
+
+KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+SHAPES = """
+import sys, torch
+from qlora_rl.processor import keep_few_kernels
+
+def held():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+
+if sys.argv[1:]:
+    keep_few_kernels()
+x, w = torch.ones(900, 256, dtype=torch.bfloat16), torch.ones(768, 256, dtype=torch.bfloat16)
+x @ w.t()
+before = held()
+for rows in range(500, 800):
+    x[:rows] @ w.t()
+print(held() - before)
+"""
+
+
+def test_products_of_many_shapes_leave_few_kernels_behind(monkeypatch):
+    monkeypatch.setenv(SETTING, "auto")
+    if processor().multiplies_in(BF16) != BF16:
+        pytest.skip("this processor lacks the instructions")
+    environment = {name: value for name, value in os.environ.items() if name not in KEPT}
+    grown = [
+        int(subprocess.check_output([sys.executable, "-c", SHAPES, *told], env=environment)) / 1024
+        for told in ([], ["few"])
+    ]
+    assert grown[0] > 100, "MiB for 300 shapes"
+    assert grown[1] < grown[0] / 2
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("native", "64"), ("float32", None)])
+def test_kernels_are_counted_where_onednn_multiplies(monkeypatch, setting, expected):
+    for name in KEPT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(SETTING, setting)
+    keep_few_kernels()
+    assert [os.environ.pop(name, None) for name in KEPT] == [expected, expected]
+    monkeypatch.setenv(KEPT[0], "7")
+    keep_few_kernels()
+    assert os.environ.pop(KEPT[0]) == "7"
+    os.environ.pop(KEPT[1], None)

@@ -287,6 +287,18 @@ def test_where_a_norm_follows_the_mlp_only_what_is_longer_than_a_tile_is_compute
     assert (calls["gate_proj"], calls["down_proj"]) == (gates, downs)
 
 
+def test_reentrant_checkpointing_computes_a_short_mlp_to_its_end_and_no_third_time():
+    model, calls = small(), []
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    _, right = gradients(model)
+    tile_layers(model.get_base_model(), B * T)
+    model.get_base_model().model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: calls.append(1))
+    _, found = gradients(model)
+    assert len(calls) == 2
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
 def test_without_gradients_tiles_are_used_too_and_without_checkpointing_only_then():
     model, rows = small(), []
     whole = model(input_ids=torch.ones(B, T, dtype=torch.long)).logits

@@ -12,11 +12,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from qlora_rl.adapter.subject import active_adapter, bare_model, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
+from qlora_rl.base.experts import directory_is_mixture
 from qlora_rl.base.kinds import load_processor
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.pieces import has_sharded_training, is_sharded, without_wrappers
-from qlora_rl.processor import processor
+from qlora_rl.processor import keep_few_kernels, processor
 from qlora_rl.products import Float32Products
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
 from qlora_rl.train.run.directory import SUMMARY, RunDirectory, describe_machine, describe_versions
@@ -76,6 +77,10 @@ class TrainedRun(Resumable, WrappedModel):
         source = ranks().in_turn(lambda: resolve_model(model, args, refers=self._refers, **named), "preparing the base")
         source = fit_for_sharding(source, args)
         self.base = source.base
+        if not directory_is_mixture(
+            self.base.path
+        ):  # the experts of one have products of many shapes, which come again
+            keep_few_kernels()
         return source
 
     def close(self) -> None:

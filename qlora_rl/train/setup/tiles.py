@@ -4,9 +4,9 @@ An MLP keeps several tensors of its inner width for every token, and a norm two 
 under gradient checkpointing. Tokens do not depend on each other there, so a few thousand at a time do. In the backward pass each tile is
 computed again before its gradients are, which for a norm is little against the products of a layer. The layer is computed again by
 checkpointing as far as the input of its MLP, where that is the last thing that it saves. Nobody reads what an MLP gives when it is computed again, so
-the product of its last linear is left out then: a third of its weights, and one product fewer than without tiles. For that alone an
-MLP is also computed so where all tokens are one tile. Where a norm follows the MLP (Gemma), its forward is computed once more, so there it is
-not. Weights are decoded once for each tile.
+the product of its last linear is left out then: a third of its weights, and, where that has an adapter, one product fewer than without tiles.
+For that alone an MLP is also computed so where all tokens fit one tile. Where a norm follows the MLP (Gemma 2 and 3), its forward is computed once
+more; there a short MLP stays whole. Weights are decoded once for each tile.
 
 N tokens, H hidden size.
 """
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def tile_layers(model: Any, tokens: int | None = None) -> str:
-    """Have MLPs and norms of a model work in tiles where they get more tokens than that.
+    """Have MLPs and norms of a model work in tiles where they get more tokens than that, and MLPs that end their layer in one where they get fewer.
 
     With gradients it is done while checkpointing is on. The gradients of an MLP's adapter are sums over tokens, which are now added
     up tile by tile in float32; nothing else is split.
@@ -64,7 +64,7 @@ def tile_layers(model: Any, tokens: int | None = None) -> str:
     else:
         for mlp, layer in mlps.items():
             is_last = mlp_is_last(name for name, _ in layer.named_children())
-            mlp.forward = _Tiled(layer, mlp, size * hidden, even_one=is_last)
+            mlp.forward = _Tiled(layer, mlp, size * hidden, even_single=is_last)
     for norm, layer in norms.items():
         norm.forward = _Tiled(layer, norm, size * hidden)
     return reason
@@ -103,12 +103,12 @@ class _Tiled:
         layer: in which it is; says whether it is computed again in the backward pass.
         module: whose trained parameters get gradients.
         numbers: of a tile of its input. A norm over the heads has many rows for a token.
-        even_one: also where there is but one tile.
+        even_single: also where all tokens fit one tile.
     """
 
-    def __init__(self, layer: Any, module: Any, numbers: int, *, even_one: bool = False) -> None:
+    def __init__(self, layer: Any, module: Any, numbers: int, *, even_single: bool = False) -> None:
         self._layer, self._module, self._whole, self._numbers = layer, module, module.forward, numbers
-        self._even_one = even_one
+        self._even_single = even_single
         self._last = getattr(module, MLP_LINEARS[-1], None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Tiled:
@@ -116,20 +116,22 @@ class _Tiled:
         new = object.__new__(type(self))
         memo[id(self)] = new
         new._layer, new._numbers = memo.get(id(self._layer), self._layer), self._numbers
-        new._even_one = self._even_one
+        new._even_single = self._even_single
         new._module, new._whole = copy.deepcopy(self._module, memo), copy.deepcopy(self._whole, memo)
         new._last = copy.deepcopy(self._last, memo)
         return new
 
     def __call__(self, x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         """x [..., H]; the same shape comes back. With anything else given, which may be of all tokens, the module stays whole."""
-        is_one = x.shape[:-1].numel() <= self.rows(x)
-        if more or named or (is_one and not self._even_one):
+        is_single = x.shape[:-1].numel() <= self.rows(x)
+        if more or named or (is_single and not self._even_single):
             return self._whole(x, *more, **named)
         trained = [p for p in self._module.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and (x.requires_grad or trained)):
-            return self._whole(x) if is_one else self.run(x, _autocast(x.device.type))
+            return self._whole(x) if is_single else self.run(x, _autocast(x.device.type))
         if not (self._layer.gradient_checkpointing and self._layer.training):
+            return self._whole(x)
+        if is_single and _is_reentrant(self._layer):  # which computes the layer again to its end
             return self._whole(x)
         saved = _Save.apply(torch.empty(0, requires_grad=True), x)
         return _Tiles.apply(self, saved.grad_fn, x, *trained)
@@ -222,7 +224,7 @@ class _Tiles(torch.autograd.Function):
             if needs_x:
                 of_tile = found.pop(0)
                 if gradient_x is None:
-                    gradient_x = of_tile if len(tiles) == 1 else of_tile.new_empty(1, x[..., 0].numel(), x.shape[-1])
+                    gradient_x = of_tile if len(tiles) == 1 else of_tile.new_empty(1, x.shape[:-1].numel(), x.shape[-1])
                 if gradient_x is not of_tile:
                     gradient_x[:, start : start + tile.shape[1]] = of_tile
                 del of_tile
@@ -233,6 +235,11 @@ class _Tiles(torch.autograd.Function):
             del found
         given = [each if each is None else each.to(p.dtype) for each, p in zip(sums, ctx.trained, strict=True)]
         return None, None, None if gradient_x is None else gradient_x.view_as(x), *given
+
+
+def _is_reentrant(layer: Any) -> bool:
+    checkpoint = layer._gradient_checkpointing_func
+    return bool(getattr(checkpoint, "keywords", {}).get("use_reentrant"))
 
 
 def _can_be_unread(linear: Any) -> bool:
