@@ -28,8 +28,6 @@ fi
 }
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }
-# Python compiles a module when it is first imported: a few thousand of the 33,000 files here, which pip would compile one by one.
-export PIP_NO_COMPILE=1
 
 echo "setup: $stack stack in $VENV (one to three minutes)"
 if [ "$stack" = cpu ]; then

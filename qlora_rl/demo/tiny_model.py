@@ -183,7 +183,7 @@ def _pretrain_into(target: Path, recipe: Recipe, progress: Progress | None) -> N
     import torch
 
     tokenizer = make_tokenizer()
-    keep_few_kernels()  # the demo trains with 4 bits in this process
+    keep_few_kernels()  # the demo goes on to train in this process, and its trainer would come too late
     # Muon multiplies in bf16 whatever the model is.
     with torch.random.fork_rng(devices=[]), Float32Products(torch.bfloat16):
         torch.manual_seed(recipe.seed)

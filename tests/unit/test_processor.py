@@ -467,7 +467,7 @@ if sys.argv[1:]:
 x, w = torch.ones(900, 256, dtype=torch.bfloat16), torch.ones(768, 256, dtype=torch.bfloat16)
 x @ w.t()
 before = held()
-for rows in range(500, 800):
+for rows in range(100, 900):
     x[:rows] @ w.t()
 print(held() - before)
 """
@@ -482,17 +482,16 @@ def test_products_of_many_shapes_leave_few_kernels_behind(monkeypatch):
         int(subprocess.check_output([sys.executable, "-c", SHAPES, *told], env=environment)) / 1024
         for told in ([], ["few"])
     ]
-    assert grown[0] > 100, "MiB for 300 shapes"
-    assert grown[1] < grown[0] / 2
+    assert grown[1] < 0.6 * grown[0], "MiB for 800 shapes"
 
 
-@pytest.mark.parametrize(("setting", "expected"), [("native", "64"), ("float32", None)])
-def test_kernels_are_counted_where_onednn_multiplies(monkeypatch, setting, expected):
+@pytest.mark.parametrize(("setting", "expected"), [("native", ["256", "64"]), ("float32", [None, None])])
+def test_few_kernels_are_kept_where_torch_multiplies_16_bits(monkeypatch, setting, expected):
     for name in KEPT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(SETTING, setting)
     keep_few_kernels()
-    assert [os.environ.pop(name, None) for name in KEPT] == [expected, expected]
+    assert [os.environ.pop(name, None) for name in KEPT] == expected
     monkeypatch.setenv(KEPT[0], "7")
     keep_few_kernels()
     assert os.environ.pop(KEPT[0]) == "7"
