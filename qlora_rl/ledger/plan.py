@@ -397,16 +397,14 @@ def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tupl
     spec, device = request.spec, request.device
     trained = getattr(torch, request.adapter_dtype).itemsize
     batch, length = request.rows, request.max_length
-    tiles = request.gradient_checkpointing and request.tiles
-    tiled = tiles and batch * length > count.TILE[device]
-    mlps = tiles and step.has_tiles(shape, is_long=tiled)
+    tiled = request.gradient_checkpointing and request.tiles and batch * length > count.TILE[device]
     base = count.base_lines(shape, spec, request.shared and request.has_engine, request.baked, device)
     seen = min(request.image_tokens or count.ASSUMED_IMAGE_TOKENS, length)
     lines = [
         *count.parted_base(
             base, shape, spec, request.trainer_parts, request.engine_parts, keeps_root=request.trainer_keeps_root
         ),
-        *count.adapter_lines(shape, spec, adapter, trained, device, tiled=mlps),
+        *count.adapter_lines(shape, spec, adapter, trained, device, tiled=tiled and step.has_tiles(shape)),
         count.optimizer_line(adapter, trained, request.optimizer),
         *step.activation_lines(
             shape,

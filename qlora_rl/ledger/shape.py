@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -82,7 +82,6 @@ class ModelShape:
         inner: width of the feed-forward part that one token passes through (all chosen experts together).
         chosen: experts that one token passes through; 0 in a dense model.
         float_weights: outputs of fused experts are weighted in float32.
-        mlp_is_last: no tensor is saved after the MLP of a layer.
         layers: decoder layers.
         attention: query heads x head size.
         norms: elements per token and layer that norms lift to float32.
@@ -113,7 +112,6 @@ class ModelShape:
     kv_heads: int
     tower: Tower | None = None
     float_weights: bool = False
-    mlp_is_last: bool = False
 
     @property
     def parameters(self) -> int:
@@ -310,8 +308,11 @@ def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
     experts = {name: tuple(p.shape) for name, p in parameters.items() if p.ndim == 3}
     taken = {f"{name}.weight" for name in linears} | set(experts)
     first = next((n.split(".layers.")[0] for n in parameters if ".layers." in n), "")
-    layer = {name: p for name, p in parameters.items() if name.startswith(f"{first}.layers.0.")}
-    norms = sum(_norm_width(name, p.shape[0], text) for name, p in layer.items() if p.ndim == 1 and "norm" in name)
+    norms = sum(
+        _norm_width(name, p.shape[0], text)
+        for name, p in parameters.items()
+        if name.startswith(f"{first}.layers.0.") and p.ndim == 1 and "norm" in name
+    )
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     head_size = _head_size(text)
     vocabulary = int(text.vocab_size)
@@ -337,16 +338,7 @@ def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
         kv_heads=_kv_heads(text),
         tower=_tower(config, model, all_linears.keys() - linears.keys()) if seen else None,
         float_weights=naming is not None and not naming.rounds_weights,
-        mlp_is_last=mlp_is_last(name.removeprefix(f"{first}.layers.0.").partition(".")[0] for name in layer),
     )
-
-
-def mlp_is_last(names: Iterable[str]) -> bool:
-    """By the names of its modules a layer saves no tensor after its MLP: its two norms stand before attention and MLP.
-
-    Layers of a few models do more behind it (a gate, dropout). Gradients are right there too; the MLP is computed once more.
-    """
-    return {name for name in names if "norm" in name} == {"input_layernorm", "post_attention_layernorm"}
 
 
 def _tower(config: Any, model: torch.nn.Module, linears: Collection[str]) -> Tower:

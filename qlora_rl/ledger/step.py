@@ -68,10 +68,9 @@ def _keys(shape: ModelShape, padded: bool) -> int:
     return shape.attention if padded else max((c.elements // 2 for c in shape.caches), default=shape.attention)
 
 
-def has_tiles(shape: ModelShape, *, is_long: bool = True) -> bool:
-    """Its MLPs are such that can work in tiles (`train/setup/tiles.py`); `is_long`: on more tokens than fit one."""
-    is_gated = all(any(name.endswith(end) for name in shape.linears) for end in MLP_LINEARS)
-    return is_gated and not shape.experts and (is_long or shape.mlp_is_last)
+def has_tiles(shape: ModelShape) -> bool:
+    """Its MLPs are such that can work in tiles (`train/setup/tiles.py`)."""
+    return not shape.experts and all(any(name.endswith(end) for name in shape.linears) for end in MLP_LINEARS)
 
 
 def mlp_activations(shape: ModelShape, spec: QuantSpec, adapter: Mapping[str, tuple[int, ...]]) -> float:

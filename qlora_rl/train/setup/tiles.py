@@ -4,9 +4,8 @@ An MLP keeps several tensors of its inner width for every token, and a norm two 
 under gradient checkpointing. Tokens do not depend on each other there, so a few thousand at a time do. In the backward pass each tile is
 computed again before its gradients are, which for a norm is little against the products of a layer. The layer is computed again by
 checkpointing as far as the input of its MLP, where that is the last thing that it saves. Nobody reads what an MLP gives when it is computed again, so
-the product of its last linear is left out then: a third of its weights, and, where that has an adapter, one product fewer than without tiles.
-For that alone an MLP is also computed so where all tokens fit one tile. Where a norm follows the MLP (Gemma 2 and 3), its forward is computed once
-more; there a short MLP stays whole. Weights are decoded once for each tile.
+the product of its last linear is left out then: a third of its weights, and one product fewer than without tiles.
+Where a norm follows the MLP (Gemma), its forward is computed once more. Weights are decoded once for each tile.
 
 N tokens, H hidden size.
 """
@@ -25,13 +24,12 @@ import torch
 from qlora_rl.base.kinds import drops
 from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.ledger.lines import MLP_LINEARS, TILE
-from qlora_rl.ledger.shape import mlp_is_last
 
 logger = logging.getLogger(__name__)
 
 
 def tile_layers(model: Any, tokens: int | None = None) -> str:
-    """Have MLPs and norms of a model work in tiles where they get more tokens than that, and MLPs that end their layer in one where they get fewer.
+    """Have MLPs and norms of a model work in tiles where they get more tokens than that.
 
     With gradients it is done while checkpointing is on. The gradients of an MLP's adapter are sums over tokens, which are now added
     up tile by tile in float32; nothing else is split.
@@ -63,8 +61,7 @@ def tile_layers(model: Any, tokens: int | None = None) -> str:
         logger.info("the MLPs work on all tokens at once: %s", reason)
     else:
         for mlp, layer in mlps.items():
-            is_last = mlp_is_last(name for name, _ in layer.named_children())
-            mlp.forward = _Tiled(layer, mlp, size * hidden, even_single=is_last)
+            mlp.forward = _Tiled(layer, mlp, size * hidden)
     for norm, layer in norms.items():
         norm.forward = _Tiled(layer, norm, size * hidden)
     return reason
@@ -103,12 +100,10 @@ class _Tiled:
         layer: in which it is; says whether it is computed again in the backward pass.
         module: whose trained parameters get gradients.
         numbers: of a tile of its input. A norm over the heads has many rows for a token.
-        even_single: also where all tokens fit one tile.
     """
 
-    def __init__(self, layer: Any, module: Any, numbers: int, *, even_single: bool = False) -> None:
+    def __init__(self, layer: Any, module: Any, numbers: int) -> None:
         self._layer, self._module, self._whole, self._numbers = layer, module, module.forward, numbers
-        self._even_single = even_single
         self._last = getattr(module, MLP_LINEARS[-1], None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Tiled:
@@ -116,22 +111,18 @@ class _Tiled:
         new = object.__new__(type(self))
         memo[id(self)] = new
         new._layer, new._numbers = memo.get(id(self._layer), self._layer), self._numbers
-        new._even_single = self._even_single
         new._module, new._whole = copy.deepcopy(self._module, memo), copy.deepcopy(self._whole, memo)
         new._last = copy.deepcopy(self._last, memo)
         return new
 
     def __call__(self, x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         """x [..., H]; the same shape comes back. With anything else given, which may be of all tokens, the module stays whole."""
-        is_single = x.shape[:-1].numel() <= self.rows(x)
-        if more or named or (is_single and not self._even_single):
+        if more or named or x.shape[:-1].numel() <= self.rows(x):
             return self._whole(x, *more, **named)
         trained = [p for p in self._module.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and (x.requires_grad or trained)):
-            return self._whole(x) if is_single else self.run(x, _autocast(x.device.type))
+            return self.run(x, _autocast(x.device.type))
         if not (self._layer.gradient_checkpointing and self._layer.training):
-            return self._whole(x)
-        if is_single and _is_reentrant(self._layer):  # which computes the layer again to its end
             return self._whole(x)
         saved = _Save.apply(torch.empty(0, requires_grad=True), x)
         return _Tiles.apply(self, saved.grad_fn, x, *trained)
@@ -153,8 +144,6 @@ class _Tiled:
 
     def run(self, x: torch.Tensor, autocast: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:
         """All tiles, forward only."""
-        if x.shape[:-1].numel() <= self.rows(x):
-            return self.whole(x, autocast)
         out: torch.Tensor | None = None
         start = 0
         for tile in self.split(x):
@@ -210,24 +199,21 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved.saved_tensors
-        needs_x, tiles = ctx.needs_input_grad[2], ctx.tiled.split(x)
-        gradient_x: torch.Tensor | None = None
+        needs_x = ctx.needs_input_grad[2]
+        gradient_x = (
+            torch.empty(1, x.shape[:-1].numel(), x.shape[-1], dtype=x.dtype, device=x.device) if needs_x else None
+        )
         sums: list[torch.Tensor | None] = [None] * len(ctx.trained)
         start = 0
-        for tile, gradient in zip(tiles, ctx.tiled.split(gradients[0]), strict=True):
+        for tile, gradient in zip(ctx.tiled.split(x), ctx.tiled.split(gradients[0]), strict=True):
             tile = tile.detach().requires_grad_(needs_x)
             with torch.enable_grad():
                 out = ctx.tiled.again(tile, ctx.autocast)
             wanted = [*([tile] if needs_x else []), *ctx.trained]
             found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
             del out
-            if needs_x:
-                of_tile = found.pop(0)
-                if gradient_x is None:
-                    gradient_x = of_tile if len(tiles) == 1 else of_tile.new_empty(1, x.shape[:-1].numel(), x.shape[-1])
-                if gradient_x is not of_tile:
-                    gradient_x[:, start : start + tile.shape[1]] = of_tile
-                del of_tile
+            if gradient_x is not None:
+                gradient_x[:, start : start + tile.shape[1]] = found.pop(0)
             start += tile.shape[1]
             for i, part in enumerate(found):
                 if part is not None:
@@ -235,11 +221,6 @@ class _Tiles(torch.autograd.Function):
             del found
         given = [each if each is None else each.to(p.dtype) for each, p in zip(sums, ctx.trained, strict=True)]
         return None, None, None if gradient_x is None else gradient_x.view_as(x), *given
-
-
-def _is_reentrant(layer: Any) -> bool:
-    checkpoint = layer._gradient_checkpointing_func
-    return bool(getattr(checkpoint, "keywords", {}).get("use_reentrant"))
 
 
 def _can_be_unread(linear: Any) -> bool:
@@ -266,7 +247,7 @@ class _Unread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, state: Any, features: int, dtype: torch.dtype) -> torch.Tensor:
         ctx.weight, ctx.state = weight, state
-        return x.new_zeros((), dtype=dtype).expand(*x.shape[:-1], features)
+        return x.new_zeros(*x.shape[:-1], features, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
