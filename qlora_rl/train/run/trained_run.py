@@ -77,9 +77,8 @@ class TrainedRun(Resumable, WrappedModel):
         source = ranks().in_turn(lambda: resolve_model(model, args, refers=self._refers, **named), "preparing the base")
         source = fit_for_sharding(source, args)
         self.base = source.base
-        if not directory_is_mixture(
-            self.base.path
-        ):  # the experts of one have products of many shapes, which come again
+        # The experts of a mixture have products of many shapes, which come again.
+        if not directory_is_mixture(self.base.path):
             keep_few_kernels()
         return source
 
