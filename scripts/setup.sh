@@ -27,7 +27,12 @@ fi
   exit 1
 }
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+pip() {
+  local command=$1; shift
+  # pip compiles on one core; what it installs is compiled below, on all of them.
+  [ "$command" != install ] || set -- --no-compile "$@"
+  "$VENV/bin/python" -m pip --disable-pip-version-check -q "$command" "$@"
+}
 
 echo "setup: $stack stack in $VENV (one to three minutes)"
 if [ "$stack" = cpu ]; then
@@ -63,6 +68,9 @@ fi
 if [ -z "$PACKAGE" ]; then
   DS_BUILD_OPS=0 pip install -e '.[deepspeed]' || echo "setup: DeepSpeed was not installed; tests of ZeRO will be skipped" >&2
 fi
+
+# Some packages bring templates that do not compile, as under pip.
+"$VENV/bin/python" -m compileall -q -j 0 "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null || true
 
 "$VENV/bin/python" - <<'PY'
 import importlib.metadata as metadata

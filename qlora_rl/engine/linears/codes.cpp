@@ -87,7 +87,17 @@ inline void decode(const uint8_t* codes, const float* scales, Values values, int
     }
 }
 
-inline __m256 halved(__m512 x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
+// Sums of two registers side by side; three of these four steps leave one number of each register.
+inline __m512 halves(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee)); }
+inline __m512 neighbours(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd)); }
+inline __m512 quarters(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); }
+
+// Of two tokens: for each of them the sums of GROUP rows, in two parts.
+inline __m512 of_two(const __m512* first, const __m512* second) {
+    __m512 row[GROUP];
+    for (int o = 0; o < GROUP; o++) row[o] = halves(first[o], second[o]);
+    return neighbours(neighbours(row[0], row[1]), neighbours(row[2], row[3]));
+}
 
 // T tokens and GROUP rows.
 template <int T>
@@ -103,11 +113,18 @@ inline void tile(const Number* x, const Number* weights, int64_t columns, int64_
             for (int o = 0; o < GROUP; o++) sum[t][o] = _mm512_dpbf16_ps(sum[t][o], token, weight[o]);
         }
     }
+    // Four tokens together: one by one their sums took a third of the time of a weight with 256 columns.
+    uint16_t found[(T + 3) / 4 * 4 * GROUP];
+    for (int t = 0; t < T; t += 4) {
+        const __m512 two = of_two(sum[t], sum[std::min(t + 1, T - 1)]);
+        const __m512 more = t + 2 < T ? of_two(sum[std::min(t + 2, T - 1)], sum[std::min(t + 3, T - 1)]) : two;
+        _mm256_storeu_si256((__m256i*)(found + t * GROUP), (__m256i)_mm512_cvtneps_pbh(quarters(two, more)));
+    }
     for (int t = 0; t < T; t++) {
-        const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(halved(sum[t][0]), halved(sum[t][1])), _mm256_hadd_ps(halved(sum[t][2]), halved(sum[t][3])));
-        uint16_t found[8];
-        _mm_storeu_si128((__m128i*)found, (__m128i)_mm_cvtneps_pbh(_mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1))));
-        for (int o = 0; o < rows; o++) out[t * stride + o] = found[o];
+        if (rows == GROUP)
+            std::memcpy(out + t * stride, found + t * GROUP, GROUP * sizeof *out);
+        else
+            for (int o = 0; o < rows; o++) out[t * stride + o] = found[t * GROUP + o];
     }
 }
 
