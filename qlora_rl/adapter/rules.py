@@ -116,11 +116,16 @@ def _is_on(subject: Subject) -> Iterator[Finding]:
 
 
 def _is_hooked(module: Any) -> bool:
-    """More than its own forward runs in it; hooks by which ZeRO-3 gathers its weights, and frees them, compute nothing."""
+    """More than its own forward runs in it, or ours of the same bits; hooks by which ZeRO-3 gathers its weights, and frees them, compute nothing."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return "forward" in vars(module) or any(
-        not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks
+    forward = vars(module).get("forward")
+    return (forward is not None and not _is_of(forward, "qlora_rl")) or any(
+        not _is_of(hook, "deepspeed") for hook in hooks
     )
+
+
+def _is_of(function: Any, package: str) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(f"{package}.")
 
 
 def _is_untouched(subject: Subject) -> Iterator[Finding]:

@@ -65,7 +65,7 @@ class Step:
     ) -> None:
         from peft import LoraConfig, get_peft_model
 
-        from qlora_rl.train.run.trained_run import keep_input_dtype
+        from qlora_rl.train.run.trained_run import shorten_lora
         from qlora_rl.train.scoring.logprobs import use_fused_head
         from qlora_rl.train.scoring.padding import remove_padding
         from qlora_rl.train.setup.layer_inputs import keep_on_host
@@ -84,7 +84,7 @@ class Step:
                 parameter.data = parameter.data.float()
                 if ".lora_B." in name:
                     parameter.normal_(0, 0.01)
-        keep_input_dtype(self.model)
+        shorten_lora(self.model)
         use_fused_head(self.bare)
         self.padded, self.tiles, self.offload = padded, tiles, offload
         if not padded and (why := remove_padding(self.bare)):

@@ -27,12 +27,6 @@ inline Vector load(const void* from) {
 
 inline void store(void* to, __m512i x) { std::memcpy(to, &x, sizeof x); }
 
-inline __m256 half(__m512 x, int which) {
-    __m256 halves[2];
-    std::memcpy(halves, &x, sizeof x);
-    return halves[which];
-}
-
 inline __m512i twice(__m256i x) {
     const __m256i both[2] = {x, x};
     return load<__m512i>(both);
@@ -65,11 +59,14 @@ inline Narrow narrowed(__m512 x) {
     return __builtin_convertvector(((near & is_finite) | ((bits | (is_nan & 0x400000u)) & ~is_finite)) >> 16, Narrow);
 }
 
-inline __m128bh narrowed_4(__m128 x) {
-    __m512 wide = {};
-    std::memcpy(&wide, &x, sizeof x);
-    const Narrow found = narrowed(wide);
-    return load<__m128bh>(&found);
+// Of every four of `size` numbers two come from a and two from b, as two bits each say: VSHUFPS (1) and VSHUFF32X4 (4).
+inline __m512 shuffled(__m512 a, __m512 b, int which, int size) {
+    __m512 found;
+    for (int i = 0; i < 16; i++) {
+        const int unit = i / size % 4, from = (which >> 2 * unit & 3) * size + i % size + i / (4 * size) * (4 * size);
+        found[i] = unit < 2 ? a[from] : b[from];
+    }
+    return found;
 }
 
 // VPERMW: the lower five bits of an index count.
@@ -89,10 +86,11 @@ inline __m512i picked(__m512i indices, __m512i x) {
 #define _mm512_set1_ps(x) ((x) - __m512{})
 #define _mm512_set1_epi32(x) ((__m512i)((uint32_t)(x) | emulated::Words{}))
 #define _mm512_castsi512_ps(x) ((__m512)(x))
-#define _mm512_castps512_ps256(x) emulated::half(x, 0)
-#define _mm512_extractf32x8_ps(x, which) emulated::half(x, which)
 #define _mm512_broadcast_i64x4(x) emulated::twice(x)
 #define _mm512_mul_ps(a, b) ((a) * (b))
+#define _mm512_add_ps(a, b) ((a) + (b))
+#define _mm512_shuffle_ps(a, b, which) emulated::shuffled(a, b, which, 1)
+#define _mm512_shuffle_f32x4(a, b, which) emulated::shuffled(a, b, which, 4)
 #define _mm512_or_si512(a, b) ((a) | (b))
 #define _mm512_srli_epi32(x, by) ((__m512i)((emulated::Words)(x) >> (by)))
 #define _mm512_slli_epi32(x, by) ((__m512i)((emulated::Words)(x) << (by)))
@@ -102,4 +100,3 @@ inline __m512i picked(__m512i indices, __m512i x) {
 #define _mm512_fmadd_ps(a, b, c) emulated::fused(a, b, c)
 #define _mm512_dpbf16_ps(sum, a, b) emulated::dot(sum, a, b)
 #define _mm512_cvtneps_pbh(x) ((__m256bh)emulated::narrowed(x))
-#define _mm_cvtneps_pbh(x) emulated::narrowed_4(x)

@@ -116,7 +116,8 @@ def test_trls_own_way_runs_the_same_job_and_is_measured(finished, demo_cache, tm
     assert ours.name in (out / "report.html").read_text()
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora", "ia3"])
+# What an adapter becomes as full weights is compared weight by weight in test_dense.py, for all three.
+@pytest.mark.parametrize("adapter", ["dora", *(pytest.param(name, marks=pytest.mark.full) for name in ("lora", "ia3"))])
 def test_the_demo_by_full_weights_leaves_a_whole_run(demo_cache, tmp_path, adapter):
     out = tmp_path / adapter
     arguments = ["--steps", 4, "--sync", "weights", "--adapter", adapter, "--quiet", "--out", out]

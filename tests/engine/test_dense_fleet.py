@@ -400,6 +400,7 @@ def cluster():
     ray.shutdown()
 
 
+@pytest.mark.full  # the next test kills an actor in a push, without a trainer
 def test_a_training_of_dora_on_two_actors_goes_on_when_one_is_killed_in_a_push(cluster, base, tmp_path):
     """Each step is there once, each push is checked weight by weight, and every token was sampled by the version that its step names."""
     limits = {"max_steps": 4, "canary_every": 1, "rollout": "ray", "engine_options": {"replicas": 2}}

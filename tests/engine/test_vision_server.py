@@ -257,6 +257,7 @@ def test_a_fleet_of_two_gives_what_one_gives(server, base, asked, local):
             assert all(speed for speed in fleet.speeds.values())  # both have sampled
 
 
+@pytest.mark.full  # a server does, and test_ray.py has actors that give what one gives
 def test_an_actor_of_ray_gives_the_same(base, asked, local):
     ray = pytest.importorskip("ray")
     from qlora_rl import RayFleet

@@ -27,7 +27,7 @@ from qlora_rl.ledger.published import models, published
 from qlora_rl.ledger.request import MemoryRequest
 from qlora_rl.ledger.shape import Cache, read_config, read_shape, skeleton
 from qlora_rl.processor import Processor
-from qlora_rl.train.run.trained_run import keep_input_dtype
+from qlora_rl.train.run.trained_run import shorten_lora
 from qlora_rl.train.scoring.attention import without_masks
 from qlora_rl.train.scoring.padding import remove_padding
 from qlora_rl.train.scoring.row import row_inputs
@@ -302,7 +302,7 @@ def test_a_layer_keeps_what_the_ledger_says(tmp_path, architecture, targets, pad
     source = make_model(tmp_path / "model", architecture=architecture)
     base = prepare_base(source, out=tmp_path / "base")
     model = get_peft_model(load_base(base), LoraConfig(r=8, target_modules=targets)).train()
-    keep_input_dtype(model)
+    shorten_lora(model)
     shape = read_shape(read_config(base.path))
     batch, length = 2, 47  # a number of tokens that divides no weight
     kept = {}

@@ -8,12 +8,13 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
 from torch.nn import Linear
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_rl.base.checkpoint import prepare_base
 from qlora_rl.bench.memory import Step
 from qlora_rl.bench.shapes import Shape, make_model
-from qlora_rl.train.run.trained_run import keep_input_dtype
+from qlora_rl.train.run.trained_run import shorten_lora
 from qlora_rl.train.setup.tiles import _Tiled, tile_layers
 
 B, T, LAYERS = 2, 50, 2
@@ -222,7 +223,7 @@ def test_with_dropout_or_dora_a_linear_lifts_its_input_as_peft_does(lora):
         inner = torch.nn.Sequential(Linear(64, 64, bias=False, dtype=torch.bfloat16))
         model = get_peft_model(inner, LoraConfig(target_modules=["0"], r=4, **lora))
         if ours:
-            keep_input_dtype(model)
+            shorten_lora(model)
         torch.manual_seed(1)
         for p in model.parameters():
             if p.requires_grad:
@@ -232,11 +233,16 @@ def test_with_dropout_or_dora_a_linear_lifts_its_input_as_peft_does(lora):
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize(
+    "options", [{"lora_alpha": 8}, {"lora_alpha": 3}, {"lora_bias": True, "bias": "none"}], ids=str
+)
 @pytest.mark.parametrize("kind", [Linear, Linear4bit])
-def test_an_adapted_linear_keeps_its_input_itself_under_autocast_with_the_same_bits(kind):
+def test_an_adapted_linear_keeps_its_input_itself_under_autocast_with_the_same_bits(kind, options):
     torch.manual_seed(0)
     inner = kind(64, 64, bias=False, **({} if kind is Linear else {"compute_dtype": torch.bfloat16}))
-    model = get_peft_model(torch.nn.Sequential(inner.to("cpu", torch.bfloat16)), LoraConfig(target_modules=["0"], r=4))
+    whole = torch.nn.Sequential(inner.to("cpu", torch.bfloat16))
+    whole.is_loaded_in_4bit = kind is Linear4bit  # as transformers says it; PEFT then has a layer of its own
+    model = get_peft_model(whole, LoraConfig(target_modules=["0"], r=4, **options))
     for p in model.parameters():
         if p.requires_grad:
             p.data = torch.randn_like(p, dtype=torch.float32)
@@ -251,11 +257,26 @@ def test_an_adapted_linear_keeps_its_input_itself_under_autocast_with_the_same_b
         out.float().square().sum().backward()
         return [out, x.grad, *(p.grad for p in model.parameters() if p.requires_grad)], x.data_ptr() in saved
 
+    class Passes(TorchDispatchMode):
+        """Scales and copies of [5, 64], the linear's output; B is [64, 4]."""
+
+        count = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            out = operator(*args, **kwargs or {})
+            is_pass = operator in (torch.ops.aten.mul.Tensor, torch.ops.aten.clone.default)
+            self.count += is_pass and out.shape == (5, 64) and out.dtype == torch.bfloat16
+            return out
+
     alone = model(x)
-    right, was_kept = run()
-    keep_input_dtype(model)
-    found, is_kept = run()
+    with Passes() as before:
+        right, was_kept = run()
+    shorten_lora(model)
+    with Passes() as after:
+        found, is_kept = run()
     assert (was_kept, is_kept) == (False, True)
+    assert before.count == 2 + (kind is Linear4bit)
+    assert after.count == (0 if options == {"lora_alpha": 8} else 2)
     assert all(map(torch.equal, found, right))
     assert torch.equal(model(x), alone), "without autocast PEFT converts as it did"
 

@@ -87,12 +87,12 @@ inline void decode(const uint8_t* codes, const float* scales, Values values, int
     }
 }
 
-// Sums of two registers side by side; three of these four steps leave one number of each register.
+// Of the numbers of two registers pairs are added: those of both halves, neighbours, those of quarters 0 and 1, 2 and 3. Half as many are left of each.
 inline __m512 halves(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee)); }
 inline __m512 neighbours(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd)); }
 inline __m512 quarters(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); }
 
-// Of two tokens: for each of them the sums of GROUP rows, in two parts.
+// The sums of GROUP rows for each of two tokens, still in two parts.
 inline __m512 of_two(const __m512* first, const __m512* second) {
     __m512 row[GROUP];
     for (int o = 0; o < GROUP; o++) row[o] = halves(first[o], second[o]);

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,8 @@ from qlora_rl.train.setup.processes import fit_for_sharding
 logger = logging.getLogger(__name__)
 
 ADAPTER_DTYPES = ("float32", "bfloat16")
+# PEFT's LoRA layers whose forward `_short_forward` is, where they are plain.
+_ADDS_ITS_PRODUCT = ("Linear", "Linear4bit")
 
 
 class TrainedRun(Resumable, WrappedModel):
@@ -224,31 +227,36 @@ def set_adapter_dtype(model: Any, dtype: torch.dtype, before: dict[str, torch.Te
         if parameter.requires_grad and parameter.is_floating_point():
             exact = before.get(name)
             parameter.data = (exact if exact is not None else parameter.data).to(dtype)
-    keep_input_dtype(model)
+    shorten_lora(model)
 
 
-def keep_input_dtype(model: Any) -> None:
-    """Under autocast plain LoRA takes the input as it is.
+def shorten_lora(model: Any) -> None:
+    """Under autocast plain LoRA on a linear makes up to two passes less over its output, and keeps its input as it is; all bits are PEFT's.
 
-    PEFT 0.21 lifts it to the adapter's dtype first, in 4-bit linears unless CUDA's autocast is on. Autocast makes 16 bits of it again, so each
-    adapted linear would keep a copy of its input for the backward pass. The results have the same bits; dropout, which scales the lifted input, and
-    DoRA keep PEFT's way. Remove when PEFT asks for autocast of the input's device.
+    PEFT 0.21 copies what the base gives, and scales the adapter's output, and in the backward pass its gradient, [N, O] each time; a power of two
+    may scale the [N, R] between A and B instead. PEFT also lifts the input of 4-bit linears to the adapter's dtype, unless CUDA's autocast is on;
+    autocast makes 16 bits of it again, and the backward pass would keep that copy. Dropout, which scales the lifted input, and what is not
+    plain LoRA stay PEFT's.
     """
     for module in model.modules():
-        if hasattr(module, "lora_variant"):
-            module._cast_input_dtype = functools.partial(_unless_autocast, module)
+        if hasattr(module, "lora_variant") and type(module).__name__ in _ADDS_ITS_PRODUCT:
+            module.forward = types.MethodType(_short_forward, module)
 
 
-def _unless_autocast(module: Any, x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    is_plain = not module.lora_variant and not any(getattr(each, "p", 0.0) for each in module.lora_dropout.values())
-    if (
-        is_plain
-        and x is not None
-        and torch.is_autocast_enabled(x.device.type)
-        and x.dtype == torch.get_autocast_dtype(x.device.type)
-    ):
-        return x
-    return type(module)._cast_input_dtype(module, x, dtype)
+def _short_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    """x [..., I] gives [..., O]."""
+    device = x.device.type
+    is_cast = torch.is_autocast_enabled(device) and x.dtype == torch.get_autocast_dtype(device)
+    is_dropped = any(getattr(each, "p", 0.0) for each in self.lora_dropout.values())
+    if not is_cast or is_dropped or args or named or self.disable_adapters or self.merged or self.lora_variant:
+        return type(self).forward(self, x, *args, **named)
+    result = self.base_layer(x)
+    for name in self.active_adapters:
+        if name in self.lora_A:
+            low, b, scale = self.lora_A[name](x), self.lora_B[name], self.scaling[name]
+            is_exact = x.dtype == torch.bfloat16 and b.bias is None and math.frexp(abs(scale))[0] == 0.5
+            result = result + (b(low * scale) if is_exact else b(low) * scale)
+    return result
 
 
 def check_optimizer(optimizer: Any, model: Any) -> None:
