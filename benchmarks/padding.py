@@ -51,9 +51,9 @@ def make_model(directory: Path, layers: int):
     from trl.trainer.utils import add_fused_lm_head
 
     from qlora_rl import load_base, prepare_base
+    from qlora_rl.adapter.subject import shorten_lora
     from qlora_rl.bench import shapes
     from qlora_rl.bench.memory import Uncounted
-    from qlora_rl.train.run.trained_run import keep_input_dtype
     from qlora_rl.train.scoring.logprobs import use_small_tiles
     from qlora_rl.train.scoring.padding import remove_padding
     from qlora_rl.train.setup.layer_inputs import keep_on_host
@@ -81,7 +81,7 @@ def make_model(directory: Path, layers: int):
     plain = {module: set(vars(module)) for module in bare.modules()}
     if why := tile_layers(bare):
         raise SystemExit(f"measuring with MLPs in tiles: {why}")
-    keep_input_dtype(model)
+    shorten_lora(model)
     ours = [(module, name, vars(module)[name]) for module in plain for name in vars(module).keys() - plain[module]]
     keep_on_host(bare, Uncounted())
     model.train()

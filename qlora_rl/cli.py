@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import logging
 import os
 import re
@@ -57,12 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments) or 0)
     except QloraRLError as error:
         print(f"qlora-rl: {error}", file=sys.stderr)
+        gc.unfreeze()  # else triton prints forty lines about what the interpreter's end does not find
         return BAD_USAGE if isinstance(error, UsageError) else 1
     except BrokenPipeError:  # the reader has closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("qlora-rl: interrupted", file=sys.stderr)
+        gc.unfreeze()
         return INTERRUPTED
 
 

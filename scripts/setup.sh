@@ -70,7 +70,7 @@ if [ -z "$PACKAGE" ]; then
 fi
 
 # Some packages bring templates that do not compile, as under pip.
-"$VENV/bin/python" -m compileall -q -j 0 "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null || true
+"$VENV/bin/python" -W ignore -m compileall -q -j 0 "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null || true
 
 "$VENV/bin/python" - <<'PY'
 import importlib.metadata as metadata

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from qlora_rl.adapter import methods
-from qlora_rl.adapter.subject import Subject, is_lora_layer, method_of, not_finite, own_name, ranks_of
+from qlora_rl.adapter.subject import Subject, is_lora_layer, is_shortened, method_of, not_finite, own_name, ranks_of
 from qlora_rl.base.experts import ATTENTION, linear_experts_in, mixtures_in
 from qlora_rl.base.kinds import LANGUAGE_LINEARS, vision_parts
 from qlora_rl.contracts import LORA_RANK_CLASSES
@@ -116,16 +116,10 @@ def _is_on(subject: Subject) -> Iterator[Finding]:
 
 
 def _is_hooked(module: Any) -> bool:
-    """More than its own forward runs in it, or ours of the same bits; hooks by which ZeRO-3 gathers its weights, and frees them, compute nothing."""
+    """More than its own forward runs in it; hooks by which ZeRO-3 gathers its weights, and frees them, compute nothing."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    forward = vars(module).get("forward")
-    return (forward is not None and not _is_of(forward, "qlora_rl")) or any(
-        not _is_of(hook, "deepspeed") for hook in hooks
-    )
-
-
-def _is_of(function: Any, package: str) -> bool:
-    return str(getattr(function, "__module__", "")).startswith(f"{package}.")
+    is_replaced = "forward" in vars(module) and not is_shortened(module)
+    return is_replaced or any(not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)
 
 
 def _is_untouched(subject: Subject) -> Iterator[Finding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 # What torch puts around a module, and into its name.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+# PEFT's layers whose forward `forward` is, where they are plain.
+_ADD_A_PRODUCT = ("Linear", "Linear4bit")
 
 
 @dataclass(frozen=True)
@@ -163,3 +167,41 @@ def is_bare(model: Any) -> bool:
 def bare_model(model: Any) -> Any:
     """The transformers model inside."""
     return model if is_bare(model) else model.get_base_model()
+
+
+def shorten_lora(model: Any) -> None:
+    """Under autocast plain LoRA on a linear makes fewer passes over its output, and keeps its input as it is; the bits are PEFT's.
+
+    PEFT 0.21 copies what a 4-bit base gives, and scales the adapter's output, and in the backward pass its gradient, [N, O] each time; a power of
+    two may scale the [N, R] between A and B instead. PEFT also lifts the input of 4-bit linears to the adapter's dtype, unless CUDA's autocast is
+    on; autocast makes 16 bits of it again, and the backward pass would keep that copy. Dropout, which scales the lifted input, what is not plain
+    LoRA, and a layer that somebody has given a forward stay as they are.
+    """
+    for module in model.modules():
+        kind = type(module)
+        if (
+            kind.__module__.startswith("peft.tuners.lora.")
+            and kind.__name__ in _ADD_A_PRODUCT
+            and not vars(module).get("forward")
+        ):
+            module.forward = types.MethodType(forward, module)
+
+
+def is_shortened(layer: Any) -> bool:
+    """Its forward is what `shorten_lora` has put there, with nothing around it."""
+    own = vars(layer).get("forward")
+    return getattr(own, "__func__", None) is forward and own.__self__ is layer
+
+
+def forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    """That of a shortened layer: x [..., I] gives [..., O]. It has this name because a method is pickled by name, and is PEFT's when it is loaded."""
+    device = x.device.type
+    is_cast = torch.is_autocast_enabled(device) and x.dtype == torch.get_autocast_dtype(device)
+    names = [name for name in self.active_adapters if name in self.lora_A]
+    is_plain = len(names) == 1 and all(isinstance(each, torch.nn.Identity) for each in self.lora_dropout.values())
+    if not (is_cast and is_plain) or args or named or self.disable_adapters or self.merged or self.lora_variant:
+        return type(self).forward(self, x, *args, **named)
+    result = self.base_layer(x)
+    low, b, scale = self.lora_A[names[0]](x), self.lora_B[names[0]], self.scaling[names[0]]
+    is_exact = x.dtype == torch.bfloat16 and b.bias is None and math.frexp(abs(scale))[0] == 0.5
+    return result + (b(low * scale) if is_exact else b(low) * scale)

@@ -65,7 +65,7 @@ class Step:
     ) -> None:
         from peft import LoraConfig, get_peft_model
 
-        from qlora_rl.train.run.trained_run import shorten_lora
+        from qlora_rl.adapter.subject import shorten_lora
         from qlora_rl.train.scoring.logprobs import use_fused_head
         from qlora_rl.train.scoring.padding import remove_padding
         from qlora_rl.train.setup.layer_inputs import keep_on_host

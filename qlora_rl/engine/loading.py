@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import gc
@@ -18,8 +17,7 @@ def loading(*modules: str) -> Iterator[None]:
 
     What is imported stays for good: torch, transformers, TRL and vLLM make a million objects, which are walked through again and again. So a
     command also sets it aside: later collections, some of which the libraries ask for, do not walk through it. In a process that had torch
-    before, which is somebody else's, nothing is set aside: what they have dropped must still be found. At its end the interpreter finds everything
-    again; triton would print forty lines about what was not given back.
+    before, which is somebody else's, nothing is set aside: what they have dropped must still be found.
 
     transformers and TRL each ask which distribution every installed module came from, half a second each; they are told once.
     """
@@ -35,6 +33,5 @@ def loading(*modules: str) -> Iterator[None]:
         importlib.metadata.packages_distributions = ask
         if is_own:
             gc.freeze()
-            atexit.register(gc.unfreeze)
         if was_on:
             gc.enable()

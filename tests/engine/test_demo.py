@@ -59,16 +59,6 @@ def test_the_demo_leaves_a_whole_run_directory(finished):
     assert str(out) in printed
 
 
-def test_a_directory_that_holds_a_run_is_refused_at_once(finished, demo_cache):
-    out, _ = finished
-    before = (out / "summary.json").read_bytes()
-    done = support.command("demo", "--steps", 5, "--out", out, environment=demo_cache)
-    assert done.returncode == 1
-    assert "holds another run" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert (out / "summary.json").read_bytes() == before
-
-
 def test_ctrl_c_leaves_a_readable_run_with_the_last_adapter_and_no_process(finished, demo_cache, tmp_path):
     out = tmp_path / "run"
     job = subprocess.Popen(

@@ -1,6 +1,7 @@
 """MLPs and norms in tiles: outputs and gradients against whole ones, and which MLPs stay whole."""
 
 import copy
+import pickle
 from collections import Counter
 
 import pytest
@@ -11,10 +12,10 @@ from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qlora_rl.adapter.subject import shorten_lora
 from qlora_rl.base.checkpoint import prepare_base
 from qlora_rl.bench.memory import Step
 from qlora_rl.bench.shapes import Shape, make_model
-from qlora_rl.train.run.trained_run import shorten_lora
 from qlora_rl.train.setup.tiles import _Tiled, tile_layers
 
 B, T, LAYERS = 2, 50, 2
@@ -279,6 +280,9 @@ def test_an_adapted_linear_keeps_its_input_itself_under_autocast_with_the_same_b
     assert after.count == (0 if options == {"lora_alpha": 8} else 2)
     assert all(map(torch.equal, found, right))
     assert torch.equal(model(x), alone), "without autocast PEFT converts as it did"
+    again = pickle.loads(pickle.dumps(model.base_model.model[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(again(x), found[0])
 
 
 def test_each_tile_is_computed_in_the_forward_pass_and_once_in_the_backward_pass():

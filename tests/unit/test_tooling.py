@@ -175,15 +175,19 @@ def test_a_command_sets_its_libraries_aside_and_leaves_another_process_alone():
     assert counts[1] == 0
 
 
-def test_a_command_that_ends_early_says_nothing_about_what_libraries_have_not_given_back():
-    """triton's bindings print forty lines where the interpreter's end does not find them."""
-    pytest.importorskip("triton.language")
-    code = "from qlora_rl.engine.loading import loading\nwith loading('triton.language'): pass"
-    assert "leaked" not in _alone(code).stderr
+def test_a_demo_in_a_directory_that_holds_a_run_says_so_and_nothing_else(tmp_path):
+    """triton's bindings print forty lines where the interpreter's end does not find what they have made."""
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    code = f"import sys; from qlora_rl.cli import main; sys.exit(main(['demo', '--out', {str(tmp_path)!r}]))"
+    done = _alone(code, check=False)
+    assert done.returncode == 1
+    assert "holds another run" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def _alone(code: str) -> subprocess.CompletedProcess:
+def _alone(code: str, *, check: bool = True) -> subprocess.CompletedProcess:
     """A process without the tests' own sitecustomize."""
     path = [part for part in os.environ["PYTHONPATH"].split(os.pathsep) if not part.endswith("tests/children")]
     plain = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, env=plain)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=check, text=True, env=plain)

@@ -1,5 +1,6 @@
 """Nothing that PEFT can build is without a verdict, and every verdict is the one in the table (tests/kinds.py)."""
 
+import functools
 import importlib
 import json
 import warnings
@@ -18,6 +19,7 @@ from qlora_rl.adapter import methods
 from qlora_rl.adapter.export import read_adapter
 from qlora_rl.adapter.rules import judge_method
 from qlora_rl.adapter.store import write_origin
+from qlora_rl.adapter.subject import shorten_lora
 
 BUILT = {name: kind for name, kind in KINDS.items() if kind.is_built}
 # What a directory cannot hold: the state of a live model.
@@ -341,6 +343,24 @@ def hooked(model):
     model.get_base_model().model.layers[0].self_attn.q_proj.register_forward_hook(lambda m, i, o: o * 2)
 
 
+def shortened(model):
+    shorten_lora(model)
+
+
+def wrapped_after_it_was_shortened(model):
+    """As accelerate wraps a forward: name and module are those of what is in it."""
+    shorten_lora(model)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    inner = layer.forward
+    layer.forward = functools.wraps(inner)(lambda x: 2 * inner(x))
+
+
+def with_the_forward_of_another_layer(model):
+    shorten_lora(model)
+    attention = model.get_base_model().model.layers[0].self_attn
+    attention.q_proj.forward = attention.o_proj.forward
+
+
 def another_forward(model):
     layer = model.get_base_model().model.layers[0].self_attn.q_proj.lora_A["default"]
     layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight).relu()
@@ -400,6 +420,9 @@ def unfrozen_under_a_name(model):
         ),
         ({}, hooked, "refuse", "has a hook"),
         ({}, another_forward, "refuse", "another forward"),
+        ({}, shortened, "adapter", ""),
+        ({}, wrapped_after_it_was_shortened, "refuse", "another forward"),
+        ({}, with_the_forward_of_another_layer, "refuse", "another forward"),
         ({}, nonlinear, "refuse", "ReLU where dropout should be"),
         ({}, many_parts, "refuse", "Sequential"),
         ({}, strange_layer, "refuse", "another.library.OtherLinear"),

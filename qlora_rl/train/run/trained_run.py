@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from qlora_rl.adapter.subject import active_adapter, bare_model, is_bare
+from qlora_rl.adapter.subject import active_adapter, bare_model, is_bare, shorten_lora
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.experts import directory_is_mixture
 from qlora_rl.base.kinds import load_processor
@@ -32,8 +30,6 @@ from qlora_rl.train.setup.processes import fit_for_sharding
 logger = logging.getLogger(__name__)
 
 ADAPTER_DTYPES = ("float32", "bfloat16")
-# PEFT's LoRA layers whose forward `_short_forward` is, where they are plain.
-_ADDS_ITS_PRODUCT = ("Linear", "Linear4bit")
 
 
 class TrainedRun(Resumable, WrappedModel):
@@ -228,35 +224,6 @@ def set_adapter_dtype(model: Any, dtype: torch.dtype, before: dict[str, torch.Te
             exact = before.get(name)
             parameter.data = (exact if exact is not None else parameter.data).to(dtype)
     shorten_lora(model)
-
-
-def shorten_lora(model: Any) -> None:
-    """Under autocast plain LoRA on a linear makes up to two passes less over its output, and keeps its input as it is; all bits are PEFT's.
-
-    PEFT 0.21 copies what the base gives, and scales the adapter's output, and in the backward pass its gradient, [N, O] each time; a power of two
-    may scale the [N, R] between A and B instead. PEFT also lifts the input of 4-bit linears to the adapter's dtype, unless CUDA's autocast is on;
-    autocast makes 16 bits of it again, and the backward pass would keep that copy. Dropout, which scales the lifted input, and what is not
-    plain LoRA stay PEFT's.
-    """
-    for module in model.modules():
-        if hasattr(module, "lora_variant") and type(module).__name__ in _ADDS_ITS_PRODUCT:
-            module.forward = types.MethodType(_short_forward, module)
-
-
-def _short_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-    """x [..., I] gives [..., O]."""
-    device = x.device.type
-    is_cast = torch.is_autocast_enabled(device) and x.dtype == torch.get_autocast_dtype(device)
-    is_dropped = any(getattr(each, "p", 0.0) for each in self.lora_dropout.values())
-    if not is_cast or is_dropped or args or named or self.disable_adapters or self.merged or self.lora_variant:
-        return type(self).forward(self, x, *args, **named)
-    result = self.base_layer(x)
-    for name in self.active_adapters:
-        if name in self.lora_A:
-            low, b, scale = self.lora_A[name](x), self.lora_B[name], self.scaling[name]
-            is_exact = x.dtype == torch.bfloat16 and b.bias is None and math.frexp(abs(scale))[0] == 0.5
-            result = result + (b(low * scale) if is_exact else b(low) * scale)
-    return result
 
 
 def check_optimizer(optimizer: Any, model: Any) -> None:
