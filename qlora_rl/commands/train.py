@@ -47,10 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "reading the run: no file was given. `qlora-rl train --example grpo > run.toml` makes one to start from."
         )
+    import torch
     import transformers
 
     from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
+    from qlora_rl.processor import processor
 
     quieten()
     transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
@@ -69,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with loading():  # the trainer, and TRL and vLLM with it
             find_trainer(config.method)
+        if not torch.cuda.is_available() and int(os.environ.get("RANK", "0")) == 0:
+            print(f"     {processor()}")
         out = launch(config)
     except KeyboardInterrupt:
         whole = any(Path(config.run.dir).glob("checkpoint-*"))

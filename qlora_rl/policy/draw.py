@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qlora_rl.errors import ConfigConflictError, collected
+from qlora_rl.products import Float32Products
 
 
 def draw(
@@ -77,8 +78,11 @@ def choose(logits_V: torch.Tensor, temperature: float, top_p: float, generator: 
     return int(order_V[torch.multinomial(share_V, 1, generator=generator)])
 
 
-def precision(model: Any, autocast: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Autocast to the dtype of this name, on the model's device; `None`: the model as it is."""
-    if autocast is None:
-        return contextlib.nullcontext()
-    return torch.autocast(next(model.parameters()).device.type, getattr(torch, autocast))
+@contextlib.contextmanager
+def precision(model: Any, autocast: str | None) -> Iterator[None]:
+    """Autocast to the dtype of this name, on the model's device; `None`: the model as it is. 16-bit products are those of a trainer on this processor."""
+    device = next(model.parameters()).device.type
+    dtype = model.dtype if autocast is None else getattr(torch, autocast)
+    products = Float32Products(dtype) if device == "cpu" else contextlib.nullcontext()
+    with products, torch.autocast(device, dtype=dtype, enabled=autocast is not None):
+        yield

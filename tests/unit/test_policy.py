@@ -10,14 +10,15 @@ import pytest
 import torch
 from trained import make_run
 
-from qlora_rl import ConfigConflictError, RunDirectoryError, SamplingSpec, open_trained
+from qlora_rl import ConfigConflictError, RunDirectoryError, SamplingSpec, open_trained, products
 from qlora_rl.cli import main
 from qlora_rl.config.data import load_data
 from qlora_rl.config.write import to_toml
 from qlora_rl.policy.chat import Conversation
-from qlora_rl.policy.draw import choose
+from qlora_rl.policy.draw import choose, precision
 from qlora_rl.policy.evaluation import Compared, Evaluation, Mean, compare, evaluate, read_rows, save
 from qlora_rl.policy.rows import as_trained
+from qlora_rl.processor import SETTING
 from qlora_rl.report import write_report
 from qlora_rl.rewards.load import load_reward, reward_name
 
@@ -325,3 +326,15 @@ def test_a_place_that_is_no_run_is_said_as_what_it_is(run, tmp_path, capsys):
     assert main(["report", str(tmp_path / "elsewhere")]) == 1
     assert "it is not a run" in capsys.readouterr().err
     assert not (tmp_path / "elsewhere" / "report.html").exists()
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_where_bf16_is_slow_a_policy_is_computed_in_float32_as_it_was_trained(monkeypatch, autocast):
+    monkeypatch.setenv(SETTING, "float32")
+    model = torch.nn.Linear(4, 4, dtype=torch.bfloat16 if autocast is None else torch.float32)
+    model.dtype = model.weight.dtype  # as transformers' models have it
+    before = set(products._claims[torch.bfloat16])
+    with precision(model, autocast):
+        assert len(products._claims[torch.bfloat16] - before) == 1
+        assert model(torch.ones(2, 4, dtype=model.dtype)).dtype == torch.bfloat16
+    assert products._claims[torch.bfloat16] == before
