@@ -58,15 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments) or 0)
     except QloraRLError as error:
         print(f"qlora-rl: {error}", file=sys.stderr)
-        gc.unfreeze()  # else triton prints forty lines about what the interpreter's end does not find
         return BAD_USAGE if isinstance(error, UsageError) else 1
     except BrokenPipeError:  # the reader has closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("qlora-rl: interrupted", file=sys.stderr)
-        gc.unfreeze()
         return INTERRUPTED
+    finally:
+        gc.unfreeze()  # of `loading`: triton prints forty lines about what the interpreter's end does not find
 
 
 def _is_no_remark_on_the_cpu(record: logging.LogRecord) -> bool:

@@ -45,7 +45,7 @@ def draw(
     cache, new = None, list(prompt)
     given = {name: value.to(device) for name, value in (inputs or {}).items()}
     for _ in range(min(tokens, room)):
-        with torch.no_grad(), precision(model, autocast):
+        with torch.no_grad(), precision(model, autocast, tokens=len(new)):
             said = model(input_ids=torch.tensor([new], device=device), past_key_values=cache, use_cache=True, **given)
         cache, given = said.past_key_values, {}
         token = choose(said.logits[0, -1].float().cpu(), temperature, top_p, generator)
@@ -79,10 +79,13 @@ def choose(logits_V: torch.Tensor, temperature: float, top_p: float, generator: 
 
 
 @contextlib.contextmanager
-def precision(model: Any, autocast: str | None) -> Iterator[None]:
-    """Autocast to the dtype of this name, on the model's device; `None`: the model as it is. 16-bit products are those of a trainer on this processor."""
+def precision(model: Any, autocast: str | None, *, tokens: int = 2) -> Iterator[None]:
+    """Autocast to the dtype of this name, on the model's device; `None`: the model as it is.
+
+    16-bit products are those of a trainer on this processor, but for a single token: torch multiplies vectors fast everywhere.
+    """
     device = next(model.parameters()).device.type
     dtype = model.dtype if autocast is None else getattr(torch, autocast)
-    products = Float32Products(dtype) if device == "cpu" else contextlib.nullcontext()
+    products = Float32Products(dtype) if device == "cpu" and tokens > 1 else contextlib.nullcontext()
     with products, torch.autocast(device, dtype=dtype, enabled=autocast is not None):
         yield

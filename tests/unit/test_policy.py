@@ -338,3 +338,5 @@ def test_where_bf16_is_slow_a_policy_is_computed_in_float32_as_it_was_trained(mo
         assert len(products._claims[torch.bfloat16] - before) == 1
         assert model(torch.ones(2, 4, dtype=model.dtype)).dtype == torch.bfloat16
     assert products._claims[torch.bfloat16] == before
+    with precision(model, autocast, tokens=1):  # a vector is multiplied fast as it is
+        assert products._claims[torch.bfloat16] == before
