@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ SETTING = "QLORA_RL_CPU_PRODUCTS"
 CHOICES = ("auto", "native", "float32")
 # Read by torch when it is imported.
 _COMPILED_FOR = "TORCH_COMPILE_CACHE_KEY_TAG"
+# Fields of /proc/cpuinfo: what an Arm processor has in place of a name, and what distinguishes processors of one name on x86 and on Arm.
+_ARM_NAME = ("CPU implementer", "CPU part", "CPU variant")
+_IDENTITY = ("cpu family", "model", "stepping", *_ARM_NAME, "CPU revision")
 # Read by oneDNN, and by torch's layer above it, with the first product of a process.
 _CAPACITIES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "64"}
 
@@ -38,6 +42,8 @@ class Processor:
         native: 16-bit dtypes that torch multiplies with the processor's instructions.
         setting: what `QLORA_RL_CPU_PRODUCTS` says: "auto"; "native" leaves all products to torch; "float32" takes the way of a processor
             that has no instructions for 16 bits.
+        identity: numbers by which the manufacturer distinguishes processors of one name, such as "family 25, model 17, stepping 1"; empty where
+            /proc/cpuinfo has none.
     """
 
     name: str
@@ -45,6 +51,7 @@ class Processor:
     torch_kernels: str
     native: tuple[str, ...]
     setting: str = "auto"
+    identity: str = ""
 
     def multiplies_in(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype matrices of `dtype` are multiplied fast: their own, or float32, the result rounded once."""
@@ -99,9 +106,9 @@ def processor() -> Processor:
         )
     import torch
 
-    return Processor(
-        _known_name(), platform.machine(), torch.backends.cpu.get_cpu_capability(), _native_dtypes(), setting
-    )
+    name, identity = _name_and_identity()
+    kernels = torch.backends.cpu.get_cpu_capability()
+    return Processor(name, platform.machine(), kernels, _native_dtypes(), setting, identity)
 
 
 def tell_compiled_code_apart() -> str:
@@ -117,7 +124,8 @@ def tell_compiled_code_apart() -> str:
     from torch.compiler import config
 
     found = processor()
-    ours, theirs = f"{found.name}, {found.torch_kernels}", config.cache_key_tag
+    ours = ", ".join(filter(None, (found.name, found.identity, found.torch_kernels)))
+    theirs = config.cache_key_tag
     if ours not in theirs:
         config.cache_key_tag = os.environ[_COMPILED_FOR] = f"{theirs}; {ours}" if theirs else ours
     return config.cache_key_tag
@@ -163,11 +171,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @functools.cache  # each push asks, for each layer of the engine
-def _known_name() -> str:
-    return _model_name()
+def _name_and_identity() -> tuple[str, str]:
+    return _read_name_and_identity()
 
 
-def _model_name() -> str:
+def _read_name_and_identity() -> tuple[str, str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -176,6 +184,10 @@ def _model_name() -> str:
     for line in lines:
         name, _, value = line.partition(":")
         found.setdefault(name.strip(), value.strip())
+
+    def listed(fields: Sequence[str]) -> str:
+        return ", ".join(f"{field.split()[-1]} {found[field]}" for field in fields if field in found)
+
     # Arm's have no name there, but numbers.
-    parts = [f"{part} {found[f'CPU {part}']}" for part in ("implementer", "part", "variant") if f"CPU {part}" in found]
-    return found.get("model name") or ", ".join(parts) or platform.processor() or "unknown processor"
+    name = found.get("model name") or listed(_ARM_NAME) or platform.processor() or "unknown processor"
+    return name, listed(_IDENTITY)

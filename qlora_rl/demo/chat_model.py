@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qlora_rl.demo.tiny_model import Progress, make_optimizers, put_directory
-from qlora_rl.processor import processor
+from qlora_rl.demo.tiny_model import Progress, autocast, make_optimizers, numerics, put_directory
 from qlora_rl.products import Float32Products
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def make_chat_model(
 
     schemas = [get_json_schema(tool) for tool in tools]
     recipe = {
-        "version": 3, "steps": steps, "batch_size": batch_size, "hidden_size": hidden_size, "layers": layers, "seed": seed, **numerics(),
+        "version": 4, "steps": steps, "batch_size": batch_size, "hidden_size": hidden_size, "layers": layers, "seed": seed, **numerics(),
         "text": hashlib.sha256(json.dumps([list(map(list, conversations)), schemas]).encode()).hexdigest(),
     }  # fmt: skip
 
@@ -83,13 +82,6 @@ def make_chat_model(
         tokenizer.save_pretrained(target)
 
     return make_once("chat", recipe, out_dir, fill)
-
-
-def numerics() -> dict[str, Any]:
-    """What decides in which order sums are added: equal recipes with equal numerics give equal weights."""
-    import torch
-
-    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor().as_dict()}
 
 
 def make_once(
@@ -242,7 +234,7 @@ def _train(
             group["lr"] = peak * min(1.0, done / 0.05 + 0.02, (1 - done) / 0.6)
         chosen = torch.randint(len(rows), (batch_size,), generator=rng).tolist()
         ids_B_S, labels_B_S = _padded([rows[number] for number in chosen], len(common), model.config.pad_token_id)
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             cache = model.model(common_1_S, use_cache=True).past_key_values
             cache.batch_repeat_interleave(batch_size)
             hidden = model.model(ids_B_S[:, :-1], past_key_values=cache).last_hidden_state

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qlora_rl.demo.chat_model import learn_tokenizer, make_once, numerics
-from qlora_rl.demo.tiny_model import Progress, make_optimizers
+from qlora_rl.demo.chat_model import learn_tokenizer, make_once
+from qlora_rl.demo.tiny_model import Progress, autocast, make_optimizers, numerics
 from qlora_rl.products import Float32Products
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def make_picture_model(
     import torch
 
     recipe = {
-        "version": 1, "pictures": pictures, "steps": steps, "batch_size": batch_size, "right": right, "seed": seed, **numerics(),
+        "version": 2, "pictures": pictures, "steps": steps, "batch_size": batch_size, "right": right, "seed": seed, **numerics(),
     }  # fmt: skip
 
     def fill(target: Path) -> None:
@@ -200,7 +200,7 @@ def _train(
             [ids + [model.config.text_config.pad_token_id] * (longest - len(ids)) for ids, _ in rows]
         )
         labels_B_S = torch.tensor([[-100] * own + ids[own:] + [-100] * (longest - len(ids)) for ids, own in rows])
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             loss = model(
                 input_ids=ids_B_S,
                 attention_mask=(ids_B_S != model.config.text_config.pad_token_id).long(),

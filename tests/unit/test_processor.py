@@ -435,12 +435,28 @@ def test_an_arm_processor_is_told_by_its_numbers(monkeypatch, tmp_path):
     def named(text):
         (tmp_path / "cpuinfo").write_text(text)
         monkeypatch.setattr(module, "Path", lambda _: tmp_path / "cpuinfo")
-        return module._model_name()
+        return module._read_name_and_identity()
 
     arm = "processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\nCPU variant\t: 0x1\nCPU part\t: 0xd40\n"
-    assert named(arm) == "implementer 0x41, part 0xd40, variant 0x1"
-    assert named(arm.replace("0xd40", "0xd4f")) != named(arm)
-    assert named("model name\t: AMD EPYC: 2\nmodel name\t: other\n") == "AMD EPYC: 2"
+    assert named(arm)[0] == "implementer 0x41, part 0xd40, variant 0x1"
+    assert named(arm.replace("0xd40", "0xd4f"))[0] != named(arm)[0]
+    revised = named(arm + "CPU revision\t: 1\n")
+    assert (revised[0], revised[1]) == (named(arm)[0], f"{named(arm)[0]}, revision 1")
+    assert named("model name\t: AMD EPYC: 2\nmodel name\t: other\n") == ("AMD EPYC: 2", "")
+
+
+def test_processors_of_one_name_have_identities_of_their_own(monkeypatch, tmp_path):
+    """In clouds several generations are an "AMD EPYC"; the line that a run prints stays short."""
+    from qlora_rl import processor as module
+
+    (tmp_path / "cpuinfo").write_text("model name\t: AMD EPYC\ncpu family\t: 25\nmodel\t\t: 17\nstepping\t: 1\n")
+    monkeypatch.setattr(module, "Path", lambda _: tmp_path / "cpuinfo")
+    monkeypatch.setattr(module, "_name_and_identity", module._read_name_and_identity)
+    one = processor()
+    assert (one.name, one.identity) == ("AMD EPYC", "family 25, model 17, stepping 1")
+    assert one.as_dict()["identity"] == one.identity
+    assert str(one).startswith("AMD EPYC, ")
+    assert "stepping" not in str(one)
 
 
 def test_a_process_of_its_own_multiplies_in_float32_for_its_life():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,8 @@ import pytest
 
 from qlora_rl.demo import task
 from qlora_rl.demo.task import SPLITS, Problem, grpo_rows, problems, reward_exact_match
-from qlora_rl.demo.tiny_model import make_tiny_model, make_tokenizer
+from qlora_rl.demo.tiny_model import Recipe, make_tiny_model, make_tokenizer, numerics
+from qlora_rl.processor import SETTING
 
 
 def unordered(split):
@@ -161,3 +163,73 @@ def test_a_directory_with_something_else_in_it_is_not_overwritten(tmp_path, monk
     with pytest.raises(FileExistsError, match="empty directory"):
         make_tiny_model(tmp_path / "mine", steps=1)
     assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+def _of_another_processor(monkeypatch):
+    from qlora_rl import processor as module
+
+    monkeypatch.setattr(module, "_name_and_identity", lambda: ("AMD EPYC", "family 25, model 1, stepping 1"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _of_another_processor,
+        lambda patch: patch.setenv(SETTING, "float32"),
+        lambda patch: patch.setenv("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
+        lambda patch: patch.setenv("MKL_CBWR", "COMPATIBLE"),
+        lambda patch: patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
+    ],
+    ids=["model", "setting", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"],
+)
+def test_what_changes_the_order_of_sums_changes_the_digests_of_models_made_on_the_spot(monkeypatch, change):
+    from qlora_rl import processor as module
+
+    monkeypatch.setattr(module, "_name_and_identity", lambda: ("AMD EPYC", "family 25, model 17, stepping 1"))
+    for name in (SETTING, "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(SETTING, "native")
+    before = Recipe().digest(), json.dumps(numerics())
+    assert (Recipe().digest(), json.dumps(numerics())) == before
+    change(monkeypatch)
+    after = Recipe().digest(), json.dumps(numerics())
+    assert before[0] != after[0]
+    assert before[1] != after[1]  # what recipes of chat and picture models hold
+
+
+def test_torchs_own_kernels_are_among_the_numerics():
+    """`ATEN_CPU_CAPABILITY` is read when torch is imported."""
+    code = "from qlora_rl.demo.tiny_model import numerics; print(numerics()['processor']['torch_kernels'])"
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in ("DEFAULT", "NO AVX")
+
+
+def _chat_model(out):
+    from qlora_rl.demo.chat_model import make_chat_model
+
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    make_chat_model([talk, talk], out, steps=1, batch_size=2, hidden_size=64, layers=1)
+
+
+def _picture_model(out):
+    pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
+    from qlora_rl.demo.picture_model import make_picture_model
+
+    make_picture_model(out, pictures=2, steps=1, batch_size=2)
+
+
+@pytest.mark.parametrize(("setting", "is_on"), [("native", True), ("float32", False)])
+@pytest.mark.parametrize("make", [lambda out: make_tiny_model(out, steps=1), _chat_model, _picture_model])
+def test_models_are_pretrained_in_bf16_only_where_it_is_multiplied_fast(tmp_path, monkeypatch, make, setting, is_on):
+    import torch
+
+    monkeypatch.setenv(SETTING, setting)
+    monkeypatch.setenv("QLORA_RL_CACHE", str(tmp_path / "cache"))
+    found = []
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda *_: found.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+    )
+    with hook:
+        make(tmp_path / "model")
+    assert set(found) == {(is_on, torch.bfloat16)}
