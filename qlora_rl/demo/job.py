@@ -350,7 +350,7 @@ def make_trainer(
                 "seed": settings.seed,
                 "grpo": trainer.args.to_dict(),
                 "versions": describe_versions(),
-                "machine": describe_machine(),
+                "machine": describe_machine(is_4bit=base.spec.is_4bit),
             },
         )
     described = json.loads((run.path / "config.json").read_text())

@@ -21,6 +21,7 @@ from qlora_rl import (
     products,
 )
 from qlora_rl.adapter.store import default_root
+from qlora_rl.base.decode import uses_avx512
 from qlora_rl.engine.leftovers import trim_memory
 from qlora_rl.engine.linears.kernels import packs_away
 from qlora_rl.processor import SETTING
@@ -154,6 +155,8 @@ def test_the_run_directory_is_complete_and_its_adapter_is_the_trained_one(base, 
     described = json.loads((tmp_path / "config.json").read_text())
     assert described["base"]["identity"] == base.identity
     assert described["plan"]["strategy"] == "lora_adapter"
+    assert described["base_compute"]["packs_plain"] == packs_away(torch.bfloat16)
+    assert described["machine"]["bitsandbytes_avx512"] == uses_avx512()
     needed = {"reward", "mismatch_kl", "logprob_diff_mean", "logprob_diff_max", "ratio_p01", "ratio_p99", "ess", "loss"}
     needed |= {"sync_seconds", "sync_bytes", "rollout_tokens_per_s", "step_seconds", "grad_norm", "learning_rate"}
     for line in lines(tmp_path):
@@ -163,8 +166,10 @@ def test_the_run_directory_is_complete_and_its_adapter_is_the_trained_one(base, 
 def test_training_on_a_16_bit_base_is_the_control_row(model_dir, tmp_path):
     with make(prepare_base(model_dir, "none"), tmp_path) as trainer:
         trainer.train()
-    held = json.loads((tmp_path / "config.json").read_text())["base_held"]
-    is_packed = packs_away(torch.bfloat16)
+    described = json.loads((tmp_path / "config.json").read_text())
+    held, is_packed = described["base_held"], packs_away(torch.bfloat16)
+    assert described["base_compute"]["packs_plain"] == is_packed
+    assert "bitsandbytes_avx512" not in described["machine"]
     assert held["copies"] == 1 + is_packed
     assert ("packed it away" in held.get("reason", "")) == is_packed
     assert all(m["mismatch_kl"] < 5e-4 for m in lines(tmp_path))

@@ -43,6 +43,7 @@ class BaseCompute:
         seconds: what one pass over all 4-bit linears was measured to take, where it was, by way.
         ways: on a GPU, the rules of each shape of a linear; see `ways.choose_rules`.
         kernel: on a CPU, instructions of `native`'s kernel, which multiplies the codes, or why there is none.
+        packs_plain: on a CPU, vLLM keeps unquantised linears in a form of its own; see `kernels.packs_away`.
     """
 
     base: str = "vllm"
@@ -53,6 +54,7 @@ class BaseCompute:
     seconds: Mapping[str, float] = field(default_factory=dict)
     ways: Mapping[str, str] = field(default_factory=dict)
     kernel: str = ""
+    packs_plain: bool = False
 
     def __str__(self) -> str:
         left = "".join(f"; {what} is left to vLLM: {why}" for what, why in self.left.items())

@@ -11,7 +11,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 from qlora_rl.engine.linears.base_compute import install
 from qlora_rl.engine.linears.decoded import CHECKED_COLUMNS, DecodedLinear
+from qlora_rl.engine.linears.kernels import packs_away
 from qlora_rl.engine.linears.linear import read_products, same_values
 from qlora_rl.engine.stage import read_parts
 from qlora_rl.engine.worker.carried import CarriedWeights
@@ -120,6 +121,8 @@ class BaseExtension:
         if installed is not None:
             return installed[0].as_dict()
         done, self.qlora_decoded = install(self.model_runner, wish, **facts)
+        if self.model_runner.device.type == "cpu":
+            done = replace(done, packs_plain=packs_away(self.model_runner.model_config.dtype))
         return done.as_dict()
 
     def _qlora_check_copies(self, count: int | None = None) -> None:

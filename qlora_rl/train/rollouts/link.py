@@ -13,6 +13,7 @@ from qlora_rl.base.experts import directory_is_mixture
 from qlora_rl.base.kinds import directory_takes_images, load_processor
 from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
 from qlora_rl.engine.images import ImagePrompt
+from qlora_rl.engine.linears.base_compute import BaseCompute
 from qlora_rl.errors import NotYetSupportedError, collected
 from qlora_rl.products import Float32Products
 from qlora_rl.sync.admission import Admission, verify_base
@@ -93,9 +94,11 @@ class Link:
         return facts
 
     def facts(self) -> dict[str, Any]:
-        """For config.json."""
+        """For config.json; only an engine in this process says what its linears multiply with."""
+        compute = getattr(self.engine, "base_compute", None)
         return {
             "engine": self.engine.capabilities().name,
+            **({"base_compute": compute.as_dict()} if isinstance(compute, BaseCompute) else {}),
             "sync": self.plan.strategy,
             "plan": self.plan.as_dict(),
             "base_proof": {

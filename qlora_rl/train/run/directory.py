@@ -307,15 +307,22 @@ class StepRecord:
             self.run.append(METRICS, self.last)
 
 
-def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory and GPU, for the record."""
+def describe_machine(*, is_4bit: bool = False) -> dict[str, Any]:
+    """Processor, cores, memory and GPU, for the record.
+
+    Args:
+        is_4bit: bitsandbytes multiplies, so say whether its kernels for a CPU have AVX-512 here.
+    """
     import torch
+
+    from qlora_rl.base.decode import uses_avx512  # late, as torch: what keeps its warnings quiet comes first
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "processor": processor().as_dict(),
+        **({"bitsandbytes_avx512": uses_avx512()} if is_4bit else {}),
         "cpu_cores": cores,
         "memory_gib": round(memory, 1),
         "gpu": gpu,

@@ -168,7 +168,7 @@ class TrainedRun(Resumable, WrappedModel):
             "lora": {k: sorted(v) if isinstance(v, set) else v for k, v in adapter.items() if v is not None},
             self._config_name: self.args.to_dict(),
             "versions": describe_versions(),
-            "machine": describe_machine(),
+            "machine": describe_machine(is_4bit=self.base.spec.is_4bit),
         }
 
 
