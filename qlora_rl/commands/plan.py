@@ -159,11 +159,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     longest = largest_length(ledger) if arguments.gpu_memory is not None else None
     if arguments.json:
-        ways = [vars(saving) for saving in ledger.savings()]
-        print(json.dumps(ledger.as_dict() | {"longest_max_length": longest, "savings": ways}, indent=1))
+        found = ledger.as_dict() | {"longest_max_length": longest}
+        found["savings"] = [vars(saving) for saving in ledger.savings()]
+        if ledger.request.device == "cpu":
+            found["processor"] = processor().as_dict()
+        print(json.dumps(found, indent=1))
         return 0 if ledger.fits else DOES_NOT_FIT
     print(ledger)
-    if arguments.base_compute is not None:
+    if ledger.request.device == "cpu":
         print(f"\nprocessor: {processor()}")
     sequences, tokens = ledger.cache_sequences, ledger.cache_tokens
     if not is_offline:

@@ -27,7 +27,7 @@ from qlora_rl.ledger.plan import largest_length
 from qlora_rl.ledger.published import models, published
 from qlora_rl.ledger.request import MemoryRequest
 from qlora_rl.ledger.shape import Cache, read_config, read_shape, skeleton
-from qlora_rl.processor import Processor
+from qlora_rl.processor import Processor, processor
 from qlora_rl.train.scoring.attention import without_masks
 from qlora_rl.train.scoring.padding import remove_padding
 from qlora_rl.train.scoring.row import row_inputs
@@ -765,6 +765,7 @@ def test_plan_as_json_holds_every_line(config_json, capsys):
     assert not request["gradient_checkpointing"]
     assert {"base, shared", "optimizer", "activations"} <= {line["name"] for line in found["lines"]}
     assert found["longest_max_length"] is None  # nothing limits it
+    assert "processor" not in found  # of a card
     adapter = next(line for line in found["lines"] if line["name"] == "adapter")
     assert adapter["nbytes"] == 4 * 36 * 32 * (4096 + 4096 + 4096 + 1024)
 
@@ -780,14 +781,16 @@ def test_plan_has_a_line_for_decoded_copies_and_only_on_the_cpu(
     lines = {}
     for way in ("nf4", "baked"):
         assert main(["plan", config_json, "--base-compute", way, "--json"]) == 0
-        lines[way] = {line["name"]: line["nbytes"] for line in json.loads(capsys.readouterr().out)["lines"]}
+        found = json.loads(capsys.readouterr().out)
+        assert found["processor"] == processor().as_dict()
+        lines[way] = {line["name"]: line["nbytes"] for line in found["lines"]}
     copies = lines["baked"].pop("base, decoded copies")
     assert lines["baked"] == lines["nf4"]
     assert "CUDA and vLLM" not in lines["nf4"]
     spec, shape = QuantSpec(), read_shape(read_config(config_json))
     assert copies == width * sum(o * i for n, (o, i) in shape.linears.items() if count.is_quantised(n, spec))
     assert main(["plan", config_json, "--base-compute", "nf4"]) == 0
-    assert f"QLORA_RL_CPU_PRODUCTS={products}" in capsys.readouterr().out
+    assert f"\nprocessor: {processor()}\n" in capsys.readouterr().out
     with pytest.raises(ConfigConflictError, match="baked"):
         MemoryRequest(copies_dtype="bfloat16", device="cuda")
 
