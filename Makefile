@@ -20,7 +20,10 @@ WORKERS ?= 2
 ACROSS := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile)
 # `make test PROCESSOR=avx2`: as on a processor without AVX-512 and bf16 instructions; torch, vLLM, MKL and bitsandbytes take their other kernels.
 PROCESSOR ?=
-AS := $(if $(PROCESSOR),PYTHONPATH=$(CURDIR)/tests/$(PROCESSOR))
+# tests/children is on the path of every test's processes and imitates nothing.
+IMITATED := $(filter-out children,$(patsubst tests/%/sitecustomize.py,%,$(wildcard tests/*/sitecustomize.py)))
+AS = $(if $(filter-out $(IMITATED),$(PROCESSOR)),$(error PROCESSOR=$(PROCESSOR): no test imitates this processor. Use one of: $(IMITATED)))$(if \
+	$(PROCESSOR),PYTHONPATH=$(CURDIR)/tests/$(PROCESSOR))
 
 test: $(STAMP)              ## unit tests, then real vLLM and real bitsandbytes
 	$(AS) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ACROSS) $(ARGS)

@@ -26,6 +26,7 @@ from qlora_rl.adapter.store import ORIGIN, write_origin
 from qlora_rl.base.checkpoint import MANIFEST, open_base
 from qlora_rl.base.quant import QuantSpec, exact_absmax, quantize_linear
 from qlora_rl.policy.trained import open_trained
+from qlora_rl.processor import processor
 
 TESTS = Path(__file__).parent.parent
 
@@ -115,6 +116,8 @@ def test_a_weight_is_quantised_alike_on_processors_of_other_widths():
     """Vectors of four numbers, as without AVX2 and on ARM; of eight; and what this processor has."""
     here = quantised_elsewhere()
     assert quantised_elsewhere(ATEN_CPU_CAPABILITY="default") == here
+    if processor().architecture != "x86_64":
+        pytest.skip("vectors of four are the same; tests/avx2 changes what bitsandbytes' library for x86 finds")
     assert quantised_elsewhere([TESTS / "avx2"]) == here
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -67,6 +68,23 @@ def test_workflows_run_targets_that_exist_on_every_python_that_is_promised():
     publish = files["release"]["jobs"]["publish"]
     assert publish["permissions"] == {"id-token": "write"}
     assert "secrets." not in (ROOT / ".github" / "workflows" / "release.yml").read_text()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("target", ["test", "unit", "test-full"])
+def test_tests_run_as_on_a_processor_that_is_imitated_and_on_no_other(target):
+    def said(name):
+        command = ["make", "-n", target, f"PROCESSOR={name}"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    assert "PYTHONPATH=" not in said("").stdout
+    assert f"PYTHONPATH={ROOT}/tests/avx2 " in said("avx2").stdout
+    # tests/avx512 holds a header, and tests/children is on the path of all.
+    for name in ("unknown", "avx512", "children", "avx2 unknown"):
+        done = said(name)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].endswith("imitates this processor. Use one of: avx2.  Stop.")
+        assert "-m pytest" not in done.stdout
 
 
 def test_a_bug_report_asks_for_what_the_doctor_prints():
