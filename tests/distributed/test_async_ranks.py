@@ -127,7 +127,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_where_it_was(exact_b
     assert set(collections.Counter(halves).values()) == {2}  # of rank 0's half each once
 
 
-@pytest.mark.full
+@pytest.mark.full  # 30 steps; above what is trained on
 def test_it_learns_from_what_it_samples(exact_base, tmp_path):
     done = launch([{"base": exact_base, "out": str(tmp_path / "run"), **ASYNC, **TWO, **LEARNS}])
     assert done.returncode == 0, done.stderr[-3000:]
@@ -147,7 +147,7 @@ def on_vllm(base, tmp_path_factory):
     return root
 
 
-@pytest.mark.full
+@pytest.mark.full  # two processes with vLLM each; by default FakeEngine
 @pytest.mark.parametrize("rollout", VLLM)
 def test_vllm_generates_ahead_for_both_ranks(rollout, on_vllm):
     """A server and a fleet are rank 0's, and threads of both ranks ask them."""

@@ -39,6 +39,7 @@ def alone(its_base, model_dir, tmp_path_factory):
     return root / "one", str(root / "kept.json")
 
 
+# By default DDP; trainers of ours are sharded in test_full_weights.py.
 @pytest.fixture(
     scope="module", params=["ddp", *(pytest.param(way, marks=pytest.mark.full) for way in WAYS if way != "ddp")]
 )
@@ -91,7 +92,7 @@ def test_a_reward_that_raises_on_rank_1_raises_the_same_on_rank_0(two):
     assert ends[0]["notes"] == ["raised on rank 1"]
 
 
-@pytest.mark.full
+@pytest.mark.full  # two processes with vLLM each; by default FakeEngine
 @pytest.mark.parametrize("way", ["ddp", "fsdp1", "fsdp2"])
 def test_vllm_serves_both_ranks(way, base, model_dir, tmp_path):
     call = {"base": str(base.path), "model": str(model_dir), "dtype": "bfloat16", "bf16": True, **STEPS, **TWO}

@@ -91,7 +91,7 @@ def test_processes_that_accelerate_does_not_join_are_rejected_before_anything_is
         assert not (tmp_path / method).exists()
 
 
-@pytest.mark.full
+@pytest.mark.full  # above a reward that raises, below a rank that is killed
 def test_an_error_in_the_middle_of_a_step_ends_both_ranks_with_it(exact_base, tmp_path):
     out = tmp_path / "run"
     struck = {"rank": 1, "step": 1, "how": "raise"}

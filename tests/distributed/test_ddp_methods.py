@@ -8,7 +8,7 @@ from conftest import distance, launch, said
 from job import main
 from resumed import lines
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.full  # GRPO under DDP is in test_ddp.py; vLLM in several processes is in no default test
 
 ONE, TWO = {"per_device_train_batch_size": 8}, {"per_device_train_batch_size": 4}
 LEARNS = {"learns": True, "max_steps": 30, "save_strategy": "no", "lr_scheduler_type": "constant"}

@@ -8,7 +8,7 @@ import pytest
 from conftest import WAYS, distance, launch, said, skip_without_deepspeed
 from resumed import lines
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.full  # groups of ranks and their engines are in test_ranks.py, without vLLM
 
 TRAINING = {
     "vllm_max_model_length": 32,

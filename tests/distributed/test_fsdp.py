@@ -8,7 +8,7 @@ from job import main
 from resumed import lines
 from test_ddp_methods import DRAW, METHODS, until_step_2
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.full  # by default test_full_weights.py under both, and test_bf16.py
 
 LEARNS = {"learns": True, "max_steps": 30, "save_strategy": "no", "lr_scheduler_type": "constant"}
 ONE = {"per_device_train_batch_size": 8, "max_steps": 4}

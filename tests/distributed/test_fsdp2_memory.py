@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import FSDP2, distance, launch, said
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.full  # one process does so in train/test_memory_switches.py
 
 OFFLOAD = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False, "offload": True}}
 

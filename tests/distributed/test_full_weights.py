@@ -20,6 +20,7 @@ def alone(exact_base, tmp_path_factory):
     return root / "one", str(root / "kept.json")
 
 
+# By default ZeRO-3 for DeepSpeed: it shards the base too.
 @pytest.fixture(
     scope="module", params=["ddp", "fsdp1", "fsdp2", pytest.param("zero2", marks=pytest.mark.full), "zero3"]
 )
@@ -70,7 +71,7 @@ def test_a_push_that_breaks_on_rank_1_raises_the_same_on_rank_0(two):
     assert (summary["status"], summary["steps"]) == ("failed", 1)
 
 
-@pytest.mark.full
+@pytest.mark.full  # two processes and two actors; test_ranks.py has it without vLLM
 def test_two_processes_send_them_once_to_two_actors(exact_base, tmp_path):
     """Rank 0 alone talks to the actors; each push is checked weight by weight on both, and each rank trains on its own half of what they sample."""
     pytest.importorskip("ray")

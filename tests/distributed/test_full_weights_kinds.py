@@ -9,6 +9,7 @@ from job import main
 from resumed import lines
 from support import make_model
 
+# DoRA is in test_full_weights.py, the other kinds for one process in engine/test_dense.py.
 pytestmark = pytest.mark.full
 
 ONE = {"per_device_train_batch_size": 8, "max_steps": 4, "save_steps": 2}

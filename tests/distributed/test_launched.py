@@ -11,7 +11,7 @@ from conftest import ZERO, free_port
 from resumed import lines
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.full  # each launch imports all in two processes; test_ddp.py types the command once
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 LEARNS = {"learns": True, "max_steps": 30, "save_strategy": "no", "lr_scheduler_type": "constant"}
 ONE = {"per_device_train_batch_size": 8, "max_steps": 4}
 TWO = {"per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 2}
+# By default ZeRO-3: it shards the base too.
 BOTH = pytest.mark.parametrize("stage", [pytest.param("zero2", marks=pytest.mark.full), "zero3"])
 BOTH_FULL = pytest.mark.parametrize("stage", ["zero2", "zero3"])
 
@@ -94,12 +95,13 @@ def test_a_checkpoint_is_as_one_process_writes_it(stage, two, recorded):
     assert not list((two(stage) / "checkpoint-2").glob("global_step*"))
 
 
-@pytest.mark.full
+@pytest.mark.full  # ZeRO-2, see above
 def test_under_zero_2_the_base_is_sent_to_nobody(two):
     assert said(two("zero2"), 1)["sent"] == 4 * len(adapter_of(two("zero2")))  # what is trained, once
 
 
 # --- the long ones ------------------------------------------------------------------------------------------------------
+# For each stage a launch of nine trainings, and two more. Above is one training under ZeRO-3.
 
 
 @pytest.fixture(scope="module")

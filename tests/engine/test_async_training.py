@@ -150,7 +150,7 @@ class _Endless:
         return getattr(self._engine, name)
 
 
-@pytest.mark.full
+@pytest.mark.full  # two trainings of 60 steps, by the clock
 def test_it_is_half_as_fast_again_where_the_environment_waits_and_learns_the_same(tmp_path, monkeypatch):
     """The demo's task, every reward half a second late."""
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "benchmarks")

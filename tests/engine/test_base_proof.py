@@ -36,7 +36,7 @@ def test_both_sides_agree_on_what_the_base_is(tmp_path, case):
     check(tmp_path, *case)
 
 
-@pytest.mark.full
+@pytest.mark.full  # an engine for each of many cases; by default six
 @pytest.mark.parametrize("case", FULL_MATRIX, ids=lambda case: "-".join(map(str, case)))
 def test_both_sides_agree_on_the_whole_matrix(tmp_path, case):
     check(tmp_path, *case)

@@ -229,7 +229,7 @@ def test_a_small_adapter_that_is_held_and_not_multiplied_is_noticed_within_two_p
     assert unnoticed(model, engine, range(3), monkeypatch) == []
 
 
-@pytest.mark.full
+@pytest.mark.full  # above three seeds and 20 pushes
 def test_that_in_twenty_of_twenty_seeds_and_not_in_five_hundred_honest_pushes(pair, monkeypatch):
     model, engine, _ = pair
     honest(model, engine, 500)

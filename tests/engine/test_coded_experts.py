@@ -161,6 +161,7 @@ def test_grpo_trains_with_one_copy_of_the_experts(mixture, targets, tmp_path):
 LENGTH = 320  # four of them fill a tile
 
 
+# By default one of three architectures.
 @pytest.mark.parametrize(
     "architecture", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.full) for name in ("olmoe", "mixtral"))]
 )

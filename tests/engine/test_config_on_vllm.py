@@ -68,7 +68,7 @@ def test_the_command_refuses_before_it_loads_anything(model_dir, tmp_path, capsy
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.full
+@pytest.mark.full  # test_trainers.py has both on vLLM, without a file
 @pytest.mark.parametrize("method", ["rloo", "online_dpo"])
 def test_the_other_methods_that_draw_run_too(method, model_dir, tmp_path):
     small = [*SMALL, f"base.model={model_dir}", f"method={method}"]

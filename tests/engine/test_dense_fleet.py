@@ -281,6 +281,7 @@ def test_weights_that_the_canary_rejects_are_served_by_none_until_the_next_push(
     assert whole(fleet, baked, tmp_path, model)
 
 
+# Each kills a server and starts another; by default in the stream.
 @pytest.mark.parametrize("place", ["stream", pytest.param("commit", marks=pytest.mark.full)])
 def test_a_server_killed_in_the_middle_of_a_push_is_done_without_and_brought_to_the_version(
     servers, fleet, baked, tmp_path, caplog, place
@@ -316,7 +317,7 @@ def test_a_server_killed_in_the_middle_of_a_push_is_done_without_and_brought_to_
     assert second.generate(PROMPTS, SAMPLING).completion_ids == expected[0]
 
 
-@pytest.mark.full
+@pytest.mark.full  # with adapters in test_server_faults.py; above one that is killed
 def test_a_server_that_stands_still_in_a_push_is_done_without_and_brought_to_the_version(
     servers, fleet, baked, tmp_path, monkeypatch
 ):
@@ -333,7 +334,7 @@ def test_a_server_that_stands_still_in_a_push_is_done_without_and_brought_to_the
     assert whole(fleet, baked, tmp_path, new)
 
 
-@pytest.mark.full
+@pytest.mark.full  # with adapters in test_server_faults.py
 def test_a_server_killed_in_a_rollout_is_done_without_and_brought_to_the_version(servers, fleet, baked, tmp_path):
     _, model = policies(baked, tmp_path, fleet)
     strategy = DenseSync(model, fleet)
@@ -348,7 +349,7 @@ def test_a_server_killed_in_a_rollout_is_done_without_and_brought_to_the_version
     assert sampled(fleet) == expected
 
 
-@pytest.mark.full
+@pytest.mark.full  # above one of two
 def test_when_both_are_killed_in_a_push_it_is_sent_again_to_the_one_that_comes_back(
     servers, fleet, baked, tmp_path, monkeypatch
 ):

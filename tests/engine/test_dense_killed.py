@@ -29,7 +29,7 @@ def stages(engine):
     return sorted(Path(engine._about["adapter_dir"]).glob(STAGES))
 
 
-@pytest.mark.full
+@pytest.mark.full  # three servers; unit/test_client.py has it without vLLM
 def test_a_server_that_is_killed_serves_nothing_until_the_weights_were_pushed_again(untied, tmp_path, monkeypatch):
     """kill -9 between two pushes, and in the middle of one; a server of its own."""
     baked = bake_base(untied, "float32")
@@ -73,7 +73,7 @@ def test_a_server_that_is_killed_serves_nothing_until_the_weights_were_pushed_ag
                 each.stop()
 
 
-@pytest.mark.full
+@pytest.mark.full  # servers of its own; a kill in the stream is in test_dense_fleet.py, in the commit in no default test
 def test_a_server_that_is_killed_in_the_very_commit_serves_the_base_and_the_trainer_pushes_anew(
     untied, tmp_path, monkeypatch
 ):

@@ -330,6 +330,7 @@ engine.load_dense(dying(), engine.version + 1)
 """
 
 
+# By default in the commit; a stream that breaks, without a kill, is above.
 @pytest.mark.parametrize("place", [pytest.param("15", marks=pytest.mark.full), "commit"])
 def test_a_trainer_that_is_killed_in_the_middle_leaves_the_old_version_or_all_of_the_new_one(
     server, untied, far, place
@@ -428,7 +429,7 @@ def test_a_push_cannot_fill_the_disk_or_lead_out_of_its_directory(server, far, t
 # --- under the trainer -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.full  # test_demo.py trains it in process, and the tests above push to this server
 @pytest.mark.parametrize("way", ["server", "url"])
 def test_the_trainer_trains_dora_through_a_server(untied, server, tmp_path, way):
     """Started beside it, or running already."""

@@ -68,7 +68,7 @@ def test_the_trainer_may_borrow_the_base_of_such_an_engine_and_push_to_it(measur
     del model
 
 
-@pytest.mark.full
+@pytest.mark.full  # vLLM compiles the model; above it does not
 def test_vllms_compiler_takes_the_changed_linears(base, wanted, tmp_path, monkeypatch):
     """As it does on a GPU by default. On the CPU vLLM compiles only without adapters."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))

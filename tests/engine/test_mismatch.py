@@ -109,6 +109,7 @@ def test_a_broken_sync_stops_the_run_within_two_steps_and_is_named(trainer_on, m
     assert all(p.dtype == torch.float32 for p in trainable)  # what was exchanged is back
 
 
+# Each is a training; by default two.
 @pytest.mark.parametrize(
     ("seed", "temperature", "rate"), [*HONEST, *(pytest.param(*m, marks=pytest.mark.full) for m in MORE)]
 )

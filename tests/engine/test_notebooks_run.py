@@ -84,7 +84,7 @@ def test_a_first_grpo_run_learns_on_another_model_and_with_fewer_steps(with_demo
     assert (tmp_path / "runs/100/report.html").exists()
 
 
-@pytest.mark.full
+@pytest.mark.full  # each of them whole; by default 100, above, and their stored outputs in unit/test_notebooks.py
 @pytest.mark.parametrize("number", sorted(ASKED))
 def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kernel(number, tmp_path):
     notebook = load(number)
@@ -233,7 +233,7 @@ STOPPABLE = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.full  # most of four notebooks; Ctrl-C in a run is test_demo.py's
 @pytest.mark.parametrize("number", sorted(STOPPABLE))
 def test_a_cell_that_was_stopped_leaves_nothing_behind_and_can_be_run_again(number, tmp_path):
     notebook = load(number)
@@ -249,7 +249,7 @@ def test_a_cell_that_was_stopped_leaves_nothing_behind_and_can_be_run_again(numb
     assert answers(notebook) == [{"status": "interrupted", "left": []}]
 
 
-@pytest.mark.full
+@pytest.mark.full  # as above
 def test_a_launch_that_was_stopped_leaves_no_process_and_can_be_run_again(tmp_path):
     notebook = load("303")
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -264,7 +264,7 @@ def test_a_launch_that_was_stopped_leaves_no_process_and_can_be_run_again(tmp_pa
     assert answers(notebook) == [{"left": [], "steps": 8}]
 
 
-@pytest.mark.full
+@pytest.mark.full  # as above
 def test_a_training_cell_that_was_stopped_can_be_run_again(tmp_path):
     notebook = load("100")
     (training,) = (i for i, cell in enumerate(notebook.cells) if "with QLoRAGRPOTrainer" in cell.source)

@@ -121,7 +121,7 @@ def _greedy(model, base, prompts):
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.full
+@pytest.mark.full  # that DoRA is served exactly is test_dense.py's; that `evaluate` takes this way, only here
 def test_what_is_no_plain_lora_is_evaluated_as_full_weights(base, tmp_path):
     run = make_run(base, tmp_path / "run", LoraConfig(r=8, use_dora=True, target_modules="all-linear"))
     rows = [{"prompt": f"{i}+{i}="} for i in range(10, 16)]

@@ -148,7 +148,7 @@ def test_the_ray_example_runs(cluster, model_dir, tmp_path):
     assert held["engine"].startswith("2 replicas: vllm")
 
 
-@pytest.mark.full
+@pytest.mark.full  # a fleet of its own; an actor that cannot start is in no default test
 def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(base, cluster, tmp_path):
     from qlora_rl import BaseIncompleteError
 
@@ -163,7 +163,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(base, cluster,
         time.sleep(0.2)
 
 
-@pytest.mark.full
+@pytest.mark.full  # 40 steps; below without a trainer, in train/test_async_fleet.py without vLLM
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_training_goes_on_when_an_actor_is_killed_in_a_rollout(cluster, base, tmp_path, overlaps):
     """The reward rises as without the fault; every step is there once, and every token drawn by the version that it names."""
@@ -201,7 +201,7 @@ def test_a_training_goes_on_when_an_actor_is_killed_in_a_rollout(cluster, base, 
         trainer.bridge.strategy.verify()
 
 
-@pytest.mark.full
+@pytest.mark.full  # 60 steps; test_demo.py learns on one engine
 @pytest.mark.parametrize("is_struck", [False, True])
 def test_the_demo_learns_on_two_actors_also_when_one_is_killed_in_a_rollout(cluster, tmp_path, monkeypatch, is_struck):
     """Sums: right answers, on ones that were never trained on, from a quarter to four fifths; nothing is counted twice."""
@@ -339,7 +339,7 @@ def test_an_actor_that_stands_still_in_a_rollout_is_ended_and_the_one_in_its_pla
     assert victim.generate(prompts, SAMPLING).completion_ids == one.completion_ids
 
 
-@pytest.mark.full
+@pytest.mark.full  # above one of two stands still
 def test_a_rollout_in_which_all_actors_stand_still_is_drawn_by_those_in_their_place(
     both, bundle, prompts, caplog, patient
 ):

@@ -15,7 +15,7 @@ from qlora_rl import AdapterSync, Canary, ConfigConflictError, RayFleet, bake_ba
 from qlora_rl.base.fingerprint import fingerprint_stored
 from qlora_rl.sync.transports import transport_for
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.full  # two ranks are in test_tensor_parallel.py, actors of one rank in test_ray.py
 TWO = {"tensor_parallel_size": 2}
 
 

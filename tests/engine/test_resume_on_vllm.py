@@ -47,7 +47,7 @@ def test_twenty_steps_are_ten_and_a_kill_and_ten(base, tmp_path):
     assert sum(line["mismatch_kl"] > 0 for line in lines(tmp_path / "killed")) > 10
 
 
-@pytest.mark.full
+@pytest.mark.full  # three servers; by default in the process, above
 def test_twenty_steps_are_ten_and_a_kill_and_ten_through_a_server(base, tmp_path):
     finish(start(base, tmp_path / "straight", "server"))
     process = start(base, tmp_path / "killed", "server", pause_s=0.2)

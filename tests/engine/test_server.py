@@ -296,6 +296,7 @@ def test_a_shared_directory_is_tried_out_and_its_versions_are_named_not_sent(ser
     assert os.listdir(tmp_path) == []
 
 
+# Many show what leaks slowly; by default a hundred.
 @pytest.mark.parametrize("pushes", [100, pytest.param(1900, marks=pytest.mark.full)])
 def test_many_pushes_are_all_answered_right_and_leave_nothing_behind(server, remote, bundle, pushes):
     """After each push, what is scored is that adapter's own, bit for bit; memory within 30 MiB of that after 100, files exactly."""
@@ -665,7 +666,7 @@ def test_verify_asks_a_server_with_its_key(server, base, other_model_dir, tmp_pa
     assert "key is missing or wrong" in found["message"]
 
 
-@pytest.mark.full
+@pytest.mark.full  # a server of its own; trainings on one are test_config_on_vllm.py's
 def test_a_server_beside_the_trainer_ends_with_it(base, tmp_path):
     with make(base, tmp_path, rollout="server") as trainer:
         process = trainer.engine.server.process
@@ -703,7 +704,7 @@ def test_nobody_there_is_said_with_the_way_out():
         ServerEngine("http://127.0.0.1:9", api_key="k" * 20, wait_s=0)
 
 
-@pytest.mark.full
+@pytest.mark.full  # two servers; one of two killed in a rollout is test_server_faults.py's
 def test_killed_in_the_middle_of_a_rollout_and_started_again_it_is_proven_pushed_to_and_asked_again(
     base, bundle, prompts
 ):

@@ -386,6 +386,7 @@ def offspring_of(pid):
     return []
 
 
+# Each starts vLLM; by default `serve` by itself, and a start by a trainer only here.
 @pytest.mark.parametrize(("code", "wanted"), [(SERVE, 1), pytest.param(BESIDE, 2, marks=pytest.mark.full)])
 def test_ctrl_c_while_vllms_engine_starts_ends_all_of_it_with_one_line(base, tmp_path, code, wanted):
     """As a terminal does it: to the whole group."""
@@ -412,6 +413,7 @@ def test_ctrl_c_while_vllms_engine_starts_ends_all_of_it_with_one_line(base, tmp
     assert said.count("qlora-rl: interrupted") == 1
 
 
+# Each starts vLLM; by default the later moment.
 @pytest.mark.parametrize("when", [pytest.param("", marks=pytest.mark.full), "Starting to load model"])
 def test_a_server_that_is_killed_while_vllms_engine_starts_leaves_no_process_behind(base, tmp_path, when):
     """As soon as the engine's process is there, and when it loads the model: only later would our worker extension see to it."""
@@ -503,7 +505,7 @@ def test_killed_in_the_middle_of_a_push_it_is_waited_for_proven_and_pushed_to_ag
     assert drawn(one, prompts) == served
 
 
-@pytest.mark.full
+@pytest.mark.full  # two trainings; the test above kills in a push, without a trainer
 def test_a_training_goes_on_after_its_server_was_killed_in_a_push_and_between_two(servers, base, tmp_path):
     """The metrics are those of a training that nothing happened to."""
     key = tmp_path / "key"
@@ -541,7 +543,7 @@ def test_a_training_goes_on_after_its_server_was_killed_in_a_push_and_between_tw
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-9)
 
 
-@pytest.mark.full
+@pytest.mark.full  # starts two servers; unit/test_fleet.py has it without vLLM
 def test_a_replica_that_comes_back_on_another_base_is_left_out(servers, other_model_dir, both, bundle, prompts, caplog):
     both.load_packed(blob(bundle), 1)
     served, right = drawn(both, prompts), servers[1].base

@@ -124,7 +124,7 @@ def test_the_trainer_computes_on_the_engines_own_tensors(tmp_path, case):
     check(tmp_path, *case)
 
 
-@pytest.mark.full
+@pytest.mark.full  # an engine for each of many cases; above six
 @pytest.mark.parametrize("case", FULL_MATRIX, ids=lambda case: "-".join(map(str, case)))
 def test_the_trainer_computes_on_the_engines_own_tensors_on_the_whole_matrix(tmp_path, case):
     check(tmp_path, *case)

@@ -82,7 +82,7 @@ def test_ten_steps_on_one_copy_are_those_on_two(base, tmp_path):
     assert_equal_runs(base, tmp_path, 10, gradient_checkpointing=True)
 
 
-@pytest.mark.full
+@pytest.mark.full  # above ten
 @pytest.mark.parametrize("architecture", ["qwen2", "llama-bias"])
 def test_a_hundred_steps_on_one_copy_are_those_on_two(tmp_path, architecture):
     base = prepare_base(make_model(tmp_path / "model", architecture=architecture, tied=architecture == "qwen2"))

@@ -270,7 +270,7 @@ def test_ctrl_c_in_a_terminal_leaves_the_ranks_alone(ranks, prompts):
     assert all(child.is_running() for child in found)
 
 
-@pytest.mark.full
+@pytest.mark.full  # an engine of its own, started twice
 def test_a_rank_that_is_killed_ends_the_call_and_the_engine_comes_back_with_its_adapter(
     exact, trainer, prompts, caplog
 ):
@@ -297,7 +297,7 @@ def test_a_rank_that_is_killed_ends_the_call_and_the_engine_comes_back_with_its_
     assert children(os.getpid()) == others
 
 
-@pytest.mark.full
+@pytest.mark.full  # an engine for each; by default one shape
 @pytest.mark.parametrize(
     ("architecture", "tied", "kv_heads"),
     [("qwen3", False, 1), ("llama-bias", False, 4), ("gemma", True, 1), ("mistral", True, 2)],
@@ -320,7 +320,7 @@ def test_other_shapes_are_proven_and_served_in_parts(tmp_path, architecture, tie
         strategy.close()
 
 
-@pytest.mark.full
+@pytest.mark.full  # by default against the trainer's model: test_they_draw_what_the_trainer_would
 def test_two_ranks_draw_what_one_engine_draws(exact, ranks, prompts):
     whole = ranks.generate(prompts, max_tokens=12, seed=5)
     with LocalEngine(bake_base(exact), **SIZES) as one:
@@ -328,7 +328,7 @@ def test_two_ranks_draw_what_one_engine_draws(exact, ranks, prompts):
     assert alone.completion_ids == whole.completion_ids
 
 
-@pytest.mark.full
+@pytest.mark.full  # two engines for each; by default float32, which shows more
 @pytest.mark.parametrize("quant", ["none", "nf4"])
 def test_16_bits_are_as_close_in_parts_as_they_are_in_one(model_dir, quant, prompts):
     base = prepare_base(model_dir, quant)
@@ -343,7 +343,7 @@ def test_16_bits_are_as_close_in_parts_as_they_are_in_one(model_dir, quant, prom
     assert two < 1e-4
 
 
-@pytest.mark.full
+@pytest.mark.full  # an engine of its own; by default pushes without a trainer
 def test_a_training_on_two_ranks(base, tmp_path):
     others = children(os.getpid())
     with make(base, tmp_path, max_steps=4, vllm_tensor_parallel_size=2) as trainer:
@@ -359,7 +359,7 @@ def test_a_training_on_two_ranks(base, tmp_path):
 # --- a server ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.full  # by default in this process, above
 def test_a_server_of_two_ranks_is_proven_pushed_to_and_ends_whole(exact, trainer, prompts):
     with start_server(exact, tensor_parallel_size=2, timeout_s=300, **SIZES) as server:
         running = children(server.process.pid)
@@ -377,7 +377,6 @@ def test_a_server_of_two_ranks_is_proven_pushed_to_and_ends_whole(exact, trainer
     assert not any(process.is_running() for process in running)
 
 
-@pytest.mark.full
 def test_a_server_of_two_ranks_without_lora_could_be_given_nothing(exact):
     from qlora_rl.engine.server import serve
 

@@ -91,6 +91,7 @@ def caller(tmp_path_factory):
     [
         ("grpo", {"tools": {"use": ["tools.py:multiply"]}, "rewards": [{"use": "numeric_match"}]}),
         ("grpo", {"environment": {"use": "tools.py:Calculator"}}),
+        # A training more; an environment under asynchronous GRPO is in train/test_async.py, without vLLM.
         pytest.param(
             "async_grpo",
             {"tools": {"use": ["tools.py:multiply"]}, "rewards": [{"use": "numeric_match"}]},

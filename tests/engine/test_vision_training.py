@@ -243,6 +243,7 @@ def test_what_no_adapter_carries_is_synced_as_full_weights(base, tmp_path, kind)
         assert line["mismatch_kl"] < 1e-2
 
 
+# By default one of two; that Gemma 3 samples with images as the trainer does is in test_vision.py.
 @pytest.mark.parametrize("architecture", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_a_broken_sync_is_named_though_the_prompts_hold_images(architecture, tmp_path, monkeypatch):
     base = prepare_base(make_vision_model(tmp_path / "source", architecture), out=tmp_path / "base")

@@ -119,7 +119,7 @@ def test_torchrls_trainer_hook_takes_the_sender(base32):
     assert (sender.version, receiver.version) == (2, 2)
 
 
-@pytest.mark.full
+@pytest.mark.full  # 60 steps; above a few of its hook, and its loss
 def test_the_example_learns():
     command = [sys.executable, str(EXAMPLE), "--steps", "60"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)

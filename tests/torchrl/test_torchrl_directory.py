@@ -18,6 +18,7 @@ TENSORS = 6
 NUMBERS = 3000
 
 
+# By default fewer of the same.
 MANY = pytest.mark.parametrize(
     "pushes", [200, pytest.param(1000, marks=pytest.mark.full)], ids=["200 pushes", "1,000 pushes"]
 )

@@ -108,7 +108,7 @@ def lose_a_sender(base, place, stage, said, transfer="directory"):
             assert apart(pushed["logprobs"], applied["logprobs"]) < 1e-4
 
 
-@pytest.mark.full
+@pytest.mark.full  # above the same by multiprocessing, at every stage
 @pytest.mark.parametrize("rpc", ["torch", "ray"])
 def test_a_loss_is_seen_through_the_other_layers_within_the_time_limit(base32, tmp_path, rpc):
     with cluster() if rpc == "ray" else contextlib.nullcontext():

@@ -78,7 +78,7 @@ def test_nccl_carries_a_push_between_two_gpus(base32, tmp_path):
         follow(sender, receiver)
 
 
-@pytest.mark.full
+@pytest.mark.full  # in one process in test_torchrl_scheme.py; above adapters
 def test_full_weights_travel_by_each_transfer(base32, baked32, tmp_path):
     for transfer in TRANSFERS:
         place = tmp_path / transfer

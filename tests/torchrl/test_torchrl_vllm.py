@@ -43,7 +43,7 @@ def test_vllm_serves_what_was_pushed(base, tmp_path):
         pushed_three_times(policy(base), engine, scheme, base, tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.full  # a server; above vLLM in this process
 def test_a_server_is_given_the_adapter_in_the_body_of_a_request(base, tmp_path):
     with start_server(base, max_lora_rank=8, max_model_length=32) as server:
         with ServerEngine(server.url, api_key=server.key) as engine:

@@ -108,7 +108,7 @@ def test_a_run_survives_three_kills(start, base, tmp_path):
     survives(start, base, tmp_path, 3)
 
 
-@pytest.mark.full
+@pytest.mark.full  # above three
 def test_a_run_survives_thirty_kills(start, base, tmp_path):
     survives(start, base, tmp_path, 30)
 
@@ -153,6 +153,6 @@ def test_a_run_survives_a_kill_before_operations_in_its_directory(start, base, t
     survives_at(start, base, tmp_path, chosen)
 
 
-@pytest.mark.full
+@pytest.mark.full  # above eight of them at most
 def test_a_run_survives_a_kill_before_every_operation_in_its_directory(start, base, tmp_path):
     survives_at(start, base, tmp_path, lambda changes: range(1, len(changes) + 1))

@@ -67,7 +67,7 @@ print(torch.equal(part(ids, 500, 900), held * (ids - 500)), torch._dynamo.utils.
 """
 
 
-@pytest.mark.full
+@pytest.mark.full  # two processes compile; by default the tag is read, below
 @pytest.mark.skipif(
     shutil.which("c++") is None or processor().torch_kernels != "AVX512",
     reason="needs a C++ compiler, and two kinds of vectors",

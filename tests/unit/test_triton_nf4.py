@@ -208,6 +208,7 @@ def test_another_way_is_refused():
 
 
 @compiled
+# By default the newer one: its code has both kinds of instructions.
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.full), 90])
 def test_every_tile_compiles_for_gpus_and_uses_their_tensor_cores(capability, tmp_path, monkeypatch):
     """No GPU is needed to compile. What runs on one is not shown by this."""
