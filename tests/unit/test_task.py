@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -200,7 +201,9 @@ def test_what_changes_the_order_of_sums_changes_the_digests_of_models_made_on_th
 def test_torchs_own_kernels_are_among_the_numerics():
     """`ATEN_CPU_CAPABILITY` is read when torch is imported."""
     code = "from qlora_rl.demo.tiny_model import numerics; print(numerics()['processor']['torch_kernels'])"
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    # Not on the path: tests/avx2, which sets it too.
+    package = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": package}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() in ("DEFAULT", "NO AVX")
 
