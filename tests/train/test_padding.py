@@ -275,12 +275,20 @@ def test_a_batch_that_trl_has_packed_for_sft_attends_by_sequence():
     assert (gradient - padded_gradient).norm() < 1e-5 * padded_gradient.norm()
 
 
-@pytest.mark.parametrize("length", [2, attention._SHORT])
-def test_short_sequences_attend_under_autocast_as_exactly_as_the_fused_kernel(length, monkeypatch):
+@pytest.mark.parametrize("length", [2, 33, attention._SHORT])
+def test_short_sequences_have_their_gradients_from_float32(length, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     like = [(1, heads, 3 * length, 16) for heads in (4, 2, 2)]
     half = [torch.randn(shape, generator=generator).mul(2).bfloat16() for shape in like]
     weights = torch.randn(1, 3 * length, 4, 16, generator=generator)
+    seen = []
+
+    def backward(*given, **named):
+        seen.append({part.dtype for part in given[:6]})
+        return own(*given, **named)
+
+    own = attention._FUSED_BACKWARD
+    monkeypatch.setattr(attention, "_FUSED_BACKWARD", backward)
 
     def attend(dtype, short):
         monkeypatch.setattr(attention, "_SHORT", short)
@@ -290,9 +298,24 @@ def test_short_sequences_attend_under_autocast_as_exactly_as_the_fused_kernel(le
         (found.float() * weights).sum().backward()
         return [found.detach().float(), *(part.grad.float() for part in parts)]
 
-    exact, batched, fused = attend(torch.float32, 0), attend(torch.bfloat16, length), attend(torch.bfloat16, 0)
-    for one, ours, theirs in zip(exact, batched, fused, strict=True):
+    exact, fused = attend(torch.float32, length), attend(torch.bfloat16, 0)
+    assert not seen  # float32 needs none, and longer sequences are torch's
+    lifted = attend(torch.bfloat16, length)
+    assert seen == [{torch.float32}]
+    assert torch.equal(lifted[0], fused[0])
+    for one, ours, theirs in zip(exact, lifted, fused, strict=True):
         assert (ours - one).norm() <= (theirs - one).norm() + 2**-9 * one.norm()
+
+
+@pytest.mark.parametrize("odd", ["dropout", "a head of its own size for values"])
+def test_what_torchs_fused_attention_does_not_take_stays_torchs(odd, monkeypatch):
+    monkeypatch.setattr(attention, "_Fused", None)
+    sizes = (16, 16, 8 if odd != "dropout" else 16)
+    parts = [torch.randn(1, 2, 12, size, dtype=torch.bfloat16).requires_grad_() for size in sizes]
+    found = attention._by_length(*parts, (6, 6), None, False, 0.5 if odd == "dropout" else 0.0)
+    assert found.shape == (1, 12, 2, sizes[2])
+    found.float().sum().backward()
+    assert all(part.grad.isfinite().all() for part in parts)
 
 
 def test_eager_attention_is_a_wish():

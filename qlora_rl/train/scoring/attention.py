@@ -7,13 +7,14 @@ Letters: N tokens of all sequences together, M of the row, where sequences share
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -23,9 +24,10 @@ NAME = "sdpa_per_sequence"
 # Tokens whose gradients are in float32 at once.
 _AT_ONCE = 4096
 _HALF = (torch.bfloat16, torch.float16)
-# Of so few tokens in bf16, torch's fused attention on a CPU spends more time on its backward pass than on everything else: a product for
-# each head of each sequence.
-_SHORT = 32
+# Up to so many tokens the backward pass of torch's fused attention for CPUs is faster in float32 than in bf16; above, it would only take more memory.
+_SHORT = 256
+_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # transformers makes masks once in a forward pass, before the layers; it does not say for which arguments.
 _without_masks: ContextVar[bool] = ContextVar("without_masks", default=False)
 
@@ -117,6 +119,29 @@ class _Gathered(torch.autograd.Function):
         return total.to(gradient_1HND.dtype), None
 
 
+class _Fused(torch.autograd.Function):
+    """torch's fused causal attention for CPUs, its backward pass in float32, rounded once: in bf16 that takes 2 to 16 times as long (torch 2.13).
+
+    Query [B, Q, S, D], key and value [B, K, S, D]; returns [B, Q, S, D].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        found, sums = _FUSED(query, key, value, 0.0, True, scale=scaling)
+        ctx.save_for_backward(query, key, value, found, sums)
+        ctx.scaling = scaling
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *parts, sums = ctx.saved_tensors
+        lifted = [part.float() for part in (gradient, *parts)]
+        found = _FUSED_BACKWARD(*lifted, sums, 0.0, True, scale=ctx.scaling)
+        return *(part.to(gradient.dtype) for part in found), None
+
+
 def _by_length(
     query_1QND: torch.Tensor,
     key_1KND: torch.Tensor,
@@ -126,7 +151,7 @@ def _by_length(
     shares_keys: bool,
     dropout: float,
 ) -> torch.Tensor:
-    """torch's SDPA, fused or (`_SHORT`) as batched products; one call for neighbours of one length."""
+    """torch's SDPA, or `_Fused`; one call for neighbours of one length."""
     runs = [(length, len(list(alike))) for length, alike in groupby(lengths)]
     sizes = [length * count for length, count in runs]
     found = []
@@ -135,18 +160,22 @@ def _by_length(
         runs, *(whole.split(sizes, dim=2) for whole in (query_1QND, key_1KND, value_1KND)), strict=True
     ):
         alike = [part[0].unflatten(1, (count, length)).transpose(0, 1) for part in parts]
-        if length <= _SHORT and not dropout and all(part.is_cpu and part.dtype == torch.bfloat16 for part in alike):
-            # In float32 inside, as the fused kernel; autocast, which leaves that one alone, would round the scores to bf16.
-            with torch.autocast("cpu", enabled=False):
-                run, _ = torch.ops.aten._scaled_dot_product_attention_math(
-                    *alike, is_causal=True, scale=scaling, enable_gqa=shares_keys
-                )
+        if length <= _SHORT and _is_fused(alike, scaling, shares_keys, dropout):
+            run = _Fused.apply(*alike, scaling)
         else:
             run = scaled_dot_product_attention(
                 *alike, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=shares_keys
             )
         found.append(run.transpose(1, 2).flatten(0, 1))
     return torch.cat(found)[None]
+
+
+def _is_fused(parts: Sequence[torch.Tensor], scaling: float | None, shares_keys: bool, dropout: float) -> bool:
+    """On a CPU, in bf16, and torch would take its fused kernel."""
+    if not all(part.is_cpu and part.dtype == torch.bfloat16 for part in parts):
+        return False
+    chosen = torch._fused_sdp_choice(*parts, None, dropout, True, scale=scaling, enable_gqa=shares_keys)
+    return chosen == SDPBackend.FLASH_ATTENTION.value
 
 
 def _one_kernel(
