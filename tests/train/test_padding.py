@@ -307,6 +307,29 @@ def test_short_sequences_have_their_gradients_from_float32(length, monkeypatch):
         assert (ours - one).norm() <= (theirs - one).norm() + 2**-9 * one.norm()
 
 
+def test_few_tokens_are_in_float32_at_once(monkeypatch):
+    """The estimate of a step's memory does not know of them."""
+    count, length = 20, attention._SHORT
+    parts = [torch.randn(1, 2, count * length, 16, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    seen = []
+
+    def backward(gradient, *given, **named):
+        seen.append(len(gradient) * gradient.shape[2])
+        return own(gradient, *given, **named)
+
+    def gradients(at_once):
+        monkeypatch.setattr(attention, "_LIFTED", at_once)
+        found = attention._by_length(*parts, (length,) * count, None, False, 0.0)
+        return torch.autograd.grad(found.float().square().sum(), parts)
+
+    own = attention._FUSED_BACKWARD
+    monkeypatch.setattr(attention, "_FUSED_BACKWARD", backward)
+    sliced = gradients(attention._LIFTED)
+    assert max(seen) <= attention._LIFTED
+    assert sum(seen) == count * length
+    assert all(map(torch.equal, sliced, gradients(count * length)))
+
+
 @pytest.mark.parametrize("odd", ["dropout", "a head of its own size for values"])
 def test_what_torchs_fused_attention_does_not_take_stays_torchs(odd, monkeypatch):
     monkeypatch.setattr(attention, "_Fused", None)

@@ -95,7 +95,8 @@ class Link:
 
     def facts(self) -> dict[str, Any]:
         """For config.json; only an engine in this process says what its linears multiply with."""
-        compute = getattr(self.engine, "base_compute", None)
+        engine = getattr(self.engine, "inner", None) or self.engine  # of several ranks, the first one's
+        compute = getattr(engine, "base_compute", None)
         return {
             "engine": self.engine.capabilities().name,
             **({"base_compute": compute.as_dict()} if isinstance(compute, BaseCompute) else {}),

@@ -24,8 +24,10 @@ NAME = "sdpa_per_sequence"
 # Tokens whose gradients are in float32 at once.
 _AT_ONCE = 4096
 _HALF = (torch.bfloat16, torch.float16)
-# Up to so many tokens the backward pass of torch's fused attention for CPUs is faster in float32 than in bf16; above, it would only take more memory.
-_SHORT = 256
+# Up to so many tokens the backward pass of torch's fused attention for CPUs is faster in float32 than in bf16; from 256 on it is not.
+_SHORT = 128
+# Tokens that are in float32 at once for it.
+_LIFTED = 1024
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # transformers makes masks once in a forward pass, before the layers; it does not say for which arguments.
@@ -120,9 +122,10 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Fused(torch.autograd.Function):
-    """torch's fused causal attention for CPUs, its backward pass in float32, rounded once: in bf16 that takes 2 to 16 times as long (torch 2.13).
+    """torch's fused causal attention for CPUs, its backward pass in float32, rounded once: in bf16 that takes up to 13 times as long (torch 2.13).
 
-    Query [B, Q, S, D], key and value [B, K, S, D]; returns [B, Q, S, D].
+    Query [B, Q, S, D], key and value [B, K, S, D], all bf16; returns [B, Q, S, D]. A base in float32 under autocast has queries and keys in
+    float32, from the rotation, and values in bf16: that is left to torch.
     """
 
     @staticmethod
@@ -137,9 +140,15 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *parts, sums = ctx.saved_tensors
-        lifted = [part.float() for part in (gradient, *parts)]
-        found = _FUSED_BACKWARD(*lifted, sums, 0.0, True, scale=ctx.scaling)
-        return *(part.to(gradient.dtype) for part in found), None
+        found = [torch.empty_like(part) for part in parts[:3]]
+        count = max(1, _LIFTED // gradient.shape[2])
+        for start in range(0, len(gradient), count):
+            some = slice(start, start + count)
+            lifted = [part[some].float() for part in (gradient, *parts)]
+            exact = _FUSED_BACKWARD(*lifted, sums[some], 0.0, True, scale=ctx.scaling)
+            for whole, part in zip(found, exact, strict=True):
+                whole[some] = part
+        return *found, None
 
 
 def _by_length(
@@ -171,8 +180,8 @@ def _by_length(
 
 
 def _is_fused(parts: Sequence[torch.Tensor], scaling: float | None, shares_keys: bool, dropout: float) -> bool:
-    """On a CPU, in bf16, and torch would take its fused kernel."""
-    if not all(part.is_cpu and part.dtype == torch.bfloat16 for part in parts):
+    """On a CPU, in bf16, and torch would take its fused kernel; its compiler cannot ask that."""
+    if torch.compiler.is_compiling() or not all(part.is_cpu and part.dtype == torch.bfloat16 for part in parts):
         return False
     chosen = torch._fused_sdp_choice(*parts, None, dropout, True, scale=scaling, enable_gqa=shares_keys)
     return chosen == SDPBackend.FLASH_ATTENTION.value
