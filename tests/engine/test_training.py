@@ -91,7 +91,7 @@ def lines(directory, name="metrics.jsonl"):
 
 
 def test_a_hundred_steps_move_the_adapter_and_not_one_bit_of_the_base(base, tmp_path):
-    with make(base, tmp_path, max_steps=100) as trainer:
+    with make(base, tmp_path, max_steps=100, learning_rate=3e-3) as trainer:
         before = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
         trainer.train()
         moved = {n for n, t in trainer.model.state_dict().items() if not torch.equal(t, before[n])}
@@ -102,7 +102,8 @@ def test_a_hundred_steps_move_the_adapter_and_not_one_bit_of_the_base(base, tmp_
         metrics, pushes = lines(tmp_path), lines(tmp_path, "sync.jsonl")
         assert [m["step"] for m in metrics] == list(range(1, 101))
         assert [p["version"] for p in pushes] == list(range(1, 101))
-        # The learning rate is far above any sane one, and the policy ends far from the base: no alarm, with room to spare.
+        # The learning rate is far above any sane one, and the policy ends far from the base: no alarm, with room to spare. With 1e-2 one
+        # of thirteen trainings had 0.029 for three checks: a token whose logprob moved by a nat when its embedding moved by half a unit of bf16.
         scored = [p["canary_difference"] for p in pushes if p["canary_difference"] is not None]
         assert len(scored) == 25  # one of four
         assert max(scored) < 0.75 * trainer.bridge.strategy.canary.threshold, max(scored)
