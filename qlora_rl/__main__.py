@@ -2,7 +2,7 @@
 
 import sys
 
-from qlora_rl.cli import main
+from qlora_rl.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

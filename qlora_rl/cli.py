@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import gc
 import logging
 import os
 import re
@@ -31,6 +30,7 @@ from qlora_rl.commands import (
     verify,
 )
 from qlora_rl.commands.codes import BAD_USAGE, INTERRUPTED, UsageError
+from qlora_rl.engine.loading import leaving, released
 from qlora_rl.errors import QloraRLError
 
 COMMANDS = (
@@ -66,7 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("qlora-rl: interrupted", file=sys.stderr)
         return INTERRUPTED
     finally:
-        gc.unfreeze()  # of `loading`: triton prints forty lines about what the interpreter's end does not find
+        released()  # triton prints forty lines about what the interpreter's end does not find
+
+
+def program() -> int:
+    """The command itself: `main`, and the process ends without taking the libraries apart."""
+    return leaving(main)
 
 
 def _is_no_remark_on_the_cpu(record: logging.LogRecord) -> bool:
@@ -110,4 +115,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -49,12 +50,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; an interrupted run says what it left."""
+    from qlora_rl.demo.job import DemoSettings, default_out, quieten, run_demo, table
     from qlora_rl.engine.loading import loading
+    from qlora_rl.train.run import RunDirectory
 
-    with loading("qlora_rl.train.grpo"):  # and TRL and vLLM with it
-        from qlora_rl.demo.job import DemoSettings, default_out, quieten, run_demo, table
-
-        quieten()
     settings = DemoSettings(
         steps=arguments.steps,
         seed=arguments.seed,
@@ -64,8 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
         adapter=arguments.adapter,
     )
     out = arguments.out or default_out(settings)
+    opened = RunDirectory(out)  # one that holds a run is rejected now, not after seconds of imports
+    os.environ.setdefault("VLLM_PLUGINS", "bitsandbytes")  # TorchRL's, where it is installed, brings in all of TorchRL
+    with loading("qlora_rl.train.grpo"):  # and TRL and vLLM with it
+        quieten()
     try:
-        summary = run_demo(settings, out, against=arguments.against, show_progress=not arguments.quiet)
+        summary = run_demo(settings, opened.path, against=arguments.against, show_progress=not arguments.quiet)
     except KeyboardInterrupt:
         kept = (
             "the run so far and the last adapter are"

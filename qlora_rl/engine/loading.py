@@ -1,14 +1,19 @@
-"""`loading`: libraries are imported without the garbage collector, which finds nothing there and takes a fifth of the time."""
+"""The life of a command's process: `loading` imports the libraries, `leaving` ends it, both without searching a million objects for garbage."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
 import importlib
 import importlib.metadata
+import logging
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+_FREEZE, _UNFREEZE = gc.freeze, gc.unfreeze
 
 
 @contextlib.contextmanager
@@ -16,8 +21,9 @@ def loading(*modules: str) -> Iterator[None]:
     """Import within it, without pauses for garbage collection; `modules` are imported at its end.
 
     What is imported stays for good: torch, transformers, TRL and vLLM make a million objects, which are walked through again and again. So a
-    command also sets it aside: later collections, some of which the libraries ask for, do not walk through it. In a process that had torch
-    before, which is somebody else's, nothing is set aside: what they have dropped must still be found.
+    command also sets it aside: later collections, some of which the libraries ask for, do not walk through it. That lasts until `released`:
+    `gc.freeze` and `gc.unfreeze` do nothing meanwhile, as vLLM's engines set themselves aside when they start, and everything back when they
+    end. In a process that had torch before, which is somebody else's, nothing is set aside: what they have dropped must still be found.
 
     transformers and TRL each ask which distribution every installed module came from, half a second each; they are told once.
     """
@@ -32,6 +38,48 @@ def loading(*modules: str) -> Iterator[None]:
     finally:
         importlib.metadata.packages_distributions = ask
         if is_own:
-            gc.freeze()
+            _FREEZE()
+            _set_collector(_nothing, _nothing)
         if was_on:
             gc.enable()
+
+
+def released() -> None:
+    """Undo what `loading` did to the garbage collector."""
+    _set_collector(_FREEZE, _UNFREEZE)
+    gc.unfreeze()
+
+
+def leaving(run: Callable[[], int]) -> int:
+    """Run a program whose process then ends at once: taking torch and vLLM apart, object by object, takes 3 s.
+
+    Exit handlers run, logs and output are flushed. What `run` raises ends the process the usual way.
+
+    Returns:
+        What `run` returned: the exit status.
+    """
+    status: list[int] = []
+    atexit.register(_leave, status)  # the first to be registered is called last
+    status.append(run())
+    return status[0]
+
+
+def _leave(status: list[int]) -> None:
+    if not status:
+        return
+    logging.shutdown()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # a full disk, a closed pipe: the interpreter's own end says so
+        return
+    os._exit(status[0])
+
+
+def _set_collector(freeze: Callable[[], None], unfreeze: Callable[[], None]) -> None:
+    setattr(gc, "freeze", freeze)  # noqa: B010
+    setattr(gc, "unfreeze", unfreeze)  # noqa: B010
+
+
+def _nothing() -> None:
+    pass

@@ -42,10 +42,13 @@ _WITH_PARENT = "QLORA_RL_END_WITH_PARENT"
 # What `start_server` has a new process do.
 _SERVE = """
 import json, sys
-from qlora_rl.engine.loading import loading
-with loading():
-    from qlora_rl.engine.server.start import serve
-serve(**json.loads(sys.argv[1]))
+from qlora_rl.engine.loading import leaving, loading
+def run():
+    with loading():
+        from qlora_rl.engine.server.start import serve
+    serve(**json.loads(sys.argv[1]))
+    return 0
+sys.exit(leaving(run))
 """
 _MIB = 2**20
 # Of one request with images: a rollout of a hundred photographs.
