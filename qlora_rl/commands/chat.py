@@ -55,11 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.system and arguments.raw:
         raise UsageError("chatting: --system with --raw, which uses no messages. Leave one of them out.")
     from qlora_rl.demo.job import quieten
-
-    quieten()
     from qlora_rl.engine.loading import loading
 
     with loading("qlora_rl.adapter.start"):
+        quieten()
         from qlora_rl.policy.chat import Conversation
         from qlora_rl.policy.trained import open_trained
 

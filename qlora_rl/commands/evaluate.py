@@ -59,11 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
     if columns and not rewards:
         raise UsageError("evaluating: --column is for a --reward. Name one, or leave it out.")
     from qlora_rl.demo.job import quieten
-
-    quieten()
     from qlora_rl.engine.loading import loading
 
     with loading("qlora_rl.adapter.start"):
+        quieten()
         from qlora_rl.policy.evaluation import evaluate, read_rows, save
         from qlora_rl.policy.rows import open_images
         from qlora_rl.policy.trained import open_trained

@@ -47,18 +47,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "reading the run: no file was given. `qlora-rl train --example grpo > run.toml` makes one to start from."
         )
-    import torch
-    import transformers
-
     from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
     from qlora_rl.processor import processor
 
-    quieten()
-    transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
-    from qlora_rl.config.read import read_config, resolved_toml
+    with loading():  # and TRL's config classes
+        import torch
+        import transformers
 
-    with loading():  # TRL's config classes
+        from qlora_rl.config.read import read_config, resolved_toml
+
+        quieten()
+        transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
         config = read_config(arguments.file, arguments.overrides)
     from qlora_rl.config.launch import check_model, find_trainer, launch, unchecked
 

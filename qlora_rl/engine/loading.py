@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
+_OPTIONAL, _hides = ("scipy", "sklearn"), False
 _FREEZE, _UNFREEZE = gc.freeze, gc.unfreeze
 
 
@@ -26,15 +27,20 @@ def loading(*modules: str) -> Iterator[None]:
     end. In a process that had torch before, which is somebody else's, nothing is set aside: what they have dropped must still be found.
 
     transformers and TRL each ask which distribution every installed module came from, half a second each; they are told once.
+    A command's transformers and vLLM find no SciPy and no scikit-learn, which take them a tenth of the start: optional packages, for detecting
+    objects, resampling sound and assisted generation. Whoever imports them afterwards gets them.
     """
+    global _hides
     is_own = "torch" not in sys.modules or gc.get_freeze_count() > 0
+    _hides = _hides or (is_own and "transformers" not in sys.modules)  # which remembers what there is
     was_on, ask = gc.isenabled(), importlib.metadata.packages_distributions
     gc.disable()
     importlib.metadata.packages_distributions = functools.cache(ask)
     try:
-        yield
-        for name in modules:
-            importlib.import_module(name)
+        with _hidden(*_OPTIONAL) if _hides else contextlib.nullcontext():
+            yield
+            for name in modules:
+                importlib.import_module(name)
     finally:
         importlib.metadata.packages_distributions = ask
         if is_own:
@@ -74,6 +80,17 @@ def _leave(status: list[int]) -> None:
     except OSError:  # a full disk, a closed pipe: the interpreter's own end says so
         return
     os._exit(status[0])
+
+
+@contextlib.contextmanager
+def _hidden(*packages: str) -> Iterator[None]:
+    absent = [name for name in packages if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # None: Python's own way to say that there is none
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
 
 def _set_collector(freeze: Callable[[], None], unfreeze: Callable[[], None]) -> None:

@@ -209,6 +209,29 @@ def test_what_a_command_has_set_aside_stays_so_until_it_is_released():
     assert _alone(code).stdout == "True True\n0 True\n"
 
 
+def test_a_command_imports_no_package_that_its_libraries_do_not_need_and_a_reward_may():
+    """SciPy and scikit-learn are a tenth of a start; vLLM resamples sound with one, transformers' assisted generation asks the other."""
+    code = (
+        "import sys\n"
+        "from qlora_rl.engine.loading import loading\n"
+        "with loading('peft', 'vllm.multimodal.audio'): pass\n"
+        "print({'scipy', 'sklearn'} & set(sys.modules))\n"
+        "from sklearn.metrics import roc_curve\n"
+        "from scipy.signal import resample_poly"
+    )
+    assert _alone(code).stdout == "set()\n"
+
+
+def test_a_process_of_somebody_else_keeps_its_packages():
+    code = (
+        "import sys, torch\n"
+        "from qlora_rl.engine.loading import loading\n"
+        "with loading('vllm.multimodal.audio'): pass\n"
+        "print('scipy.signal' in sys.modules)"
+    )
+    assert _alone(code).stdout == "True\n"
+
+
 @pytest.mark.parametrize("ends", ["return 3", "raise KeyError('no such thing')", "sys.exit(4)"])
 def test_a_program_ends_without_taking_its_libraries_apart(ends):
     """Three seconds of a command with vLLM. Exit handlers run; what is raised goes the usual way."""
