@@ -30,7 +30,7 @@ from qlora_rl.commands import (
     verify,
 )
 from qlora_rl.commands.codes import BAD_USAGE, INTERRUPTED, UsageError
-from qlora_rl.engine.loading import leaving, released
+from qlora_rl.engine.loading import as_command, released
 from qlora_rl.errors import QloraRLError
 
 COMMANDS = (
@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def program() -> int:
-    """The command itself: `main`, and the process ends without taking the libraries apart."""
-    return leaving(main)
+    """The command of a shell: `main`, in a process of its own."""
+    return as_command(main)
 
 
 def _is_no_remark_on_the_cpu(record: logging.LogRecord) -> bool:

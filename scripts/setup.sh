@@ -69,8 +69,10 @@ if [ -z "$PACKAGE" ]; then
   DS_BUILD_OPS=0 pip install -e '.[deepspeed]' || echo "setup: DeepSpeed was not installed; tests of ZeRO will be skipped" >&2
 fi
 
-# Some packages bring templates that do not compile, as under pip.
-"$VENV/bin/python" -W ignore -m compileall -q -j 0 "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null || true
+# Ours too: in containers Python often may not write bytecode, and would compile it at every start. Some packages bring templates that do not
+# compile, as under pip.
+purelib=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$VENV/bin/python" -W ignore -m compileall -q -j 0 "$purelib" $([ -n "$PACKAGE" ] || echo qlora_rl) >/dev/null || true
 
 "$VENV/bin/python" - <<'PY'
 import importlib.metadata as metadata

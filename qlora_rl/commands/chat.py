@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading("qlora_rl.adapter.start"):
+    with loading("qlora_rl.adapter.start", runs_files=False):
         quieten()
         from qlora_rl.policy.chat import Conversation
         from qlora_rl.policy.trained import open_trained

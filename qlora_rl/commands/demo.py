@@ -64,11 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     out = arguments.out or default_out(settings)
     opened = RunDirectory(out)  # one that holds a run is rejected now, not after seconds of imports
-    os.environ.setdefault("VLLM_PLUGINS", "bitsandbytes")  # TorchRL's, where it is installed, brings in all of TorchRL
-    with loading("qlora_rl.train.grpo"):  # and TRL and vLLM with it
+    with loading("qlora_rl.train.grpo", runs_files=False):  # and TRL and vLLM with it
         quieten()
+    from qlora_rl.engine.compat import restored_environment
+
     try:
-        summary = run_demo(settings, opened.path, against=arguments.against, show_progress=not arguments.quiet)
+        with restored_environment("VLLM_PLUGINS"):  # TorchRL's, where it is installed, brings in all of TorchRL
+            os.environ.setdefault("VLLM_PLUGINS", "bitsandbytes")
+            summary = run_demo(settings, opened.path, against=arguments.against, show_progress=not arguments.quiet)
     except KeyboardInterrupt:
         kept = (
             "the run so far and the last adapter are"

@@ -186,12 +186,13 @@ def answer_greedily(
         for first in range(0, len(asked), batch_size):
             prompts = [problem.prompt for problem in asked[first : first + batch_size]]
             ids_B_S = torch.tensor(tokenizer(prompts)["input_ids"], device=model.device)
-            chosen, read = [], None
+            fed_B_S, read = ids_B_S, None
             for _ in range(LONGEST_ANSWER + 1):
-                out = model(ids_B_S, past_key_values=read, use_cache=True, logits_to_keep=1)
-                ids_B_S, read = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
-                chosen.append(ids_B_S)
-            texts += [text.partition(EOS)[0] for text in tokenizer.batch_decode(torch.cat(chosen, dim=1))]
+                out = model(fed_B_S, past_key_values=read, use_cache=True, logits_to_keep=1)
+                next_B_1, read = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+                ids_B_S = torch.cat([ids_B_S, next_B_1], dim=1)
+                fed_B_S = ids_B_S if read is None else next_B_1  # gradient checkpointing keeps no cache
+            texts += [text.partition(EOS)[0] for text in tokenizer.batch_decode(ids_B_S[:, _PROMPT_LENGTH:])]
     return texts
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from qlora_rl.engine.leftovers import FirstThing
+from qlora_rl.engine.leftovers import FirstThing, note_store, remove_stores
 from qlora_rl.engine.leftovers import held_for_sleep as held_for_sleep
 from qlora_rl.engine.leftovers import trim_memory as trim_memory
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError, MissingDependencyError
@@ -266,6 +266,7 @@ def started(llm: LLM) -> None:
     global _alive
     _alive += 1
     llm.qlora_sockets = _sockets(client.engine_core.model_executor)
+    note_store(client.engine_core.model_executor)
 
 
 def _sockets(executor: Any) -> list[Any]:
@@ -304,6 +305,7 @@ def _shut_down(llm: LLM, *, owns_process_group: bool) -> None:
     if _alive == 0 and owns_process_group:
         client.shutdown()
         multiprocessing.active_children()  # ranks that have ended are forgotten by the system only when they are asked for
+        remove_stores()
         return
     client._finalizer.detach()
     core = client.engine_core

@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,23 @@ class FirstThing:
     def compute_hash(self) -> str:
         """What vLLM compiles does not depend on it."""
         return ""
+
+
+# Files through which the ranks of torch's process group find each other.
+_stores: set[Path] = set()
+
+
+def note_store(executor: object) -> None:
+    """An engine was started, perhaps with a file for torch's process group."""
+    method = getattr(getattr(executor, "driver_worker", None), "distributed_init_method", "")
+    if method.startswith("file://"):
+        _stores.add(Path(method.removeprefix("file://")))
+
+
+def remove_stores() -> None:
+    """The process group has ended. Torch removes its file with the last reference to it, which may be kept to the end of the process."""
+    while _stores:
+        _stores.pop().unlink(missing_ok=True)
 
 
 def held_for_sleep() -> int:

@@ -1,4 +1,4 @@
-"""The life of a command's process: `loading` imports the libraries, `leaving` ends it, both without searching a million objects for garbage."""
+"""The life of a command's process: `loading` imports the libraries, `as_command` ends it, neither searching a million objects for garbage."""
 
 from __future__ import annotations
 
@@ -8,78 +8,98 @@ import functools
 import gc
 import importlib
 import importlib.metadata
-import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
-_OPTIONAL, _hides = ("scipy", "sklearn"), False
+# What transformers and vLLM import where it is installed: to detect objects, to resample sound, to assist generation.
+_OPTIONAL = ("scipy", "sklearn")
 _FREEZE, _UNFREEZE = gc.freeze, gc.unfreeze
+_is_command = _ends_at_once = False
 
 
 @contextlib.contextmanager
-def loading(*modules: str) -> Iterator[None]:
+def loading(*modules: str, runs_files: bool = True) -> Iterator[None]:
     """Import within it, without pauses for garbage collection; `modules` are imported at its end.
 
     What is imported stays for good: torch, transformers, TRL and vLLM make a million objects, which are walked through again and again. So a
-    command also sets it aside: later collections, some of which the libraries ask for, do not walk through it. That lasts until `released`:
+    command (`as_command`) also sets it aside: later collections, some of which the libraries ask for, do not walk through it. That lasts until `released`:
     `gc.freeze` and `gc.unfreeze` do nothing meanwhile, as vLLM's engines set themselves aside when they start, and everything back when they
-    end. In a process that had torch before, which is somebody else's, nothing is set aside: what they have dropped must still be found.
+    end. In another process, which is somebody else's, nothing is set aside: what they have dropped must still be found.
 
     transformers and TRL each ask which distribution every installed module came from, half a second each; they are told once.
-    A command's transformers and vLLM find no SciPy and no scikit-learn, which take them a tenth of the start: optional packages, for detecting
-    objects, resampling sound and assisted generation. Whoever imports them afterwards gets them.
+
+    Args:
+        modules: to be imported at the end.
+        runs_files: the process may run a file of the user's (rewards, tools). Without one, a command's libraries find no SciPy and no
+            scikit-learn, which they need for nothing here and which are a tenth of a start, and it ends at once (`leave_at_once`).
     """
-    global _hides
-    is_own = "torch" not in sys.modules or gc.get_freeze_count() > 0
-    _hides = _hides or (is_own and "transformers" not in sys.modules)  # which remembers what there is
     was_on, ask = gc.isenabled(), importlib.metadata.packages_distributions
+    # transformers remembers what there is
+    hides = _is_command and not runs_files and "transformers" not in sys.modules
     gc.disable()
     importlib.metadata.packages_distributions = functools.cache(ask)
     try:
-        with _hidden(*_OPTIONAL) if _hides else contextlib.nullcontext():
+        with _hidden(*_OPTIONAL if hides else ()):
             yield
             for name in modules:
                 importlib.import_module(name)
     finally:
         importlib.metadata.packages_distributions = ask
-        if is_own:
+        if _is_command:
             _FREEZE()
             _set_collector(_nothing, _nothing)
+        if not runs_files:
+            leave_at_once()
         if was_on:
             gc.enable()
 
 
 def released() -> None:
     """Undo what `loading` did to the garbage collector."""
-    _set_collector(_FREEZE, _UNFREEZE)
-    gc.unfreeze()
+    if gc.unfreeze is _nothing:
+        _set_collector(_FREEZE, _UNFREEZE)
+        gc.unfreeze()
 
 
-def leaving(run: Callable[[], int]) -> int:
-    """Run a program whose process then ends at once: taking torch and vLLM apart, object by object, takes 3 s.
+def leave_at_once() -> None:
+    """Have a command end without taking torch and vLLM apart, object by object, which takes 3 s.
 
-    Exit handlers run, logs and output are flushed. What `run` raises ends the process the usual way.
+    Threads are waited for, exit handlers run, output is flushed. A file that nobody has closed may lose its last lines: not for a process
+    that runs a file of the user's.
+    """
+    global _ends_at_once
+    _ends_at_once = True
+
+
+def as_command(run: Callable[[], int]) -> int:
+    """Run it as the only thing that this process does. What it raises ends the process the usual way.
 
     Returns:
         What `run` returned: the exit status.
     """
-    status: list[int] = []
-    atexit.register(_leave, status)  # the first to be registered is called last
-    status.append(run())
-    return status[0]
+    global _is_command
+    _is_command = True
+    status = run()
+    if _ends_at_once:
+        _leave(status)
+    return status
 
 
-def _leave(status: list[int]) -> None:
-    if not status:
-        return
-    logging.shutdown()
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:  # a full disk, a closed pipe: the interpreter's own end says so
-        return
-    os._exit(status[0])
+def _leave(status: int) -> None:
+    """The interpreter's own end (Py_FinalizeEx), up to where it takes things apart."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError) as error:  # a full disk, a closed pipe: as the interpreter has it
+            status = 120
+            with contextlib.suppress(OSError):
+                os.write(2, f"qlora-rl: output was lost: {error}\n".encode())
+    os._exit(status)
 
 
 @contextlib.contextmanager

@@ -28,9 +28,10 @@ def demo_cache(demo_home):
 @pytest.fixture(scope="module")
 def finished(demo_cache, pretraining, tmp_path_factory):
     out = tmp_path_factory.mktemp("demo") / "run"
-    whole = command("demo", "--steps", 60, "--out", out)
+    whole, temporary = command("demo", "--steps", 60, "--out", out), out.parent / "temporary"
+    temporary.mkdir()
     with pretraining():
-        done = subprocess.run(whole, env=demo_cache, capture_output=True, text=True)
+        done = subprocess.run(whole, env={**demo_cache, "TMPDIR": str(temporary)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return out, done.stdout
 
@@ -57,6 +58,7 @@ def test_the_demo_leaves_a_whole_run_directory(finished):
     keys |= {"mismatch_kl_max", "sync_seconds_median", "step_seconds_median", "rollout_tokens_per_s", "steps_per_s"}
     assert keys <= json.loads((out / "summary.json").read_text()).keys()
     assert str(out) in printed
+    assert not list((out.parent / "temporary").glob("vllm*"))
 
 
 def test_ctrl_c_leaves_a_readable_run_with_the_last_adapter_and_no_process(finished, demo_cache, tmp_path):

@@ -237,7 +237,7 @@ def test_what_cannot_be_answered_is_said(run, monkeypatch, capsys):
     with pytest.raises(ConfigConflictError) as caught:
         Conversation(open_trained(run), max_tokens=0, temperature=-1.0, top_p=0.0)
     assert len(caught.value.reasons) == 3
-    talk = Conversation(open_trained(run), uses_template=False)
+    talk = Conversation(open_trained(run), uses_template=False, seed=0)  # else the one token may be the end of the text
     with pytest.raises(ConfigConflictError, match=r"has 0 tokens.*Say something"):
         list(talk.answer(""))
     with pytest.raises(ConfigConflictError, match=r"the model reads 1 to 127 before an answer\. Start over"):

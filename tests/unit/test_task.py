@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from qlora_rl.demo import task
+from qlora_rl.demo import task, tiny_model
 from qlora_rl.demo.task import SPLITS, Problem, grpo_rows, problems, reward_exact_match
 from qlora_rl.demo.tiny_model import Recipe, make_tiny_model, make_tokenizer, numerics
 from qlora_rl.processor import SETTING
@@ -153,6 +154,28 @@ def test_equal_seeds_give_equal_weights_and_the_second_call_is_served_from_the_c
     # 4-bit blocks are 64 values long, and no row may end inside one.
     linears = [w for name, w in weights[0].items() if w.ndim == 2]
     assert all(w.dtype == torch.bfloat16 and w.shape[0] % 64 == 0 and w.shape[1] % 64 == 0 for w in linears)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["cache", "gradient checkpointing, which keeps none"])
+def test_sums_are_answered_with_a_cache_as_they_are_token_by_token(is_checkpointed):
+    torch.manual_seed(0)
+    tokenizer, asked = make_tokenizer(), problems("held_out")[:50]
+    model = tiny_model._build_model(Recipe(), tokenizer).train()
+    with torch.no_grad():  # else each repeats the last token
+        for weight in model.model.layers.parameters():
+            weight *= 20 if weight.ndim > 1 else 1
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+    expected = []
+    with torch.no_grad():
+        for problem in asked:
+            ids = torch.tensor(tokenizer([problem.prompt])["input_ids"])
+            read = ids.shape[1]
+            for _ in range(tiny_model.LONGEST_ANSWER + 1):
+                ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+            expected.append(tokenizer.decode(ids[0, read:]).partition(tiny_model.EOS)[0])
+    assert len(set(expected)) > 10
+    assert tiny_model.answer_greedily(model, tokenizer, asked, batch_size=32) == expected
 
 
 def test_a_directory_with_something_else_in_it_is_not_overwritten(tmp_path, monkeypatch):

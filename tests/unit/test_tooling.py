@@ -183,12 +183,14 @@ def test_what_is_installed_is_read_once_while_libraries_are_imported():
 def test_a_command_sets_its_libraries_aside_and_leaves_another_process_alone():
     """Full collections of a million objects took a fifth of the time to the first step."""
     code = (
-        "import gc, sys; {first}\n"
-        "from qlora_rl.engine.loading import loading\n"
-        "with loading('torch'): pass\n"
-        "print(gc.get_freeze_count())"
+        "import gc, sys\n"
+        "from qlora_rl.engine.loading import as_command, loading\n"
+        "def run():\n"
+        "    with loading('torch'): pass\n"
+        "    print(gc.get_freeze_count())\n"
+        "    return 0\n"
     )
-    counts = [int(_alone(code.format(first=first)).stdout) for first in ("", "import torch")]
+    counts = [int(_alone(code + end).stdout) for end in ("as_command(run)", "run()")]
     assert counts[0] > 10_000
     assert counts[1] == 0
 
@@ -197,61 +199,112 @@ def test_what_a_command_has_set_aside_stays_so_until_it_is_released():
     """vLLM freezes its objects with all others when an engine starts, and unfreezes all of them, a million, when it ends."""
     code = (
         "import gc, sys\n"
-        "from qlora_rl.engine.loading import loading, released\n"
+        "from qlora_rl.engine.loading import as_command, loading, released\n"
         "true = gc.freeze, gc.unfreeze\n"
-        "with loading('torch'): pass\n"
-        "count = gc.get_freeze_count()\n"
-        "gc.unfreeze(); gc.freeze()\n"
-        "print(count > 10_000, gc.get_freeze_count() == count)\n"
-        "released()\n"
-        "print(gc.get_freeze_count(), (gc.freeze, gc.unfreeze) == true)"
+        "def run():\n"
+        "    with loading('torch'): pass\n"
+        "    count = gc.get_freeze_count()\n"
+        "    gc.unfreeze(); gc.freeze()\n"
+        "    print(count > 10_000, gc.get_freeze_count() == count)\n"
+        "    released()\n"
+        "    print(gc.get_freeze_count(), (gc.freeze, gc.unfreeze) == true)\n"
+        "    return 0\n"
+        "as_command(run)"
     )
     assert _alone(code).stdout == "True True\n0 True\n"
 
 
-def test_a_command_imports_no_package_that_its_libraries_do_not_need_and_a_reward_may():
+def test_main_gives_back_the_garbage_collector():
+    code = (
+        "import gc, sys\n"
+        "from qlora_rl.cli import main\n"
+        "from qlora_rl.engine import loading\n"
+        "true = gc.freeze, gc.unfreeze\n"
+        "def run():\n"
+        "    with loading.loading('torch'): pass\n"
+        "    main(['report', '/no/such/run'])\n"
+        "    print(gc.get_freeze_count(), (gc.freeze, gc.unfreeze) == true)\n"
+        "    return 0\n"
+        "loading.as_command(run)"
+    )
+    assert _alone(code).stdout == "0 True\n"
+
+
+@pytest.mark.parametrize(
+    ("is_command", "runs_files", "finds"), [(True, False, False), (True, True, True), (False, False, True)]
+)
+def test_a_command_without_files_of_the_user_imports_no_package_that_its_libraries_do_not_need(
+    is_command, runs_files, finds
+):
     """SciPy and scikit-learn are a tenth of a start; vLLM resamples sound with one, transformers' assisted generation asks the other."""
     code = (
         "import sys\n"
-        "from qlora_rl.engine.loading import loading\n"
-        "with loading('peft', 'vllm.multimodal.audio'): pass\n"
-        "print({'scipy', 'sklearn'} & set(sys.modules))\n"
-        "from sklearn.metrics import roc_curve\n"
-        "from scipy.signal import resample_poly"
-    )
-    assert _alone(code).stdout == "set()\n"
-
-
-def test_a_process_of_somebody_else_keeps_its_packages():
-    code = (
-        "import sys, torch\n"
-        "from qlora_rl.engine.loading import loading\n"
-        "with loading('vllm.multimodal.audio'): pass\n"
-        "print('scipy.signal' in sys.modules)"
-    )
-    assert _alone(code).stdout == "True\n"
-
-
-@pytest.mark.parametrize("ends", ["return 3", "raise KeyError('no such thing')", "sys.exit(4)"])
-def test_a_program_ends_without_taking_its_libraries_apart(ends):
-    """Three seconds of a command with vLLM. Exit handlers run; what is raised goes the usual way."""
-    code = (
-        "import atexit, sys\n"
-        "from qlora_rl.engine.loading import leaving\n"
-        "class TakenApart:\n"
-        "    def __del__(self): print('taken apart')\n"
+        "from qlora_rl.engine.loading import as_command, loading\n"
         "def run():\n"
-        "    global kept; kept = TakenApart(); kept.itself = kept\n"
-        "    atexit.register(print, 'exit handler')\n"
-        "    print('said', end=' ')\n"
-        f"    {ends}\n"
-        "sys.exit(leaving(run))"
+        f"    with loading('vllm.multimodal.audio', 'transformers.generation.candidate_generator', runs_files={runs_files}): pass\n"
+        "    print(*(name in sys.modules for name in ('scipy', 'sklearn')))\n"
+        "    with loading('scipy.signal'): pass\n"
+        "    from sklearn.metrics import roc_curve\n"
+        "    return 0\n"
+        f"{'as_command(run)' if is_command else 'run()'}"
     )
-    done = _alone(code, check=False)
-    at_once = ends.startswith("return")
-    assert done.stdout == ("said exit handler\n" if at_once else "said exit handler\ntaken apart\n")
-    assert done.returncode == {"return": 3, "raise": 1, "sys.exit(4)": 4}[ends.split()[0]]
+    assert _alone(code).stdout == f"{finds} {finds}\n"
+
+
+ENDS = """
+import atexit, sys, threading, time
+atexit.register(print, "exit handler of before")
+from qlora_rl.engine.loading import as_command, leave_at_once
+class TakenApart:
+    def __del__(self): print("taken apart")
+def run():
+    global kept; kept = TakenApart(); kept.itself = kept
+    {at_once}
+    atexit.register(print, "exit handler")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+    print("said")
+    {ends}
+sys.exit(as_command(run))
+"""
+ALL = ["said", "thread", "exit handler", "exit handler of before"]
+
+
+@pytest.mark.parametrize(
+    ("at_once", "ends", "status"),
+    [
+        (True, "return 3", 3),
+        (False, "return 3", 3),
+        (True, "raise KeyError('no such thing')", 1),
+        (True, "sys.exit(4)", 4),
+    ],
+)
+def test_a_command_ends_without_taking_its_libraries_apart(at_once, ends, status):
+    """Three seconds with vLLM. Threads and exit handlers are waited for; what is raised goes the usual way."""
+    done = _alone(ENDS.format(at_once="leave_at_once()" if at_once else "pass", ends=ends), check=False)
+    leaves = at_once and ends.startswith("return")
+    assert done.stdout.splitlines() == ALL + ["taken apart"] * (not leaves)
+    assert done.returncode == status
     assert ("KeyError: 'no such thing'" in done.stderr) == ends.startswith("raise")
+
+
+def test_a_command_whose_output_is_lost_says_so(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from qlora_rl.engine.loading import as_command, leave_at_once\n"
+        "as_command(lambda: leave_at_once() or print('x' * 5000) or 0)\n"
+    )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+    def ends(where):
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$0" "$1" {where}', sys.executable, program],
+            env=buffered, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        return done.returncode, done.stderr
+
+    assert ends(">/dev/full") == (120, "qlora-rl: output was lost: [Errno 28] No space left on device\n")
+    assert ends(">&-") == (0, "")  # Python has no stdout then
+    assert ends(">/dev/null") == (0, "")
 
 
 def test_a_demo_in_a_directory_that_holds_a_run_says_so_before_it_imports(tmp_path):

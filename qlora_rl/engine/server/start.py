@@ -42,13 +42,14 @@ _WITH_PARENT = "QLORA_RL_END_WITH_PARENT"
 # What `start_server` has a new process do.
 _SERVE = """
 import json, sys
-from qlora_rl.engine.loading import leaving, loading
+from qlora_rl.engine.loading import as_command, leave_at_once, loading
 def run():
+    leave_at_once()
     with loading():
         from qlora_rl.engine.server.start import serve
     serve(**json.loads(sys.argv[1]))
     return 0
-sys.exit(leaving(run))
+sys.exit(as_command(run))
 """
 _MIB = 2**20
 # Of one request with images: a rollout of a hundred photographs.
