@@ -231,24 +231,52 @@ def test_main_gives_back_the_garbage_collector():
 
 
 @pytest.mark.parametrize(
-    ("is_command", "runs_files", "finds"), [(True, False, False), (True, True, True), (False, False, True)]
+    ("is_command", "runs_files", "before", "finds"),
+    [
+        (True, False, "", "False False"),
+        (True, True, "", "True True"),
+        (False, False, "", "True True"),
+        (True, False, "transformers", "True True"),  # which has looked
+        (True, False, "scipy", "True False"),
+    ],
 )
-def test_a_command_without_files_of_the_user_imports_no_package_that_its_libraries_do_not_need(
-    is_command, runs_files, finds
+def test_a_command_without_files_of_the_user_hides_optional_packages_from_its_libraries(
+    tmp_path, is_command, runs_files, before, finds
 ):
-    """SciPy and scikit-learn are a tenth of a start; vLLM resamples sound with one, transformers' assisted generation asks the other."""
+    """SciPy and scikit-learn are a tenth of a start."""
+    for name in ("scipy", "sklearn", "transformers"):
+        (tmp_path / f"{name}.py").touch()
+    (tmp_path / "library.py").write_text(
+        "found = []\n"
+        "for name in ('scipy', 'sklearn'):\n"
+        "    try: __import__(name); found.append(True)\n"
+        "    except ImportError: found.append(False)\n"
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"{'import ' + before if before else ''}\n"
+        "from qlora_rl.engine.loading import as_command, loading\n"
+        "def run():\n"
+        f"    with loading('library', runs_files={runs_files}): pass\n"
+        "    print(*sys.modules['library'].found)\n"
+        "    import scipy, sklearn\n"
+        "    return 0\n"
+        f"{'as_command(run)' if is_command else 'run()'}"
+    )
+    assert _alone(code).stdout == f"{finds}\n"
+
+
+def test_vllm_and_transformers_do_without_them():
     code = (
         "import sys\n"
         "from qlora_rl.engine.loading import as_command, loading\n"
         "def run():\n"
-        f"    with loading('vllm.multimodal.audio', 'transformers.generation.candidate_generator', runs_files={runs_files}): pass\n"
-        "    print(*(name in sys.modules for name in ('scipy', 'sklearn')))\n"
-        "    with loading('scipy.signal'): pass\n"
-        "    from sklearn.metrics import roc_curve\n"
+        "    with loading('vllm.multimodal.audio', 'transformers.generation.candidate_generator', runs_files=False): pass\n"
+        "    print({'scipy', 'sklearn'} & set(sys.modules))\n"
         "    return 0\n"
-        f"{'as_command(run)' if is_command else 'run()'}"
+        "as_command(run)"
     )
-    assert _alone(code).stdout == f"{finds} {finds}\n"
+    assert _alone(code).stdout == "set()\n"
 
 
 ENDS = """
