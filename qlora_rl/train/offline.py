@@ -32,6 +32,7 @@ from qlora_rl.train.scoring.logprobs import use_small_tiles
 from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.layer_inputs import keep_on_host
+from qlora_rl.train.setup.linears import settle_linears
 from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
 from qlora_rl.train.setup.start import keep_start, settle
 from qlora_rl.train.setup.tiles import tile_layers
@@ -106,7 +107,9 @@ class OfflineTrainer(TrainedRun):
             )
             args.model_init_kwargs = init
             keep_on_host(bare_model(self.model))
+            linears = {"reason": "the base is sharded"}
             if not shards_base(args):
+                linears = settle_linears(bare_model(self.model))
                 tile_layers(bare_model(self.model))
             set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
             keep_start(self, start)
@@ -124,7 +127,8 @@ class OfflineTrainer(TrainedRun):
                 self.run.begin()
                 verdict = judge_adapter(self.model)
                 travels = {"travels_as": verdict.kind, "reasons": list(verdict.reasons)}
-                self.run.write_json(CONFIG, self._describe(adapter_dtype, {"adapter": travels, "padding": padding}))
+                held = {"adapter": travels, "padding": padding, "linears": linears}
+                self.run.write_json(CONFIG, self._describe(adapter_dtype, held))
         # Last, so that nothing is claimed for a trainer that could not be made.
         products = products_of(self.model, self.base, args)
         self._finalizer = weakref.finalize(self, products.close)  # also when nobody calls close()

@@ -38,6 +38,7 @@ from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.setup.layer_inputs import keep_on_host
+from qlora_rl.train.setup.linears import settle_linears
 from qlora_rl.train.setup.pairing import SHARE, Pair, expects_one_copy, make_pair
 from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, shards_base
 from qlora_rl.train.setup.start import keep_start, settle
@@ -232,7 +233,9 @@ class OnlineTrainer(TrainedRun):
                 set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
                 keep_start(self, start)
                 keep_on_host(bare_model(self.model))
+                linears = {"reason": "the base is sharded"}
                 if not shards_base(args):
+                    linears = settle_linears(bare_model(self.model))
                     tile_layers(bare_model(self.model))
                 settle_tower(bare_model(self.model))
                 begin_alike(self.model)
@@ -268,6 +271,7 @@ class OnlineTrainer(TrainedRun):
                         "rollout": choice.name,
                         **link.facts(),
                         "padding": padding,
+                        "linears": linears,
                         "memory": self.memory.as_dict() if self.memory is not None else {"reason": "not planned here"},
                     }
                     self.run.write_json(CONFIG, self._describe(options.adapter_dtype, held))

@@ -77,11 +77,19 @@ inline __m512i picked(__m512i indices, __m512i x) {
     return (__m512i)found;
 }
 
+// VPERMT2W: the lower six bits of an index count, of which the highest says which of the two.
+inline __m512i picked(__m512i a, __m512i indices, __m512i b) {
+    Halves found = (Halves)indices;
+    for (int i = 0; i < 32; i++) found[i] = found[i] & 32 ? ((Halves)b)[found[i] & 31] : ((Halves)a)[found[i] & 31];
+    return (__m512i)found;
+}
+
 }  // namespace emulated
 
 #define _mm512_loadu_ps(from) emulated::load<__m512>(from)
 #define _mm512_loadu_si512(from) emulated::load<__m512i>(from)
 #define _mm512_storeu_si512(to, x) emulated::store(to, x)
+#define _mm512_storeu_ps(to, x) emulated::store(to, (__m512i)(x))
 #define _mm512_setzero_ps() (__m512{})
 #define _mm512_set1_ps(x) ((x) - __m512{})
 #define _mm512_set1_epi32(x) ((__m512i)((uint32_t)(x) | emulated::Words{}))
@@ -97,6 +105,7 @@ inline __m512i picked(__m512i indices, __m512i x) {
 #define _mm512_cvtepu8_epi32(x) ((__m512i)__builtin_convertvector((emulated::Bytes)(x), emulated::Words))
 #define _mm512_cvtepu16_epi32(x) ((__m512i)__builtin_convertvector((emulated::Narrow)(x), emulated::Words))
 #define _mm512_permutexvar_epi16(indices, x) emulated::picked(indices, x)
+#define _mm512_permutex2var_epi16(a, indices, b) emulated::picked(a, indices, b)
 #define _mm512_fmadd_ps(a, b, c) emulated::fused(a, b, c)
 #define _mm512_dpbf16_ps(sum, a, b) emulated::dot(sum, a, b)
 #define _mm512_cvtneps_pbh(x) ((__m256bh)emulated::narrowed(x))

@@ -58,7 +58,8 @@ def test_what_it_decodes_and_multiplies_with_is_bitsandbytes_weight(kernel, quan
     assert torch.equal(multiply(kernel, eye, [weight], (0, 512), blocksize).t(), exact)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 63, 64, 65, 130])
+# With up to 30 tokens rows are decoded while the first tokens are multiplied: every number of those, with and without a rest.
+@pytest.mark.parametrize("tokens", [*range(1, 14), 28, 29, 30, 31, 63, 64, 65, 130])
 def test_sums_are_those_of_float32_rounded_once(kernel, tokens):
     """Half a unit of bf16's last place for the rounding, and what float32 sums of 768 products may be off."""
     weight = quantised(70, 768)
@@ -77,14 +78,14 @@ def test_a_token_has_the_same_bits_in_any_company_with_any_number_of_threads(ker
         together = multiply(kernel, x, [weight], (0, 130))
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            for first, count in ((0, 130), (5, 1), (17, 2), (30, 67), (129, 1)):
+            for first, count in ((0, 130), (5, 1), (17, 2), (3, 6), (8, 16), (40, 31), (30, 67), (129, 1)):
                 alone = multiply(kernel, x[first : first + count], [weight], (0, count))
                 assert torch.equal(alone, together[first : first + count])
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 65])
+@pytest.mark.parametrize("tokens", [1, 5, 7, 65])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_output_has_the_same_bits_whichever_rows_it_is_multiplied_with(kernel, tokens, threads):
     """257 rows are so many groups of each build that a thread takes several in a row, and a rest of one row."""
@@ -99,6 +100,70 @@ def test_an_output_has_the_same_bits_whichever_rows_it_is_multiplied_with(kernel
             assert torch.equal(multiply(kernel, x, [part], (0, tokens)), together[:, first:last])
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_long_prompt_is_multiplied_in_chunks_with_the_same_bits(kernel):
+    """A chunk is a MiB of tokens: 64 with 8,192 columns in bf16, half of them in float32."""
+    weight = quantised(8, 8192)
+    x = torch.randn(200, 8192, generator=torch.Generator().manual_seed(1)).to(BF16)
+    together = multiply(kernel, x, [weight], (0, 200))
+    for first, count in ((0, 20), (31, 2), (63, 5), (190, 10)):
+        alone = multiply(kernel, x[first : first + count], [weight], (0, count))
+        assert torch.equal(alone, together[first : first + count])
+
+
+def back(kernel, gradient, weight, blocksize=64):
+    codes, absmax, values, exact = weight
+    assert kernel.takes_back(*exact.shape, blocksize)
+    return kernel.multiply_back(gradient, codes.data_ptr(), absmax.data_ptr(), values, exact.shape[1], blocksize)
+
+
+@pytest.mark.parametrize("quant", ["nf4", "fp4"])
+@pytest.mark.parametrize(("columns", "blocksize"), [(64, 32), (128, 64), (512, 256)])
+@pytest.mark.parametrize("rows", [16, 48, 2064])
+def test_a_gradient_is_multiplied_with_bitsandbytes_weight(kernel, quant, columns, blocksize, rows):
+    """2,064 rows are more than are decoded at a time."""
+    weight = quantised(rows, columns, blocksize, quant)
+    some = torch.linspace(0, rows - 1, min(rows, 70)).long()
+    gradient = torch.nn.functional.one_hot(some, rows).to(BF16)
+    assert torch.equal(back(kernel, gradient, weight, blocksize), weight[3][some])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 6, 7, 64, 130])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sums_along_the_rows_are_those_of_float32_rounded_once_for_each_token_alone(kernel, tokens, threads):
+    rows = 2064
+    weight = quantised(rows, 192)
+    gradient = torch.randn(130, rows, generator=torch.Generator().manual_seed(1)).to(BF16)
+    whole = back(kernel, gradient, weight)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = back(kernel, gradient[:tokens].contiguous(), weight)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, whole[:tokens])
+    exact = gradient[:tokens].double() @ weight[3].double()
+    room = exact.abs() * 2**-8 + (gradient[:tokens].double().abs() @ weight[3].double().abs()) * rows * 2**-24
+    assert ((found.double() - exact).abs() <= room).all()
+
+
+def test_many_tokens_of_a_gradient_are_multiplied_in_chunks(kernel):
+    """A chunk is 16 MiB: 512 tokens of 16,384 rows in bf16, half of them in float32."""
+    weight = quantised(16384, 64)
+    gradient = torch.randn(520, 16384, generator=torch.Generator().manual_seed(1)).to(BF16)
+    found = back(kernel, gradient, weight)
+    for first, count in ((0, 3), (254, 4), (508, 12)):
+        own = gradient[first : first + count].contiguous()
+        assert torch.equal(back(kernel, own, weight), found[first : first + count])
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "blocksize", "takes"),
+    [(16, 64, 64, True), (24, 64, 64, False), (16, 96, 32, False), (16, 96, 64, False)],
+)
+def test_gradients_of_weights_that_fill_no_panel_are_left_to_bitsandbytes(kernel, rows, columns, blocksize, takes):
+    assert kernel.takes_back(rows, columns, blocksize) is takes
 
 
 @pytest.mark.parametrize("columns", [16, 48, 768])

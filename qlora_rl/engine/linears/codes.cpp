@@ -1,4 +1,5 @@
 // Products of tokens with 4-bit weights: a few rows are decoded at a time and stay in the first cache, so that memory gives half a byte for a weight.
+// Products of gradients with them, a few columns at a time.
 // The same with bf16 weights, for a processor that has no instructions for those, and LoRA adapters added to such products, read where vLLM keeps
 // them. And the norm between such products. Built by `native.py`, without headers of torch.
 //
@@ -23,6 +24,10 @@ constexpr int64_t HELD_BYTES = 24 << 10;  // of rows that are decoded at a time:
 constexpr int64_t MOST_GROUPS = 8;         // of them: threads share the rows of a small weight
 constexpr int64_t FEW = 64;                // tokens, with which memory counts: the next rows are asked for while these are multiplied
 constexpr int64_t LINE = 64;               // bytes that come from memory together
+constexpr int64_t OPENED = 30;            // with which rows are decoded while the first tokens are multiplied, where there are registers for both
+constexpr int64_t CHUNK_BYTES = 1 << 20;    // of tokens, that are multiplied with all rows before the next ones
+constexpr int64_t PANEL = 64;              // columns of a weight that are summed up along its rows
+constexpr int64_t PANEL_ROWS = 2048;       // of them, decoded at a time
 constexpr size_t KEPT_BYTES = 16 << 20;    // of tokens, from call to call
 constexpr int64_t OUTPUTS = 64;            // of an adapter, that are added at a time
 constexpr int64_t LANES = 16;              // sums of squares side by side
@@ -30,6 +35,26 @@ constexpr int64_t NORMED = 1 << 13;        // numbers that are worth a second th
 
 struct alignas(64) Line {
     char bytes[64];
+};
+
+// Weights of 4 bits, [O, I] each.
+struct Coded {
+    const uint8_t* const* codes;
+    const float* const* scales;
+    const float* table;
+    int64_t columns, block;
+
+    const uint8_t* row(int64_t weight, int64_t row) const { return codes[weight] + row * columns / 2; }
+    const float* row_scales(int64_t weight, int64_t row) const { return scales[weight] + row * columns / block; }
+    const char* at(int64_t weight, int64_t number) const { return (const char*)row(weight, number); }
+};
+
+// A weight in bf16.
+struct Plain {
+    const uint16_t* weight;
+    int64_t columns;
+
+    const char* at(int64_t, int64_t row) const { return (const char*)(weight + row * columns); }
 };
 
 inline float wide(uint16_t x) {
@@ -67,23 +92,29 @@ inline void turned_8x8(const __m256i* row, uint32_t* to, int64_t apart) {
 #ifdef __AVX512BF16__
 
 using Number = uint16_t;  // bf16
-constexpr int TOKENS = 6, ADDED = 4;  // at a time: of a weight, of an adapter
+constexpr int TOKENS = 6, ADDED = 4, BACK = 6;  // at a time: of a weight, of an adapter, of a gradient
 struct Values {
     __m512 all;
 };
 
 inline Values values_of(const float* table) { return {_mm512_loadu_ps(table)}; }
 
-// One row [I]. The 16 weights that a block can have are rounded once; a code of 4 bits picks one of them, whatever stands above it.
+// The 16 weights that a block can have, rounded once; they stand there twice.
+inline __m512i weights_of(Values values, float scale) {
+    return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(values.all, _mm512_set1_ps(scale))));
+}
+
+// 32 weights of a block: a code of 4 bits picks one, whatever stands above it.
+inline __m512i picked(const uint8_t* codes, __m512i weights) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
+    return _mm512_permutexvar_epi16(_mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16)), weights);
+}
+
+// One row [I].
 inline void decode(const uint8_t* codes, const float* scales, Values values, int64_t columns, int64_t block, Number* out) {
     for (int64_t start = 0; start < columns; start += block) {
-        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(values.all, _mm512_set1_ps(*scales++)));
-        const __m512i weights = _mm512_broadcast_i64x4(rounded);
-        for (int64_t i = start; i < start + block; i += 32) {
-            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(codes + i / 2)));
-            const __m512i both = _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
-            _mm512_storeu_si512(out + i, _mm512_permutexvar_epi16(both, weights));
-        }
+        const __m512i weights = weights_of(values, *scales++);
+        for (int64_t i = start; i < start + block; i += 32) _mm512_storeu_si512(out + i, picked(codes + i / 2, weights));
     }
 }
 
@@ -97,6 +128,24 @@ inline __m512 of_two(const __m512* first, const __m512* second) {
     __m512 row[GROUP];
     for (int o = 0; o < GROUP; o++) row[o] = halves(first[o], second[o]);
     return neighbours(neighbours(row[0], row[1]), neighbours(row[2], row[3]));
+}
+
+// The sums of a tile.
+template <int T>
+inline void round_sums(const __m512 (&sum)[T][GROUP], uint16_t* out, int64_t stride, int rows) {
+    // Four tokens together: one by one a weight with 256 columns took a quarter longer.
+    uint16_t found[(T + 3) / 4 * 4 * GROUP];
+    for (int t = 0; t < T; t += 4) {
+        const __m512 two = of_two(sum[t], sum[std::min(t + 1, T - 1)]);
+        const __m512 more = t + 2 < T ? of_two(sum[std::min(t + 2, T - 1)], sum[std::min(t + 3, T - 1)]) : two;
+        _mm256_storeu_si256((__m256i*)(found + t * GROUP), (__m256i)_mm512_cvtneps_pbh(quarters(two, more)));
+    }
+    for (int t = 0; t < T; t++) {
+        if (rows == GROUP)
+            std::memcpy(out + t * stride, found + t * GROUP, GROUP * sizeof *out);
+        else
+            for (int o = 0; o < rows; o++) out[t * stride + o] = found[t * GROUP + o];
+    }
 }
 
 // T tokens and GROUP rows.
@@ -113,19 +162,94 @@ inline void tile(const Number* x, const Number* weights, int64_t columns, int64_
             for (int o = 0; o < GROUP; o++) sum[t][o] = _mm512_dpbf16_ps(sum[t][o], token, weight[o]);
         }
     }
-    // Four tokens together: one by one a weight with 256 columns took a quarter longer.
-    uint16_t found[(T + 3) / 4 * 4 * GROUP];
-    for (int t = 0; t < T; t += 4) {
-        const __m512 two = of_two(sum[t], sum[std::min(t + 1, T - 1)]);
-        const __m512 more = t + 2 < T ? of_two(sum[std::min(t + 2, T - 1)], sum[std::min(t + 3, T - 1)]) : two;
-        _mm256_storeu_si256((__m256i*)(found + t * GROUP), (__m256i)_mm512_cvtneps_pbh(quarters(two, more)));
+    round_sums<T>(sum, out, stride, rows);
+}
+
+// `tile` of rows as codes, which are left in `held`, decoded, where that is not null. The rows after them are asked for.
+template <int T>
+inline void tile_of_codes(const Number* x, const Coded& of, int64_t weight, int64_t row, Number* held, int64_t width, uint16_t* out, int64_t stride) {
+    const Values values = values_of(of.table);
+    const uint8_t* codes = of.row(weight, row);
+    const float* scales = of.row_scales(weight, row);
+    const int64_t columns = of.columns, apart = columns / of.block;
+    __m512 sum[T][GROUP];
+    for (int t = 0; t < T; t++)
+        for (int o = 0; o < GROUP; o++) sum[t][o] = _mm512_setzero_ps();
+    for (int64_t start = 0; start < columns; start += of.block, scales++) {
+        __m512i weights[GROUP];
+        for (int o = 0; o < GROUP; o++) weights[o] = weights_of(values, scales[o * apart]);
+        for (int64_t i = start; i < start + of.block; i += 32) {
+            // A line holds the codes of four steps.
+            _mm_prefetch((const char*)codes + ((GROUP + i / 32 % GROUP) * columns + i) / 2, _MM_HINT_T0);
+            __m512i some[GROUP];
+            for (int o = 0; o < GROUP; o++) {
+                some[o] = picked(codes + (o * columns + i) / 2, weights[o]);
+                if (held) _mm512_storeu_si512(held + o * width + i, some[o]);
+            }
+            for (int t = 0; t < T; t++) {
+                const __m512bh token = (__m512bh)_mm512_loadu_si512(x + t * columns + i);
+                for (int o = 0; o < GROUP; o++) sum[t][o] = _mm512_dpbf16_ps(sum[t][o], token, (__m512bh)some[o]);
+            }
+        }
     }
-    for (int t = 0; t < T; t++) {
-        if (rows == GROUP)
-            std::memcpy(out + t * stride, found + t * GROUP, GROUP * sizeof *out);
+    round_sums<T>(sum, out, stride, GROUP);
+}
+
+// At most T tokens.
+template <int T>
+inline void first_tokens(int64_t count, const Number* x, const Coded& of, int64_t weight, int64_t row, Number* held, int64_t width, uint16_t* out,
+                         int64_t stride) {
+    if constexpr (T > 0) {
+        if (count == T)
+            tile_of_codes<T>(x, of, weight, row, held, width, out, stride);
         else
-            for (int o = 0; o < rows; o++) out[t * stride + o] = found[t * GROUP + o];
+            first_tokens<T - 1>(count, x, of, weight, row, held, width, out, stride);
     }
+}
+
+// Rows first to last are decoded into `held`, and multiplied with some tokens; how many of them, none where decoding by itself is no slower.
+inline int64_t opened(const Coded& of, int64_t weight, int64_t first, int64_t last, Number* held, int64_t width, const Number* x, int64_t tokens,
+                      uint16_t* out, int64_t stride) {
+    if (tokens > OPENED || (last - first) % GROUP) return 0;
+    const int64_t over = tokens % TOKENS, count = tokens < TOKENS ? tokens : over < 3 ? over + 3 : over;
+    for (int64_t row = first; row < last; row += GROUP, held += GROUP * width)
+        first_tokens<TOKENS - 1>(count, x, of, weight, row, count < tokens ? held : nullptr, width, out + row, stride);
+    return count;
+}
+
+// PANEL columns of rows first to last, an even number of them: of each two rows the numbers of a column side by side.
+inline void decode_panel(const Coded& of, int64_t first, int64_t last, int64_t column, Number* out) {
+    uint16_t places[64];
+    for (int i = 0; i < 64; i++) places[i] = (uint16_t)(i / 2 + i % 2 * 32);
+    const __m512i low = _mm512_loadu_si512(places), high = _mm512_loadu_si512(places + 32);
+    const Values values = values_of(of.table);
+    for (int64_t row = first; row < last; row += 2, out += 2 * PANEL)
+        for (int64_t i = 0; i < PANEL; i += 32) {
+            __m512i half[2];
+            for (int k = 0; k < 2; k++)
+                half[k] = picked(of.row(0, row + k) + (column + i) / 2, weights_of(values, of.row_scales(0, row + k)[(column + i) / of.block]));
+            _mm512_storeu_si512(out + 2 * i, _mm512_permutex2var_epi16(half[0], low, half[1]));
+            _mm512_storeu_si512(out + 2 * i + 32, _mm512_permutex2var_epi16(half[0], high, half[1]));
+        }
+}
+
+// T rows of a gradient, and a panel of so many rows of a weight: sums [T, PANEL] go on from where they are.
+template <int T>
+inline void tile_back(const Number* gradient, int64_t stride, const Number* panel, int64_t rows, float* sums) {
+    constexpr int PARTS = PANEL / 16;
+    __m512 sum[T][PARTS];
+    for (int t = 0; t < T; t++)
+        for (int c = 0; c < PARTS; c++) sum[t][c] = _mm512_loadu_ps(sums + t * PANEL + c * 16);
+    for (int64_t pair = 0; pair < rows / 2; pair++) {
+        __m512bh weight[PARTS];
+        for (int c = 0; c < PARTS; c++) weight[c] = (__m512bh)_mm512_loadu_si512(panel + pair * 2 * PANEL + c * 32);
+        for (int t = 0; t < T; t++) {
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(((const int*)(gradient + t * stride))[pair]);
+            for (int c = 0; c < PARTS; c++) sum[t][c] = _mm512_dpbf16_ps(sum[t][c], both, weight[c]);
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int c = 0; c < PARTS; c++) _mm512_storeu_ps(sums + t * PANEL + c * 16, sum[t][c]);
 }
 
 inline const Number* prepared(const uint16_t* x, Number*, int64_t, int64_t) { return x; }
@@ -181,7 +305,7 @@ inline void add_up(const uint16_t* low, int64_t width, const Number* b, int64_t 
 #else
 
 using Number = float;
-constexpr int TOKENS = 3, ADDED = 3;
+constexpr int TOKENS = 3, ADDED = 3, BACK = 6;
 struct Values {
     __m256 low, high;
 };
@@ -234,6 +358,46 @@ inline void tile(const Number* x, const Number* weights, int64_t columns, int64_
         for (int o = 0; o < rows; o++) out[t * stride + o] = (uint16_t)(found[o] >> 16);
     }
 }
+
+// PANEL columns of rows first to last, 16 columns after the other; rows in the order of `read_plain`, to which a gradient is brought.
+inline void decode_panel(const Coded& of, int64_t first, int64_t last, int64_t column, Number* out) {
+    const Values values = values_of(of.table);
+    for (int64_t row = first; row < last; row++) {
+        const int64_t at = row - first, place = at / 16 * 16 + at % 2 * 8 + at % 16 / 2;
+        for (int64_t i = 0; i < PANEL; i += 16) {
+            const __m256 scale = _mm256_set1_ps(of.row_scales(0, row)[(column + i) / of.block]);
+            const Values weights = {rounded(_mm256_mul_ps(values.low, scale)), rounded(_mm256_mul_ps(values.high, scale))};
+            const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(of.row(0, row) + (column + i) / 2)));
+            const __m256 even = picked(weights, _mm256_srli_epi32(bytes, 4), _mm256_slli_epi32(bytes, 24));
+            const __m256 odd = picked(weights, bytes, _mm256_slli_epi32(bytes, 28));
+            const __m256 low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+            Number* to = out + i * (last - first) + place * 16;
+            _mm256_storeu_ps(to, _mm256_permute2f128_ps(low, high, 0x20));
+            _mm256_storeu_ps(to + 8, _mm256_permute2f128_ps(low, high, 0x31));
+        }
+    }
+}
+
+template <int T>
+inline void tile_back(const Number* gradient, int64_t stride, const Number* panel, int64_t rows, float* sums) {
+    for (int64_t c = 0; c < PANEL; c += 16, panel += 16 * rows) {
+        __m256 sum[T][2];
+        for (int t = 0; t < T; t++)
+            for (int half = 0; half < 2; half++) sum[t][half] = _mm256_loadu_ps(sums + t * PANEL + c + 8 * half);
+        for (int64_t row = 0; row < rows; row++) {
+            const __m256 weight[2] = {_mm256_loadu_ps(panel + row * 16), _mm256_loadu_ps(panel + row * 16 + 8)};
+            for (int t = 0; t < T; t++) {
+                const __m256 own = _mm256_broadcast_ss(gradient + t * stride + row);
+                for (int half = 0; half < 2; half++) sum[t][half] = _mm256_fmadd_ps(own, weight[half], sum[t][half]);
+            }
+        }
+        for (int t = 0; t < T; t++)
+            for (int half = 0; half < 2; half++) _mm256_storeu_ps(sums + t * PANEL + c + 8 * half, sum[t][half]);
+    }
+}
+
+// There are no registers left.
+inline int64_t opened(const Coded&, int64_t, int64_t, int64_t, Number*, int64_t, const Number*, int64_t, uint16_t*, int64_t) { return 0; }
 
 // A row of bf16 in the order of `decode`.
 inline void read_plain(const uint16_t* row, int64_t columns, Number* out) {
@@ -335,12 +499,20 @@ inline void give_back(std::vector<Line>& lines) {
 
 thread_local std::vector<Line> decoded_rows, prepared_tokens;
 
-// Weights [O, I], each times tokens starts[p] to starts[p + 1]; read(p, row, out) gives one of its rows, which is in memory at(p, row).
-template <typename Read, typename At>
-void multiply(int64_t weights, Read read, At at, const int64_t* starts, const uint16_t* x, uint16_t* out, int64_t rows, int64_t columns, int threads) {
+inline void read(const Coded& of, int64_t weight, int64_t row, Number* out) {
+    decode(of.row(weight, row), of.row_scales(weight, row), values_of(of.table), of.columns, of.block, out);
+}
+
+inline void read(const Plain& of, int64_t, int64_t row, Number* out) { read_plain(of.weight + row * of.columns, of.columns, out); }
+
+inline int64_t opened(const Plain&, int64_t, int64_t, int64_t, Number*, int64_t, const Number*, int64_t, uint16_t*, int64_t) { return 0; }
+
+// Weights [O, I], each times tokens starts[p] to starts[p + 1].
+template <typename Rows>
+void multiply(int64_t weights, const Rows& of, const int64_t* starts, const uint16_t* x, uint16_t* out, int64_t rows, int64_t columns, int threads) {
     const int64_t width = columns + LINE / (int64_t)sizeof(Number), tokens = starts[weights];
     const int64_t held = std::clamp<int64_t>(HELD_BYTES / (width * (int64_t)sizeof(Number)) / GROUP, 1, MOST_GROUPS) * GROUP;
-    const int64_t groups = (rows + held - 1) / held, bytes = at(0, held) - at(0, 0);
+    const int64_t groups = (rows + held - 1) / held, bytes = of.at(0, held) - of.at(0, 0);
     const bool is_few = tokens <= FEW * weights, asks = is_few && bytes <= HELD_BYTES;
     // So many at a time that the next one is mostly a thread's own, and so few that threads end together.
     const int64_t chunk = is_few ? std::clamp<int64_t>(weights * groups / (4 * threads), 1, 8) : 2;
@@ -354,11 +526,13 @@ void multiply(int64_t weights, Read read, At at, const int64_t* starts, const ui
             const int64_t weight = number / groups, first = number % groups * held, last = std::min(first + held, rows);
             const int64_t from = starts[weight], until = starts[weight + 1];
             if (from == until) continue;
-            for (int64_t row = first; row < last; row++) read(weight, row, own + (row - first) * width);
-            const char* next = at(weight, last);
-            const char* end = asks ? at(weight, std::min(last + held, rows)) : next;
+            const int64_t done = opened(of, weight, first, last, own, width, all + from * columns, until - from, out + from * rows, rows);
+            if (!done)
+                for (int64_t row = first; row < last; row++) read(of, weight, row, own + (row - first) * width);
+            const char* next = of.at(weight, last);
+            const char* end = asks && !done ? of.at(weight, std::min(last + held, rows)) : next;
             const int64_t part = (end - next) * TOKENS / (until - from) + LINE;
-            for (int64_t t = from; t < until; t += TOKENS) {
+            for (int64_t t = from + done; t < until; t += TOKENS) {
                 const int64_t left = std::min<int64_t>(TOKENS, until - t);
                 for (const char* stop = std::min(next + part, end); next < stop; next += LINE) _mm_prefetch(next, _MM_HINT_T0);
                 for (int64_t row = first; row < last; row += GROUP) {
@@ -367,6 +541,44 @@ void multiply(int64_t weights, Read read, At at, const int64_t* starts, const ui
                 }
             }
         }
+    }
+    give_back(prepared_tokens);
+}
+
+// As many rows of a gradient as are left, at most T.
+template <int T>
+inline void back_up_to(int64_t left, const Number* gradient, int64_t stride, const Number* panel, int64_t rows, float* sums) {
+    if constexpr (T > 0) {
+        if (left == T)
+            tile_back<T>(gradient, stride, panel, rows, sums);
+        else
+            back_up_to<T - 1>(left, gradient, stride, panel, rows, sums);
+    }
+}
+
+// A gradient [T, O] times the first weight [O, I]; threads share its columns.
+inline void multiply_back(const Coded& of, const uint16_t* gradient, uint16_t* out, int64_t tokens, int64_t rows, int threads) {
+    const int64_t most = std::min(rows, PANEL_ROWS);
+    Number* shared = sizeof(Number) == sizeof(float) ? room_for(prepared_tokens, tokens * rows) : nullptr;
+#pragma omp parallel num_threads(threads)
+    {
+        // Behind the weights of a panel its sums.
+        Number* panel = room_for(decoded_rows, (most + tokens * (int64_t)(sizeof(float) / sizeof(Number))) * PANEL);
+        float* sums = (float*)(panel + most * PANEL);
+        const Number* all = prepared(gradient, shared, tokens, rows);
+#pragma omp for schedule(dynamic)
+        for (int64_t column = 0; column < of.columns; column += PANEL) {
+            std::fill(sums, sums + tokens * PANEL, 0.0f);
+            for (int64_t first = 0; first < rows; first += most) {
+                const int64_t last = std::min(first + most, rows);
+                decode_panel(of, first, last, column, panel);
+                for (int64_t t = 0; t < tokens; t += BACK)
+                    back_up_to<BACK>(std::min<int64_t>(BACK, tokens - t), all + t * rows + first, rows, panel, last - first, sums + t * PANEL);
+            }
+            for (int64_t t = 0; t < tokens; t++)
+                for (int64_t i = 0; i < PANEL; i++) out[t * of.columns + column + i] = narrow(sums[t * PANEL + i]);
+        }
+        give_back(decoded_rows);
     }
     give_back(prepared_tokens);
 }
@@ -380,20 +592,28 @@ extern "C" {
 // codes, scales: by weight, O * I / 2 bytes and O * I / block numbers; table: what the 16 codes mean; x: bf16 [T, I]; out: bf16 [T, O].
 void qlora_rl_multiply(int64_t weights, const uint8_t* const* codes, const float* const* scales, const int64_t* starts, const float* table,
                        const uint16_t* x, uint16_t* out, int64_t rows, int64_t columns, int64_t block, int threads) {
-    const Values values = values_of(table);
-    const auto read = [=](int64_t weight, int64_t row, Number* to) {
-        decode(codes[weight] + row * columns / 2, scales[weight] + row * columns / block, values, columns, block, to);
-    };
-    const auto at = [=](int64_t weight, int64_t row) { return (const char*)codes[weight] + row * columns / 2; };
-    multiply(weights, read, at, starts, x, out, rows, columns, threads);
+    const Coded of{codes, scales, table, columns, block};
+    const int64_t chunk = std::max<int64_t>(CHUNK_BYTES / (columns * (int64_t)sizeof(Number)) / TOKENS, 1) * TOKENS;
+    if (weights > 1 || starts[1] <= chunk) return multiply(weights, of, starts, x, out, rows, columns, threads);
+    for (int64_t first = 0; first < starts[1]; first += chunk) {
+        const int64_t some[2] = {0, std::min(chunk, starts[1] - first)};
+        multiply(1, of, some, x + first * columns, out + first * rows, rows, columns, threads);
+    }
+}
+
+// A gradient [T, O] times a 4-bit weight [O, I], bf16 [T, I]; O is a multiple of 16, I of PANEL.
+void qlora_rl_multiply_back(const uint8_t* codes, const float* scales, const float* table, const uint16_t* gradient, uint16_t* out, int64_t tokens,
+                            int64_t rows, int64_t columns, int64_t block, int threads) {
+    const int64_t chunk = std::max<int64_t>((int64_t)KEPT_BYTES / (rows * (int64_t)sizeof(Number)) / BACK, 1) * BACK;
+    for (int64_t first = 0; first < tokens; first += chunk)
+        multiply_back(Coded{&codes, &scales, table, columns, block}, gradient + first * rows, out + first * columns, std::min(chunk, tokens - first), rows,
+                      threads);
 }
 
 // A bf16 weight [O, I] times tokens [T, I].
 void qlora_rl_multiply_plain(const uint16_t* weight, const uint16_t* x, uint16_t* out, int64_t tokens, int64_t rows, int64_t columns, int threads) {
     const int64_t starts[2] = {0, tokens};
-    const auto read = [=](int64_t, int64_t row, Number* to) { read_plain(weight + row * columns, columns, to); };
-    const auto at = [=](int64_t, int64_t row) { return (const char*)(weight + row * columns); };
-    multiply(1, read, at, starts, x, out, rows, columns, threads);
+    multiply(1, Plain{weight, columns}, starts, x, out, rows, columns, threads);
 }
 
 // A x of an adapter of N parts, rounded to bf16 as a 16-bit product is.

@@ -43,6 +43,8 @@ class CodesKernel:
         self._multiply, self._decode = library.qlora_rl_multiply, library.qlora_rl_decode
         self._multiply.argtypes = [_NUMBER, *[_POINTER] * 6, *[_NUMBER] * 3, ctypes.c_int]
         self._decode.argtypes = [*[_POINTER] * 4, *[_NUMBER] * 3, ctypes.c_int]
+        self._multiply_back = library.qlora_rl_multiply_back
+        self._multiply_back.argtypes = [*[_POINTER] * 5, *[_NUMBER] * 4, ctypes.c_int]
         self._plain = library.qlora_rl_multiply_plain
         self._plain.argtypes = [*[_POINTER] * 3, *[_NUMBER] * 3, ctypes.c_int]
         self._low, self._add = library.qlora_rl_adapter_low, library.qlora_rl_adapter_add
@@ -50,7 +52,15 @@ class CodesKernel:
         self._add.argtypes = [_NUMBER, *[_POINTER] * 2, _NUMBER, *[_POINTER] * 2, _NUMBER, ctypes.c_float, ctypes.c_int]
         self._norm = library.qlora_rl_norm
         self._norm.argtypes = [*[_POINTER] * 4, *[_NUMBER] * 2, ctypes.c_float, ctypes.c_int]
-        for function in (self._multiply, self._decode, self._plain, self._low, self._add, self._norm):
+        for function in (
+            self._multiply,
+            self._multiply_back,
+            self._decode,
+            self._plain,
+            self._low,
+            self._add,
+            self._norm,
+        ):
             function.restype = None
         self.instructions = instructions
 
@@ -102,6 +112,20 @@ class CodesKernel:
             _threads(),
         )
         return out_TO
+
+    def takes_back(self, rows: int, columns: int, blocksize: int) -> bool:
+        """It multiplies gradients with weights [rows, columns] in blocks of this size."""
+        return self.takes(columns, blocksize) and rows % 16 == 0 and columns % 64 == 0
+
+    def multiply_back(
+        self, gradient_TO: torch.Tensor, codes: int, absmax: int, values: torch.Tensor, columns: int, blocksize: int
+    ) -> torch.Tensor:
+        """A gradient, bf16 and contiguous, times the weight [O, I]; bf16 [T, I]. The other arguments are those of `multiply`, of one weight."""
+        out_TI = torch.empty(len(gradient_TO), columns, dtype=torch.bfloat16)
+        self._multiply_back(
+            codes, absmax, values.data_ptr(), gradient_TO.data_ptr(), out_TI.data_ptr(), *gradient_TO.shape, columns, blocksize, _threads()
+        )  # fmt: skip
+        return out_TI
 
     def takes_plain(self, columns: int) -> bool:
         """It multiplies bf16 weights with rows of so many columns; `kernels.pack` asks whether torch would."""

@@ -24,6 +24,7 @@ import torch
 from qlora_rl.base.kinds import drops
 from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.ledger.lines import MLP_LINEARS, TILE
+from qlora_rl.train.setup.linears import gradient_of_input, multiplied
 
 logger = logging.getLogger(__name__)
 
@@ -167,12 +168,16 @@ class _Tiled:
             return self.whole(tile, autocast)
         given: list[torch.Tensor] = []
         handle = self._last.register_forward_hook(lambda module, args, out: given.append(out))
+        own = vars(linear).get("forward")
         linear.forward = functools.partial(_unread, linear)
         try:
             out = self.whole(tile, autocast)
         finally:
             handle.remove()
-            del linear.forward
+            if own is None:
+                del linear.forward
+            else:
+                linear.forward = own
         # An MLP that does more with what its last linear gives may save it.
         return out if given and out is given[-1] else self.whole(tile, autocast)
 
@@ -224,10 +229,11 @@ class _Tiles(torch.autograd.Function):
 
 
 def _can_be_unread(linear: Any) -> bool:
-    """A frozen linear whose backward pass is a product with its weight, and whose forward nobody has replaced."""
+    """A frozen linear whose backward pass is a product with its weight, and whose forward nobody else has replaced."""
+    own = vars(linear).get("forward")
     return (
         type(linear) in (torch.nn.Linear, require_bitsandbytes().nn.Linear4bit)
-        and "forward" not in vars(linear)
+        and (own is None or getattr(own, "__func__", None) is multiplied)
         and not any(p.requires_grad for p in linear.parameters())
     )
 
@@ -251,10 +257,10 @@ class _Unread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        weight = ctx.weight
+        (gradient,) = gradients
         if ctx.state is not None:
-            weight = require_bitsandbytes().functional.dequantize_4bit(weight.view(-1, 1), ctx.state)
-        return gradients[0] @ weight.to(gradients[0].dtype), None, None, None, None
+            return gradient_of_input(gradient, ctx.weight, ctx.state), None, None, None, None
+        return gradient @ ctx.weight.to(gradient.dtype), None, None, None, None
 
 
 def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:

@@ -1,0 +1,157 @@
+"""The trainer's 4-bit linears on a CPU: the engine's bits forward, bitsandbytes' weight backward, and what is left to bitsandbytes."""
+
+import copy
+
+import pytest
+import torch
+from support import make_model
+
+from qlora_rl import load_base, prepare_base
+from qlora_rl.base.quant import dequantised_weight, require_bitsandbytes
+from qlora_rl.engine.linears import native
+from qlora_rl.engine.linears.native import codes_kernel
+from qlora_rl.processor import SETTING
+from qlora_rl.train.setup.linears import gradient_of_input, multiplied, settle_linears
+
+BF16 = torch.bfloat16
+needs_kernel = pytest.mark.skipif(isinstance(codes_kernel(), str), reason="there is no kernel for this processor")
+
+
+def linear(rows=96, columns=128, blocksize=64, nested=False, bias=True, quant="nf4", dtype=BF16, seed=0):
+    bnb = require_bitsandbytes()
+    torch.manual_seed(seed)
+    made = bnb.nn.Linear4bit(
+        columns, rows, bias=bias, compute_dtype=dtype, compress_statistics=nested, quant_type=quant
+    )
+    made.weight = bnb.nn.Params4bit(
+        torch.randn(rows, columns).to(BF16), requires_grad=False, quant_type=quant, blocksize=blocksize, compress_statistics=nested
+    ).to("cpu")  # fmt: skip
+    if bias:
+        made.bias = torch.nn.Parameter(torch.randn(rows).to(BF16), requires_grad=False)
+    made.support_avx512bf16_for_cpu = False
+    return made
+
+
+def settled(made):
+    return settle_linears(torch.nn.Sequential(made))
+
+
+def has_kernel(made):
+    return getattr(vars(made).get("forward"), "__func__", None) is multiplied
+
+
+@needs_kernel
+@pytest.mark.parametrize("quant", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_outputs_are_the_engines_bits_and_gradients_those_of_bitsandbytes_weight(quant, nested, bias):
+    made = linear(quant=quant, nested=nested, bias=bias)
+    assert settled(made) == {"kernel": codes_kernel().instructions, "linears": 1, "of": 1}
+    exact = dequantised_weight(made.weight).to(BF16)
+    x = torch.randn(2, 9, 128).to(BF16).requires_grad_()
+    found = made(x)
+    alone = torch.cat([made(row[None]) for row in x.detach().flatten(0, 1)]).view(2, 9, 96)
+    assert torch.equal(found, alone)  # as when the engine samples token by token
+    product = (x.double() @ exact.double().t()).detach()
+    expected = product + (made.bias.double() if bias else 0)
+    assert ((found.double() - expected).abs() <= 2**-7 * (product.abs() + expected.abs()) + 1e-3).all()
+    gradient = torch.randn_like(found)
+    found.backward(gradient)
+    wanted = gradient.double() @ exact.double()
+    assert ((x.grad.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-3).all()
+
+
+@needs_kernel
+def test_a_float32_input_is_multiplied_in_the_compute_dtype_and_comes_back_in_its_own():
+    made = linear()
+    settled(made)
+    x = torch.randn(5, 128, requires_grad=True)
+    found = made(x)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, made(x.to(BF16)).float())
+    found.sum().backward()
+    assert x.grad.dtype == torch.float32
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [40, 96])
+def test_a_gradient_of_rows_that_fill_no_vector_takes_bitsandbytes_own_way(rows):
+    """40 rows are no multiple of 16."""
+    made = linear(rows=rows)
+    assert codes_kernel().takes_back(rows, 128, 64) is (rows == 96)
+    gradient = torch.randn(7, rows).to(BF16)
+    exact = gradient.double() @ dequantised_weight(made.weight).to(BF16).double()
+    found = gradient_of_input(gradient, made.weight, made.weight.quant_state)
+    assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-3).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "fault", ["columns", "compute dtype", "packed", "trained bias", "not whole", "no state", "nothing to multiply"]
+)
+def test_what_the_kernel_does_not_take_bitsandbytes_multiplies(fault, monkeypatch):
+    made = linear(columns=160, blocksize=32) if fault == "columns" else linear()
+    x = torch.randn(0 if fault == "nothing to multiply" else 3, made.in_features).to(BF16)
+    if fault == "columns":
+        made.weight.quant_state.blocksize = 64  # 160 columns are two and a half of them
+        assert settled(made)["linears"] == 0
+        return
+    settled(made)
+    assert has_kernel(made)
+    seen = []
+    monkeypatch.setattr(type(made), "forward", lambda self, given: seen.append(given))
+    if fault == "compute dtype":
+        made.compute_dtype = torch.float32
+    elif fault == "packed":
+        made.weight.quant_state.packing_format_for_cpu = True
+    elif fault == "trained bias":
+        made.bias.requires_grad_()
+    elif fault == "not whole":
+        made.weight.data = made.weight.data[:8]
+    elif fault == "no state":
+        del made.weight.quant_state
+    made(x)
+    assert len(seen) == 1
+
+
+@needs_kernel
+def test_a_kernel_that_is_wrong_for_a_shape_is_not_used(monkeypatch):
+    monkeypatch.setattr(
+        native.CodesKernel, "multiply_back", lambda self, gradient, *args: torch.zeros(len(gradient), 128, dtype=BF16)
+    )
+    made = linear()
+    assert settled(made) == {"kernel": codes_kernel().instructions, "linears": 0, "of": 1}
+    assert not has_kernel(made)
+
+
+def test_every_reason_why_there_is_no_kernel_is_told(monkeypatch):
+    assert settle_linears(torch.nn.Linear(4, 4)) == {"reason": "the base has no 4-bit linears"}
+    made = linear()
+    settled(made)
+    monkeypatch.setenv(SETTING, "native")
+    assert "its setting says that torch multiplies" in settled(made)["reason"]
+    assert torch.equal(made(torch.ones(1, 128, dtype=BF16)), type(made).forward(made, torch.ones(1, 128, dtype=BF16)))
+
+
+@needs_kernel
+def test_a_copy_of_a_model_multiplies_its_own_codes():
+    made = linear()
+    settled(made)
+    other = copy.deepcopy(made)
+    assert other.forward.__self__ is other
+    other.weight.data.zero_()
+    x = torch.randn(3, 128).to(BF16)
+    assert not torch.equal(made(x), other(x))
+
+
+@needs_kernel
+def test_a_base_and_its_trainer_have_the_same_linears(tmp_path):
+    """All linears of a prepared base have it, and the model gives what it gave, but for the order of sums."""
+    model = load_base(prepare_base(make_model(tmp_path / "model"), out=tmp_path / "base"))
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        before = model(ids).logits.float()
+        found = settle_linears(model)
+        after = model(ids).logits.float()
+    assert found["linears"] == found["of"] > 0
+    assert (after - before).norm() / before.norm() < 2**-6
