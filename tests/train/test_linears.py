@@ -1,17 +1,20 @@
 """The trainer's 4-bit linears on a CPU: the engine's bits forward, bitsandbytes' weight backward, and what is left to bitsandbytes."""
 
 import copy
+import json
+import pickle
 
 import pytest
 import torch
-from support import make_model
+from support import fused, make_model
 
 from qlora_rl import load_base, prepare_base
 from qlora_rl.base.quant import dequantised_weight, require_bitsandbytes
 from qlora_rl.engine.linears import native
+from qlora_rl.engine.linears.decoded import SLICE, DecodedLinear
 from qlora_rl.engine.linears.native import codes_kernel
 from qlora_rl.processor import SETTING
-from qlora_rl.train.setup.linears import gradient_of_input, multiplied, settle_linears
+from qlora_rl.train.setup.linears import coded_weight, has_kernel, settle_linears
 
 BF16 = torch.bfloat16
 needs_kernel = pytest.mark.skipif(isinstance(codes_kernel(), str), reason="there is no kernel for this processor")
@@ -34,10 +37,6 @@ def linear(rows=96, columns=128, blocksize=64, nested=False, bias=True, quant="n
 
 def settled(made):
     return settle_linears(torch.nn.Sequential(made))
-
-
-def has_kernel(made):
-    return getattr(vars(made).get("forward"), "__func__", None) is multiplied
 
 
 @needs_kernel
@@ -74,20 +73,114 @@ def test_a_float32_input_is_multiplied_in_the_compute_dtype_and_comes_back_in_it
 
 
 @needs_kernel
-@pytest.mark.parametrize("rows", [40, 96])
+def test_the_engine_has_the_same_bits_for_a_fused_linear():
+    """q, k and v side by side, as vLLM holds them, multiplied by the engine's own layer."""
+    sizes = (96, 32, 32)
+    weight = fused(sizes)
+    lifted = None if codes_kernel().instructions != "avx2" else torch.empty(SLICE, dtype=torch.float32)
+    engine = DecodedLinear(weight, torch.empty(SLICE, dtype=BF16), lifted, codes_kernel())
+    assert engine.has_kernel
+    x = torch.randn(9, 128).to(BF16)
+    parts = []
+    for number, size in enumerate(sizes):
+        made = linear(rows=size, bias=False)
+        start, end = weight.bnb_shard_offsets[number : number + 2].tolist()
+        made.weight.data, made.weight.quant_state = weight.data[start:end], weight.bnb_quant_state[number]
+        settled(made)
+        assert has_kernel(made)
+        parts.append(made(x))
+    assert torch.equal(engine(None, x), torch.cat(parts, dim=1))
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [44, 96])
 def test_a_gradient_of_rows_that_fill_no_vector_takes_bitsandbytes_own_way(rows):
-    """40 rows are no multiple of 16."""
+    """44 rows are no multiple of 16."""
     made = linear(rows=rows)
+    settled(made)
     assert codes_kernel().takes_back(rows, 128, 64) is (rows == 96)
     gradient = torch.randn(7, rows).to(BF16)
     exact = gradient.double() @ dequantised_weight(made.weight).to(BF16).double()
-    found = gradient_of_input(gradient, made.weight, made.weight.quant_state)
+    found = coded_weight(made).multiply_back(gradient)
     assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-3).all()
 
 
 @needs_kernel
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_output_may_be_changed_where_it_is(bias, trained):
+    """Falcon adds to one, OLMo clamps one."""
+    made = linear(bias=bias)
+    settled(made)
+    x = torch.randn(2, 3, 128).to(BF16).requires_grad_(trained)
+    out = made(x)
+    expected = out.detach() + 1
+    out += 1
+    assert torch.equal(out, expected)
+    if trained:
+        out.sum().backward()
+        assert x.grad.any()
+
+
+@needs_kernel
+def test_a_gradient_of_a_gradient_is_an_error_and_not_zero():
+    made = linear()
+    settled(made)
+    x = torch.randn(3, 128).to(BF16).requires_grad_()
+    (gradient,) = torch.autograd.grad(made(x).float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.float().square().sum().backward()
+
+
+@needs_kernel
+def test_the_weight_of_the_forward_pass_is_the_one_of_its_backward_pass():
+    made = linear(bias=False)
+    settled(made)
+    x = torch.randn(3, 128).to(BF16).requires_grad_()
+    wanted = torch.ones(3, 96).double() @ dequantised_weight(made.weight).to(BF16).double()
+    out = made(x)
+    made.weight.data = torch.empty(0, dtype=torch.uint8)
+    out.sum().backward()
+    assert ((x.grad.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-3).all()
+
+
+@needs_kernel
+def test_a_pickled_linear_is_read_back_as_bitsandbytes_own():
+    made = linear()
+    settled(made)
+    again = pickle.loads(pickle.dumps(made))
+    x = torch.randn(3, 128).to(BF16)
+    assert torch.equal(again(x), type(made).forward(made, x))
+
+
+@needs_kernel
+def test_the_forward_of_somebody_else_stays():
+    class Doubled(require_bitsandbytes().nn.Linear4bit):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    own, other = linear(), linear(seed=1)
+    own.__class__ = Doubled
+    other.forward = mine = lambda x: "mine"
+    assert settle_linears(torch.nn.Sequential(own, other))["linears"] == 0
+    assert other.forward is mine
+    assert not has_kernel(own)
+
+
+@needs_kernel
 @pytest.mark.parametrize(
-    "fault", ["columns", "compute dtype", "packed", "trained bias", "not whole", "no state", "nothing to multiply"]
+    "fault",
+    [
+        "columns",
+        "compute dtype",
+        "packed",
+        "trained bias",
+        "not whole",
+        "no state",
+        "nothing to multiply",
+        "elsewhere",
+        "traced",
+    ],
 )
 def test_what_the_kernel_does_not_take_bitsandbytes_multiplies(fault, monkeypatch):
     made = linear(columns=160, blocksize=32) if fault == "columns" else linear()
@@ -110,18 +203,23 @@ def test_what_the_kernel_does_not_take_bitsandbytes_multiplies(fault, monkeypatc
         made.weight.data = made.weight.data[:8]
     elif fault == "no state":
         del made.weight.quant_state
+    elif fault == "elsewhere":
+        x = x.to("meta")
+    elif fault == "traced":
+        monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
     made(x)
     assert len(seen) == 1
 
 
 @needs_kernel
-def test_a_kernel_that_is_wrong_for_a_shape_is_not_used(monkeypatch):
-    monkeypatch.setattr(
-        native.CodesKernel, "multiply_back", lambda self, gradient, *args: torch.zeros(len(gradient), 128, dtype=BF16)
-    )
+@pytest.mark.parametrize("wrong", ["multiply", "multiply_back"])
+def test_a_kernel_that_is_wrong_for_a_shape_is_not_used(monkeypatch, wrong):
+    right = getattr(native.CodesKernel, wrong)
+    monkeypatch.setattr(native.CodesKernel, wrong, lambda self, *given: torch.zeros_like(right(self, *given)))
     made = linear()
     assert settled(made) == {"kernel": codes_kernel().instructions, "linears": 0, "of": 1}
     assert not has_kernel(made)
+    assert coded_weight(made) is None  # nor for the gradient of a tile
 
 
 def test_every_reason_why_there_is_no_kernel_is_told(monkeypatch):
@@ -145,8 +243,7 @@ def test_a_copy_of_a_model_multiplies_its_own_codes():
 
 
 @needs_kernel
-def test_a_base_and_its_trainer_have_the_same_linears(tmp_path):
-    """All linears of a prepared base have it, and the model gives what it gave, but for the order of sums."""
+def test_all_linears_of_a_base_have_it_and_its_logits_differ_by_the_order_of_sums(tmp_path):
     model = load_base(prepare_base(make_model(tmp_path / "model"), out=tmp_path / "base"))
     ids = torch.arange(12)[None]
     with torch.no_grad():
@@ -155,3 +252,13 @@ def test_a_base_and_its_trainer_have_the_same_linears(tmp_path):
         after = model(ids).logits.float()
     assert found["linears"] == found["of"] > 0
     assert (after - before).norm() / before.norm() < 2**-6
+
+
+@needs_kernel
+def test_a_trainer_has_them_and_its_run_says_so(make_trainer, tmp_path):
+    trainer = make_trainer()
+    linears = [m for m in trainer.model.modules() if isinstance(m, require_bitsandbytes().nn.Linear4bit)]
+    assert linears
+    assert all(has_kernel(made) for made in linears)
+    told = json.loads((trainer.run.path / "config.json").read_text())["linears"]
+    assert told == {"kernel": codes_kernel().instructions, "linears": len(linears), "of": len(linears)}

@@ -16,6 +16,8 @@ from qlora_rl.adapter.subject import shorten_lora
 from qlora_rl.base.checkpoint import prepare_base
 from qlora_rl.bench.memory import Step
 from qlora_rl.bench.shapes import Shape, make_model
+from qlora_rl.processor import processor
+from qlora_rl.train.setup.linears import Coded, has_kernel, settle_linears
 from qlora_rl.train.setup.tiles import _Tiled, tile_layers
 
 B, T, LAYERS = 2, 50, 2
@@ -86,19 +88,27 @@ def test_on_a_4bit_base_under_autocast_only_the_gradients_that_are_sums_of_tiles
 
 def with_counts(step):
     """Gradients of a step, and how often each kind of linear computed its product."""
-    counts, forward = Counter(), Linear4bit.forward
+    counts, forward, multiply = Counter(), Linear4bit.forward, Coded.multiply
     names = {
         module: name.split(".")[-2] for name, module in step.bare.named_modules() if isinstance(module, Linear4bit)
     }
+    by_codes = {module.weight.data_ptr(): name for module, name in names.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Linear4bit, "forward", lambda self, x: counts.update([names[self]]) or forward(self, x))
+        own = "multiply", lambda self, x: counts.update([by_codes[self.codes.data_ptr()]]) or multiply(self, x)
+        patch.setattr(Coded, *own)
         step.run()
     return {name: p.grad.clone() for name, p in step.trained.items()}, counts
 
 
-def test_an_mlp_that_is_computed_again_leaves_its_last_product_out(base, monkeypatch):
-    """The gradients keep their bits, as nobody reads what it would give."""
+@pytest.mark.parametrize("coded", [False, True])
+def test_an_mlp_that_is_computed_again_leaves_its_last_product_out(base, monkeypatch, coded):
+    """The gradients keep their bits, as nobody reads what it would give; also with the linears of a trainer on a CPU, which keep their forward."""
     step = Step(base, 2, 300, tiles=False)
+    if coded:
+        settle_linears(step.bare)
+    linears = [module for module in step.bare.modules() if has_kernel(module)]
+    assert bool(linears) is (coded and bool(processor().codes_kernel))
     assert tile_layers(step.bare, 128) == ""
     found, counts = with_counts(step)
     monkeypatch.setattr(_Tiled, "again", _Tiled.whole)
@@ -107,6 +117,7 @@ def test_an_mlp_that_is_computed_again_leaves_its_last_product_out(base, monkeyp
     tiles = 5 * LAYERS
     assert (counts["gate_proj"], counts["down_proj"]) == (2 * tiles, tiles)
     assert (more["gate_proj"], more["down_proj"]) == (2 * tiles, 2 * tiles)
+    assert all(has_kernel(linear) for linear in linears)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -28,7 +28,8 @@ constexpr int64_t OPENED = 30;            // with which rows are decoded while t
 constexpr int64_t CHUNK_BYTES = 1 << 20;    // of tokens, that are multiplied with all rows before the next ones
 constexpr int64_t PANEL = 64;              // columns of a weight that are summed up along its rows
 constexpr int64_t PANEL_ROWS = 2048;       // of them, decoded at a time
-constexpr size_t KEPT_BYTES = 16 << 20;    // of tokens, from call to call
+constexpr int64_t MOST_SUMS = 2048;        // tokens of a gradient, of which sums are kept at a time
+constexpr size_t KEPT_BYTES = 16 << 20;    // of tokens, from call to call; of one thread
 constexpr int64_t OUTPUTS = 64;            // of an adapter, that are added at a time
 constexpr int64_t LANES = 16;              // sums of squares side by side
 constexpr int64_t NORMED = 1 << 13;        // numbers that are worth a second thread
@@ -604,7 +605,8 @@ void qlora_rl_multiply(int64_t weights, const uint8_t* const* codes, const float
 // A gradient [T, O] times a 4-bit weight [O, I], bf16 [T, I]; O is a multiple of 16, I of PANEL.
 void qlora_rl_multiply_back(const uint8_t* codes, const float* scales, const float* table, const uint16_t* gradient, uint16_t* out, int64_t tokens,
                             int64_t rows, int64_t columns, int64_t block, int threads) {
-    const int64_t chunk = std::max<int64_t>((int64_t)KEPT_BYTES / (rows * (int64_t)sizeof(Number)) / BACK, 1) * BACK;
+    const int64_t most = std::min((int64_t)KEPT_BYTES / (rows * (int64_t)sizeof(Number)), MOST_SUMS);
+    const int64_t chunk = std::max<int64_t>(most / BACK, 1) * BACK;
     for (int64_t first = 0; first < tokens; first += chunk)
         multiply_back(Coded{&codes, &scales, table, columns, block}, gradient + first * rows, out + first * columns, std::min(chunk, tokens - first), rows,
                       threads);

@@ -1,8 +1,8 @@
 """`settle_linears`: on a CPU the trainer multiplies with 4-bit codes, by the kernel that the engine has.
 
 bitsandbytes decodes a weight into memory for each product, and torch reads it again; with a few hundred tokens that is a fifth of the product. The
-kernel decodes what fits into a cache. Forward it is the engine's own, so that both sides have the same bits, also with a bias; backward it adds up
-along the rows of the weight. What it does not take, bitsandbytes multiplies as ever.
+kernel decodes what fits into a cache. Forward it has the bits of an engine that multiplies codes, also with a bias; backward it adds up along the
+rows of the weight. What it does not take, bitsandbytes multiplies as ever.
 
 Letters: N tokens, I and O in- and out-features.
 """
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 import types
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from qlora_rl.base.quant import dequantize_exactly, exact_absmax, require_bitsandbytes
+from qlora_rl.base.quant import dequantised_rows, require_bitsandbytes
 from qlora_rl.engine.linears.native import CodesKernel, codes_kernel
 
 logger = logging.getLogger(__name__)
@@ -24,8 +26,50 @@ logger = logging.getLogger(__name__)
 CHECKED = 64
 
 
+@dataclass(frozen=True)
+class Coded:
+    """A 4-bit weight [O, I] that the kernel takes.
+
+    Attributes:
+        codes: of the weight as it was when it was asked for; they are kept.
+        state: bitsandbytes' QuantState.
+        kernel: that multiplies.
+    """
+
+    codes: torch.Tensor
+    state: Any
+    kernel: CodesKernel
+
+    def multiply(self, x_NI: torch.Tensor) -> torch.Tensor:
+        """[N, O], bf16."""
+        scales, (rows, _) = self._scales(), self.state.shape
+        addresses = [self.codes.data_ptr()], [scales.data_ptr()]
+        return self.kernel.multiply(x_NI, *addresses, (0, len(x_NI)), self.state.code, rows, self.state.blocksize)
+
+    def multiply_back(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient [..., O] times the weight, in the dtype of the gradient."""
+        (rows, columns), blocksize = self.state.shape, self.state.blocksize
+        if gradient.dtype != torch.bfloat16 or not self.kernel.takes_back(rows, columns, blocksize):
+            return gradient @ decoded(self.codes, self.state).to(gradient.dtype)
+        scales, flat = self._scales(), gradient.reshape(-1, rows).contiguous()
+        found = self.kernel.multiply_back(
+            flat, self.codes.data_ptr(), scales.data_ptr(), self.state.code, columns, blocksize
+        )
+        return found.view(*gradient.shape[:-1], columns)
+
+    def _scales(self) -> torch.Tensor:
+        """As `exact_absmax`, by bitsandbytes' kernel. They are not kept from forward to backward: a 16th of the base."""
+        state = self.state
+        if not state.nested:
+            return state.absmax.float().flatten()
+        scales = require_bitsandbytes().functional.dequantize_blockwise(state.absmax, state.state2)
+        return (scales + state.offset).float().flatten()
+
+
 def settle_linears(model: torch.nn.Module) -> dict[str, Any]:
     """Have the 4-bit linears of a model multiply their codes where the processor has a kernel for that.
+
+    Linears with a forward of somebody else keep it.
 
     Args:
         model: with whole, frozen weights; not sharded.
@@ -35,6 +79,9 @@ def settle_linears(model: torch.nn.Module) -> dict[str, Any]:
     """
     bnb = require_bitsandbytes()
     linears = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    for linear in linears:  # of an earlier trainer
+        if has_kernel(linear):
+            del linear.forward
     if not linears:
         return {"reason": "the base has no 4-bit linears"}
     if any(linear.weight.device.type != "cpu" for linear in linears):
@@ -46,93 +93,101 @@ def settle_linears(model: torch.nn.Module) -> dict[str, Any]:
     exact: dict[tuple[Any, ...], bool] = {}
     count = 0
     for linear in linears:
-        linear.__dict__.pop("forward", None)  # of an earlier trainer
-        if not _fits(kernel, linear):
+        coded = _coded(linear, kernel)
+        if coded is None or "forward" in vars(linear) or type(linear).forward is not bnb.nn.Linear4bit.forward:
             continue
-        state = linear.weight.quant_state
-        kind = (*state.shape, state.blocksize, state.quant_type)
+        kind = (*coded.state.shape, coded.state.blocksize, coded.state.quant_type)
         if kind not in exact:
-            exact[kind] = _is_exact(kernel, linear)
+            exact[kind] = _is_exact(coded, linear.weight)
         if exact[kind]:
-            linear.forward = types.MethodType(multiplied, linear)
+            linear.forward = types.MethodType(forward, linear)
             count += 1
     return {"kernel": kernel.instructions, "linears": count, "of": len(linears)}
 
 
-def multiplied(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """The forward of a linear that has the kernel: x [..., I] gives [..., O] in the dtype of x."""
-    kernel = codes_kernel()
+def has_kernel(linear: Any) -> bool:
+    """Its forward is the one of this module."""
+    return getattr(vars(linear).get("forward"), "__func__", None) is forward
+
+
+def coded_weight(linear: Any) -> Coded | None:
+    """The weight of a linear that has the kernel, as it is now; `None` where bitsandbytes is to multiply it."""
+    kernel = codes_kernel() if has_kernel(linear) else ""
+    return None if isinstance(kernel, str) else _coded(linear, kernel)
+
+
+def decoded(codes: torch.Tensor, state: Any) -> torch.Tensor:
+    """The weight [O, I], as bitsandbytes decodes it."""
+    return require_bitsandbytes().functional.dequantize_4bit(codes.view(-1, 1), state)
+
+
+# A method is pickled by the name of its function: `forward`, which a linear has by itself where it is read back.
+def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of a linear that has the kernel: x [..., I] gives [..., O] in the dtype of x."""
+    coded = None
+    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()) and _is_plain(x):
+        coded = coded_weight(self)
     if (
-        isinstance(kernel, str)
-        or torch.compiler.is_compiling()
-        or (linear.compute_dtype or x.dtype) != torch.bfloat16
+        coded is None
+        or (self.compute_dtype or x.dtype) != torch.bfloat16
         or not x.numel()
-        or not _fits(kernel, linear)
+        or x.shape[-1] != self.in_features
     ):
-        return type(linear).forward(linear, x)
-    product = _Product.apply(x.to(torch.bfloat16), linear.weight, kernel)
-    if linear.bias is not None:
-        product = product + linear.bias.to(product.dtype)
+        return type(self).forward(self, x)
+    flat_NI = x.to(torch.bfloat16).reshape(-1, x.shape[-1]).contiguous()
+    # The view is made out here, so that it may be written into.
+    product = _Product.apply(flat_NI, coded).view(*x.shape[:-1], self.out_features)
+    if self.bias is not None:
+        product = product + self.bias.to(product.dtype)
     return product.to(x.dtype)
-
-
-def gradient_of_input(gradient: torch.Tensor, weight: Any, state: Any) -> torch.Tensor:
-    """A gradient [..., O] times a 4-bit weight [O, I], in the dtype of the gradient."""
-    rows, columns = state.shape
-    kernel = codes_kernel() if weight.device.type == "cpu" and gradient.dtype == torch.bfloat16 else ""
-    if isinstance(kernel, str) or not kernel.takes_back(rows, columns, state.blocksize):
-        return gradient @ require_bitsandbytes().functional.dequantize_4bit(weight.view(-1, 1), state).to(
-            gradient.dtype
-        )
-    absmax, values, flat = exact_absmax(state), state.code, gradient.reshape(-1, rows).contiguous()
-    found = kernel.multiply_back(flat, weight.data_ptr(), absmax.data_ptr(), values, columns, state.blocksize)
-    return found.view(*gradient.shape[:-1], columns)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, kernel: CodesKernel) -> torch.Tensor:
-        state = weight.quant_state
-        ctx.weight, ctx.state = weight, state
-        rows, columns = state.shape
-        absmax, flat = exact_absmax(state), x.reshape(-1, columns).contiguous()
-        found = kernel.multiply(
-            flat, [weight.data_ptr()], [absmax.data_ptr()], (0, len(flat)), state.code, rows, state.blocksize
-        )
-        return found.view(*x.shape[:-1], rows)
+    def forward(ctx: Any, x_NI: torch.Tensor, coded: Coded) -> torch.Tensor:
+        ctx.coded = coded
+        return coded.multiply(x_NI)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None
-        return gradient_of_input(gradients[0], ctx.weight, ctx.state), None, None
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.coded.multiply_back(gradients[0]), None
 
 
-def _fits(kernel: CodesKernel, linear: Any) -> bool:
+def _is_plain(x: torch.Tensor) -> bool:
+    """In this process's memory, and nothing that stands for another tensor."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"
+
+
+def _coded(linear: Any, kernel: CodesKernel) -> Coded | None:
     """Its weight is whole, in a form that the kernel reads, and what is trained there is not the base."""
     weight, state = linear.weight, getattr(linear.weight, "quant_state", None)
-    return (
+    fits = (
         state is not None
         and linear.compute_type_is_set
         and not getattr(state, "packing_format_for_cpu", False)
         and weight.device.type == "cpu"
         and weight.is_contiguous()
+        and tuple(state.shape) == (linear.out_features, linear.in_features)
         and 2 * weight.numel() * weight.element_size() == state.shape.numel()
-        and kernel.takes(state.shape[1], state.blocksize)
+        and kernel.takes(linear.in_features, state.blocksize)
         and state.code.dtype == torch.float32
         and not weight.requires_grad
         and (linear.bias is None or not linear.bias.requires_grad)
     )
+    return Coded(weight.detach(), state, kernel) if fits else None
 
 
-def _is_exact(kernel: CodesKernel, linear: Any) -> bool:
+def _is_exact(coded: Coded, weight: torch.Tensor) -> bool:
     """Some columns come out of the product as they are decoded, and some rows out of that of a gradient."""
-    state, codes = linear.weight.quant_state, linear.weight.detach()
-    rows, columns = state.shape
-    exact = dequantize_exactly(codes, exact_absmax(state), state.code, state.blocksize, (rows, columns)).bfloat16()
+    rows, columns = coded.state.shape
     some_I, some_O = (torch.linspace(0, size - 1, min(CHECKED, size)).long() for size in (columns, rows))
-    x = torch.nn.functional.one_hot(some_I, columns).bfloat16()
-    gradient = torch.nn.functional.one_hot(some_O, rows).bfloat16()
-    return torch.equal(_Product.apply(x, linear.weight, kernel), exact[:, some_I].t()) and torch.equal(
-        gradient_of_input(gradient, linear.weight, state), exact[some_O]
-    )
+    found_OI = coded.multiply(torch.nn.functional.one_hot(some_I, columns).bfloat16()).t()
+    back_OI = coded.multiply_back(torch.nn.functional.one_hot(some_O, rows).bfloat16())
+    for first, exact in dequantised_rows(weight):
+        here = (some_O >= first) & (some_O < first + len(exact))
+        if not torch.equal(found_OI[first : first + len(exact)], exact[:, some_I].bfloat16()):
+            return False
+        if not torch.equal(back_OI[here], exact[some_O[here] - first].bfloat16()):
+            return False
+    return True

@@ -20,11 +20,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from qlora_rl.base.kinds import drops
 from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.ledger.lines import MLP_LINEARS, TILE
-from qlora_rl.train.setup.linears import gradient_of_input, multiplied
+from qlora_rl.train.setup.linears import Coded, coded_weight, decoded, has_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class _Tiled:
         given: list[torch.Tensor] = []
         handle = self._last.register_forward_hook(lambda module, args, out: given.append(out))
         own = vars(linear).get("forward")
-        linear.forward = functools.partial(_unread, linear)
+        linear.forward = functools.partial(_unread, linear, coded_weight(linear))
         try:
             out = self.whole(tile, autocast)
         finally:
@@ -230,15 +231,14 @@ class _Tiles(torch.autograd.Function):
 
 def _can_be_unread(linear: Any) -> bool:
     """A frozen linear whose backward pass is a product with its weight, and whose forward nobody else has replaced."""
-    own = vars(linear).get("forward")
     return (
         type(linear) in (torch.nn.Linear, require_bitsandbytes().nn.Linear4bit)
-        and (own is None or getattr(own, "__func__", None) is multiplied)
+        and ("forward" not in vars(linear) or has_kernel(linear))
         and not any(p.requires_grad for p in linear.parameters())
     )
 
 
-def _unread(linear: Any, x: torch.Tensor) -> torch.Tensor:
+def _unread(linear: Any, coded: Coded | None, x: torch.Tensor) -> torch.Tensor:
     """A frozen linear's place in the graph without its product: x [..., I] gives zeros [..., O], in the dtype of its output."""
     dtype, state = x.dtype, None
     if type(linear) is not torch.nn.Linear:
@@ -246,21 +246,25 @@ def _unread(linear: Any, x: torch.Tensor) -> torch.Tensor:
         state = getattr(linear.weight, "quant_state", None) or linear.quant_state
     elif torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    return _Unread.apply(x, linear.weight, state, linear.out_features, dtype)
+    return _Unread.apply(x, linear.weight, state, coded, linear.out_features, dtype)
 
 
 class _Unread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, state: Any, features: int, dtype: torch.dtype) -> torch.Tensor:
-        ctx.weight, ctx.state = weight, state
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Any, state: Any, coded: Coded | None, features: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.weight, ctx.state, ctx.coded = weight, state, coded
         return x.new_zeros(*x.shape[:-1], features, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         (gradient,) = gradients
-        if ctx.state is not None:
-            return gradient_of_input(gradient, ctx.weight, ctx.state), None, None, None, None
-        return gradient @ ctx.weight.to(gradient.dtype), None, None, None, None
+        if ctx.coded is not None:
+            return ctx.coded.multiply_back(gradient), None, None, None, None, None
+        weight = ctx.weight if ctx.state is None else decoded(ctx.weight, ctx.state)
+        return gradient @ weight.to(gradient.dtype), None, None, None, None, None
 
 
 def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
