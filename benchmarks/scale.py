@@ -1,14 +1,17 @@
 """What several engines are worth: steps per hour, staleness and idle time for 1 to 1,000 engines and bases of 8 B to 400 B.
 
-    python benchmarks/scale.py --measure     run the model's prediction against real processes (about fifteen minutes), then predict
-    python benchmarks/scale.py               predict again, with what was measured then
+    python benchmarks/scale.py --measure paced     compare the model with runs of paced engines (about fifteen minutes), then predict
+    python benchmarks/scale.py --measure real      the same with vLLM on this machine's cores (about ten minutes)
+    python benchmarks/scale.py                     predict again, with what was measured then
 
 `simulate` is a discrete-event model of one trainer and a fleet, made of what `QLoRAAsyncGRPOTrainer`, `Turnstile` and `Fleet` do. All
 that goes into it is either measured or an entry of ASSUMED, with its source. What it says of 1,000 engines was never run.
 
-`--measure`: the real trainer, the real fleet, 1 to 4 actors of Ray, pushes through its object store, bases proven. Only the engines are
-paced: each sleeps for a fixed time per completion, and so does the environment, so that two cores do not decide. The overhead
-of a rollout is taken from one engine without overlap; everything else is predicted, and compared.
+Both kinds of runs have the real trainer, the real fleet, 1 to 4 actors of Ray, pushes through its object store, verified bases.
+`paced`: each engine sleeps for a fixed time per completion, and so does the environment, so that two cores do not decide. The overhead
+of a rollout is taken from one engine without overlap; everything else is predicted, and compared. `real`: vLLM in each actor, one thread for each
+engine and one for the trainer, nothing to wait for. The seconds of an engine and of a step are taken from runs of one engine; what
+several are worth, and how they share the cores with the trainer, is predicted, and compared.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class Job:
     Attributes:
         engines: that take part.
         completions: of a batch; one batch is one policy.
-        engine_s: that one engine alone would draw at a batch, by its throughput.
+        engine_s: that one engine alone would sample a batch, by its throughput.
         floor_s: a rollout takes no less, however many engines share it.
         overhead_s: of a rollout, besides.
         wait_s: environment and rewards of a batch.
@@ -78,6 +81,7 @@ class Job:
         failures_per_hour: of each engine.
         replace_s: until another takes part in its place.
         fails_at_s: when one fails for certain; for checks.
+        cores: that engines and trainer share; each takes one while it is busy.
     """
 
     engines: int
@@ -92,11 +96,12 @@ class Job:
     failures_per_hour: float = 0.0
     replace_s: float = 0.0
     fails_at_s: tuple[float, ...] = ()
+    cores: float = math.inf
 
 
 @dataclass
 class _Batch:
-    """One that is drawn: how much of it is left (from 1 to 0), and what comes on top in seconds."""
+    """One that is sampled: how much of it is left (from 1 to 0), and what comes on top in seconds."""
 
     number: int
     policy: int
@@ -107,9 +112,9 @@ class _Batch:
 def simulate(job: Job, steps: int = 200, seed: int = 0) -> dict[str, float]:
     """Run `steps` optimizer steps.
 
-    Batch b is trained on at policy b. It begins as soon as policy b - max_staleness is trained (`Turnstile`). All engines draw each batch;
-    batches that are drawn at once share them. An engine that fails takes with it what it was drawing, which the others draw again when
-    they are done (`Fleet.generate`). A push waits until nothing is drawn by a version that it takes out of the engines.
+    Batch b is trained on at policy b. It begins as soon as policy b - max_staleness is trained (`Turnstile`). All engines sample each batch;
+    batches that are sampled at once share them. An engine that fails takes with it what it was sampling, which the others sample again when
+    they are done (`Fleet.generate`). A push waits until nothing is sampled by a version that it takes out of the engines.
 
     Returns:
         steps_per_hour, step_s (median), staleness_mean, trainer_idle and engines_idle (shares of the time), failures.
@@ -117,39 +122,42 @@ def simulate(job: Job, steps: int = 200, seed: int = 0) -> dict[str, float]:
     rng, now = random.Random(seed), 0.0
     live, returns, failures = job.engines, [], 0
     certain = list(job.fails_at_s)
-    drawing: list[_Batch] = []
+    sampling: list[_Batch] = []
     ready: dict[int, float] = {}  # when a batch is rewarded
     begun_by: dict[int, int] = {}
     policy, idle, busy, ends = 0, 0.0, 0.0, []
-    state, until = "push", job.push_s  # of the trainer: "push", "wait", "train", "queue" (for a push)
+    state, work_s = "push", job.push_s  # of the trainer: "push", "wait", "train", "queue" (for a push)
     submitted = 0
 
     def next_failure() -> float:
         rate = live * job.failures_per_hour / 3600
-        drawn = now + rng.expovariate(rate) if rate > 0 else math.inf
-        return min([drawn, *certain[:1]])
+        moment = now + rng.expovariate(rate) if rate > 0 else math.inf
+        return min([moment, *certain[:1]])
 
     failure = next_failure()
     while len(ends) < steps:
+        # With fewer cores than busy processes, each is slower.
+        processes = (live if any(batch.left > 0 for batch in sampling) else 0) + (state in ("push", "train"))
+        speed = min(1.0, job.cores / max(processes, 1))
         # What each batch advances by in a second: its part of the engines, and no faster than the longest completion.
         rates = {}
-        for batch in drawing:
-            shared = job.engine_s * len(drawing) / max(live, 1e-9)
-            rates[batch.number] = 1 / max(shared, job.floor_s, 1e-9) if live else 0.0
+        for batch in sampling:
+            shared = job.engine_s * len(sampling) / max(live, 1e-9)
+            rates[batch.number] = speed / max(shared, job.floor_s, 1e-9) if live else 0.0
         moments = [failure, *(returns[:1])]
-        for batch in drawing:
+        for batch in sampling:
             if batch.left > 0:
                 moments.append(now + batch.left / rates[batch.number] if live else math.inf)
             else:
                 moments.append(now + batch.extra_s)
         if state in ("push", "train"):
-            moments.append(until)
+            moments.append(now + work_s / speed)
         elif state == "wait" and policy in ready:
             moments.append(max(now, ready[policy]))
         then = min(moments)
         assert then < math.inf, "nothing can happen any more"
         span = then - now
-        for batch in drawing:
+        for batch in sampling:
             if batch.left > 0:
                 busy += job.engine_s * min(batch.left, span * rates[batch.number])
                 batch.left = max(0.0, batch.left - span * rates[batch.number])
@@ -159,11 +167,13 @@ def simulate(job: Job, steps: int = 200, seed: int = 0) -> dict[str, float]:
                 batch.extra_s = max(0.0, batch.extra_s - span)
         if state in ("wait", "queue"):
             idle += span
+        else:
+            work_s -= span * speed
         now = then
         if now >= failure:
             certain = certain[1:] if certain and now >= certain[0] else certain
             if live:
-                for batch in drawing:
+                for batch in sampling:
                     _lose_one(batch, job, live, rng)
                 live, failures = live - 1, failures + 1
                 heapq.heappush(returns, now + job.replace_s)
@@ -172,22 +182,22 @@ def simulate(job: Job, steps: int = 200, seed: int = 0) -> dict[str, float]:
             heapq.heappop(returns)
             live += 1
             failure = next_failure()
-        for batch in [b for b in drawing if b.left <= 0 and b.extra_s < _MOMENT_S]:
-            drawing.remove(batch)
+        for batch in [b for b in sampling if b.left <= 0 and b.extra_s < _MOMENT_S]:
+            sampling.remove(batch)
             ready[batch.number] = now + job.wait_s
-        if state == "push" and now >= until:
+        if state == "push" and work_s < _MOMENT_S:
             policy, state = policy + 1, "wait"
             while submitted < policy + job.max_staleness:
                 submitted += 1
-                drawing.append(_Batch(submitted, policy, extra_s=job.overhead_s))
+                sampling.append(_Batch(submitted, policy, extra_s=job.overhead_s))
                 begun_by[submitted] = policy
         if state == "wait" and ready.get(policy, math.inf) <= now:
-            state, until = "train", now + job.train_s
-        if state == "train" and now >= until:
+            state, work_s = "train", job.train_s
+        if state == "train" and work_s < _MOMENT_S:
             ends.append(now)
             state = "queue"
-        if state == "queue" and not any(b.policy < policy for b in drawing):
-            state, until = "push", now + job.push_s
+        if state == "queue" and not any(b.policy < policy for b in sampling):
+            state, work_s = "push", job.push_s
     warm = min(len(ends) // 4, 5)
     took = [b - a for a, b in zip(ends[warm:], ends[warm + 1 :], strict=False)]
     ages = [number - begun_by[number] for number in range(1, steps + 1)]
@@ -202,11 +212,11 @@ def simulate(job: Job, steps: int = 200, seed: int = 0) -> dict[str, float]:
 
 
 def _lose_one(batch: _Batch, job: Job, live: int, rng: random.Random) -> None:
-    """An engine fails while a batch is drawn: its share is drawn again by the others, in one more round when they are done."""
+    """An engine fails while a batch is sampled: its share is sampled again by the others, in one more round when they are done."""
     share = job.completions / min(live, job.completions)  # completions of each that takes part
     is_first_round = batch.left > 0
-    drawing = min(live, job.completions if is_first_round else math.ceil(share))
-    if rng.random() * live > drawing:
+    sampling = min(live, job.completions if is_first_round else math.ceil(share))
+    if rng.random() * live > sampling:
         return  # it had nothing of this batch
     if live == 1:
         batch.left = 1.0
@@ -288,6 +298,8 @@ def _get(name: str) -> float:
 # --- what is run ---------------------------------------------------------------------------------------------------------
 
 COMPLETIONS, PACE_S, WAIT_S, STEPS = 16, 0.4, 1.5, 10
+# Of the runs with vLLM: tokens per completion, on a random model of 0.1 B. Of each run the first two steps are not counted.
+TOKENS, WARM = 32, 2
 
 
 def paced(base: str, **options: Any) -> Any:
@@ -316,48 +328,66 @@ def paced(base: str, **options: Any) -> Any:
 def late(completions: list[Any], **_: Any) -> list[float]:
     """A reward that takes WAIT_S."""
     time.sleep(WAIT_S)
+    return at_once(completions)
+
+
+def at_once(completions: list[Any], **_: Any) -> list[float]:
+    """A reward that takes no time."""
     return [float(i % 2) for i in range(len(completions))]
 
 
-def run_once(base: Any, out: Path, engines: int, staleness: int) -> dict[str, float]:
-    """One training."""
+def run_once(
+    base: Any,
+    out: Path,
+    rollout: Any,
+    staleness: int | None,
+    *,
+    reward: Any,
+    tokens: int,
+    completions: int = COMPLETIONS,
+) -> dict[str, float]:
+    """One training; `staleness` None is `QLoRAGRPOTrainer`."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOConfig
 
-    from qlora_rl import QLoRAAsyncGRPOTrainer, RayFleet
+    from qlora_rl import QLoRAAsyncGRPOTrainer, QLoRAGRPOTrainer
 
     config = GRPOConfig(
-        output_dir=str(out), max_steps=STEPS, per_device_train_batch_size=COMPLETIONS, num_generations=4,
-        max_completion_length=2, learning_rate=1e-4, beta=0.0, bf16=True, use_cpu=True, gradient_checkpointing=False,
-        logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+        output_dir=str(out), max_steps=STEPS, per_device_train_batch_size=completions, num_generations=4,
+        max_completion_length=tokens, vllm_max_model_length=64 if rollout == "colocate" else None, learning_rate=1e-4, beta=0.0, bf16=True, use_cpu=True,
+        gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
     )  # fmt: skip
-    with RayFleet(base.path, replicas=engines, make=paced, pace_s=PACE_S, ray_options={"num_cpus": 0.5}) as fleet:
-        with QLoRAAsyncGRPOTrainer(
-            model=base,
-            reward_funcs=late,
-            args=config,
-            train_dataset=Dataset.from_list([{"prompt": f"{10 + i}+{11 + i}="} for i in range(64)]),
-            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
-            rollout=fleet,
-            max_staleness=staleness,
-        ) as trainer:
-            trainer.train()
+    overlap = {} if staleness is None else {"max_staleness": staleness}
+    with (QLoRAGRPOTrainer if staleness is None else QLoRAAsyncGRPOTrainer)(
+        model=base,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": f"{10 + i}+{11 + i}="} for i in range(64)]),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+        rollout=rollout,
+        **overlap,
+    ) as trainer:
+        trainer.train()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    kept = rows[2:]
-    return {
+    kept = rows[WARM:]
+    found = {
         "step_s": statistics.median(row["step_seconds"] for row in kept),
         "seconds": sum(row["step_seconds"] for row in kept),
         "steps": len(kept),
+    }
+    if staleness is None:
+        return found
+    return found | {
         "waits_s": statistics.median(row["trainer_wait_seconds"] for row in kept),
-        "drawn_s": statistics.median(row["rollout_drawn_seconds"] for row in kept),
+        "sampling_s": statistics.median(row["rollout_drawn_seconds"] for row in kept),
         "staleness_mean": statistics.fmean(row["staleness_mean"] for row in rows),
     }
 
 
-def measure(work: Path) -> dict[str, Any]:
-    """Each kind of run, and what the model says of it."""
-    from qlora_rl import prepare_base
+def measure_paced(work: Path) -> dict[str, Any]:
+    """Each kind of run with paced engines, and what the model says of it."""
+    from qlora_rl import RayFleet, prepare_base
     from qlora_rl.bench.shapes import SIZES, make_model
 
     base = prepare_base(make_model(work / "model", SIZES["demo"]), out=work / "nf4")
@@ -365,7 +395,9 @@ def measure(work: Path) -> dict[str, Any]:
     runs: dict[str, Any] = {}
     overhead_s = 0.0
     for engines, staleness in kinds:
-        found = run_once(base, work / f"{engines}-{staleness}", engines, staleness)
+        with RayFleet(base.path, replicas=engines, make=paced, pace_s=PACE_S, ray_options={"num_cpus": 0.5}) as fleet:
+            out = work / f"{engines}-{staleness}"
+            found = run_once(base, out, fleet, staleness, reward=late, tokens=2)
         own_s = found["step_s"] - found["waits_s"]  # scoring, the step and the push: measured, not predicted
         job = Job(
             engines=engines,
@@ -381,52 +413,132 @@ def measure(work: Path) -> dict[str, Any]:
         if (engines, staleness) == (1, 0):  # the one that the overhead is taken from
             overhead_s = max(0.0, found["waits_s"] - job.engine_s - WAIT_S)
             job = dataclasses.replace(job, overhead_s=overhead_s)
-        said = simulate(job, steps=STEPS + 20)
-        runs[f"{engines} engines, staleness {staleness}"] = found | {
-            "predicted_step_s": said["step_s"],
-            "predicted_staleness": said["staleness_mean"],
-            "error": said["step_s"] / found["step_s"] - 1,
-        }
-        print(
-            engines,
-            staleness,
-            {n: round(v, 3) for n, v in runs[f"{engines} engines, staleness {staleness}"].items()},
-            flush=True,
-        )
-    errors = [abs(run["error"]) for name, run in runs.items() if name != "1 engines, staleness 0"]
-    return {
-        "paced": {
-            "completions": COMPLETIONS,
-            "seconds_per_completion": PACE_S,
-            "wait_s": WAIT_S,
-            "overhead_s": overhead_s,
-        },
-        "runs": runs,
-        "largest_error": max(errors),
-        "mean_error": statistics.fmean(errors),
+        runs[_name(engines, staleness)] = found | _predicted(job, found)
+        print(engines, staleness, _rounded(runs[_name(engines, staleness)]), flush=True)
+    setting = {
+        "completions": COMPLETIONS,
+        "seconds_per_completion": PACE_S,
+        "wait_s": WAIT_S,
+        "overhead_s": overhead_s,
     }
+    return {"paced": setting, "runs": runs} | _errors(runs, _name(1, 0))
+
+
+def measure_real(work: Path) -> dict[str, Any]:
+    """vLLM in one, two and four actors, a thread each; one engine in the trainer's process with all threads; what the model says of them."""
+    import torch
+
+    from qlora_rl import RayFleet, prepare_base
+    from qlora_rl.bench.shapes import SIZES, make_model
+
+    cores = torch.get_num_threads()
+    base = prepare_base(make_model(work / "model", SIZES["0.1b"]), out=work / "nf4")
+    ways = {"reward": at_once, "tokens": TOKENS}
+    colocated = run_once(base, work / "colocated", "colocate", None, **ways)
+    print("colocated", _rounded(colocated), flush=True)
+    torch.set_num_threads(1)
+
+    def run(engines: int, staleness: int, completions: int = COMPLETIONS) -> dict[str, float]:
+        with RayFleet(base.path, replicas=engines, max_model_length=64, kv_cache_gib=1.0) as fleet:
+            out = work / f"{engines}-{staleness}-{completions}"
+            return run_once(base, out, fleet, staleness, completions=completions, **ways)
+
+    half = run(1, 0, COMPLETIONS // 2)
+    runs: dict[str, Any] = {}
+    for staleness in (0, 1, 2):
+        for engines in (1, 2, 4):
+            runs[_name(engines, staleness)] = found = run(engines, staleness)
+            print(engines, staleness, _rounded(found), flush=True)
+    return {
+        "cores": cores,
+        "completions": COMPLETIONS,
+        "tokens": TOKENS,
+        "colocated": colocated,
+        "half": half,
+        "runs": runs,
+    }
+
+
+def predict_real(found: dict[str, Any]) -> dict[str, Any]:
+    """What the model says of the runs of `measure_real`: the runs of one engine without overlap and with that of one policy give its seconds.
+
+    With overlap the trainer computes more: the logprobs of the policy that it has become since a batch was begun.
+    """
+    runs, count = found["runs"], found["completions"]
+    whole, ahead = runs[_name(1, 0)], runs[_name(1, 1)]
+    # Seconds of sampling: so many for each engine, and so many per completion.
+    per_completion_s = 2 * (whole["sampling_s"] - found["half"]["sampling_s"]) / count
+    per_engine_s = whole["sampling_s"] - per_completion_s * count
+    fitted = {
+        "per_engine_s": per_engine_s,
+        "per_completion_s": per_completion_s,
+        "overhead_s": max(0.0, whole["waits_s"] - whole["sampling_s"]),
+        "train_s": whole["step_s"] - whole["waits_s"],
+        "train_with_overlap_s": ahead["step_s"] - ahead["waits_s"],
+    }
+    told = {}
+    for staleness in (0, 1, 2):
+        for engines in (1, 2, 4):
+            job = Job(
+                engines=engines,
+                completions=count,
+                engine_s=engines * per_engine_s + count * per_completion_s,
+                floor_s=0.0,
+                overhead_s=fitted["overhead_s"],
+                wait_s=0.0,
+                train_s=fitted["train_with_overlap_s" if staleness else "train_s"],
+                push_s=0.0,
+                max_staleness=staleness,
+                cores=found["cores"],
+            )
+            run = runs[_name(engines, staleness)]
+            told[_name(engines, staleness)] = run | _predicted(job, run)
+    return found | {"fitted": fitted, "runs": told} | _errors(told, _name(1, 0), _name(1, 1))
+
+
+def _name(engines: int, staleness: int) -> str:
+    return f"{engines} engines, staleness {staleness}"
+
+
+def _predicted(job: Job, found: dict[str, float]) -> dict[str, float]:
+    said = simulate(job, steps=STEPS + 20)
+    return {
+        "predicted_step_s": said["step_s"],
+        "predicted_staleness": said["staleness_mean"],
+        "error": said["step_s"] / found["step_s"] - 1,
+    }
+
+
+def _errors(runs: dict[str, Any], *calibrated: str) -> dict[str, float]:
+    errors = [abs(run["error"]) for name, run in runs.items() if name not in calibrated]
+    return {"largest_error": max(errors), "mean_error": statistics.fmean(errors)}
+
+
+def _rounded(found: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 def main() -> None:
     """Measure if asked to, predict, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--measure", choices=("paced", "real"))
     parser.add_argument("--json", type=Path, default=RESULT)
     arguments = parser.parse_args()
+    result = json.loads(arguments.json.read_text())
     if arguments.measure:
-        from qlora_rl.adapter.store import default_root
-        from qlora_rl.bench.rounds import measured_at
-        from qlora_rl.train.run import describe_machine, describe_versions
+        from qlora_rl.bench.rounds import described
+        from qlora_rl.processor import processor
 
-        with tempfile.TemporaryDirectory(dir=default_root()) as work:
-            checked = measure(Path(work))
-        commit = measured_at()
-        about = {"commit": commit, "versions": describe_versions(), "machine": describe_machine()}
-    else:
-        before = json.loads(RESULT.read_text())
-        about, checked = {name: before[name] for name in ("commit", "versions", "machine")}, before["checked"]
+        with tempfile.TemporaryDirectory() as work:
+            if arguments.measure == "paced":
+                result["checked"] = described(measure_paced(Path(work)))
+            else:
+                kernels = processor().torch_kernels
+                result["real"] = result.get("real", {}) | {kernels: described(measure_real(Path(work)))}
+    result["real"] = {kernels: predict_real(found) for kernels, found in result.get("real", {}).items()}
     assumed = {name: {"value": value, "source": source} for name, (value, source) in ASSUMED.items()}
-    head = json.dumps(about | {"checked": checked, "assumed": assumed}, indent=1).removesuffix("\n}")
+    about = {name: result[name] for name in ("checked", "real")}
+    head = json.dumps(about | {"assumed": assumed}, indent=1).removesuffix("\n}")
     rows = [{n: float(f"{v:.4g}") if isinstance(v, float) else v for n, v in row.items()} for row in predict()]
     lines = ",\n  ".join(json.dumps(row) for row in rows)  # a line each
     arguments.json.write_text(f'{head},\n "predicted": [\n  {lines}\n ]\n}}\n')

@@ -598,6 +598,26 @@ def scale_checked() -> str:
     return "\n".join(lines)
 
 
+def scale_real() -> str:
+    """The same with vLLM on two cores, on each kind of processor."""
+    real = _load("scale.json")["real"]
+    lines = [
+        "| processor | engines | " + " | ".join(f"`max_staleness` {s}: step, predicted" for s in (0, 1, 2)) + " |",
+        "|---|---|---|---|---|",
+    ]
+    for kernels, found in real.items():
+        lines.append(f"| {kernels} | colocated, both cores, no overlap | {found['colocated']['step_s']:.2f} s | | |")
+        for engines in (1, 2, 4):
+            runs = [found["runs"][f"{engines} engines, staleness {staleness}"] for staleness in (0, 1, 2)]
+            calibrated = [engines == 1 and staleness < 2 for staleness in (0, 1, 2)]
+            cells = [
+                f"{run['step_s']:.2f} s, " + ("(calibrated)" if known else f"{run['predicted_step_s']:.2f}")
+                for run, known in zip(runs, calibrated, strict=True)
+            ]
+            lines.append(f"| {kernels} | {engines} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def scale_predicted() -> str:
     """Steps per hour on a fast line, with an overlap of one policy."""
     rows = [r for r in _load("scale.json")["predicted"] if (r["net"], r["way"]) == ("lan", "ray")]
@@ -654,6 +674,7 @@ TABLES = {
     "field-samplers": lambda: field_tables.samplers(_load("field.json")),
     "field-run": lambda: field_tables.run(_load("field.json")),
     "scale-checked": scale_checked,
+    "scale-real": scale_real,
     "scale-predicted": scale_predicted,
     "scale-push": scale_push,
     "scale-assumed": scale_assumed,

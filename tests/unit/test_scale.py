@@ -67,6 +67,25 @@ def test_a_lost_engine_costs_one_more_round_and_its_throughput_until_it_is_repla
     assert scale.simulate(often)["steps_per_hour"] < scale.simulate(plain)["steps_per_hour"]
 
 
+@pytest.mark.parametrize(
+    ("engines", "staleness", "step_s"),
+    [
+        (1, 0, 12.0 + 4.0),  # one after the other: a core is idle
+        (2, 0, 6.0 + 4.0),
+        (4, 0, 6.0 + 4.0),  # four engines have two cores
+        (1, 1, 12.0),  # the trainer has the other core
+        (2, 1, (12.0 + 4.0) / 2),  # both cores are always busy
+        (4, 1, 8.5),  # five processes: the trainer is so slow that a core is idle when the engines are done
+    ],
+)
+def test_engines_and_trainer_share_the_cores_that_there_are(scale, engines, staleness, step_s):
+    shared = job(
+        scale, engines=engines, max_staleness=staleness, cores=2, engine_s=12.0, floor_s=0.0, overhead_s=0.0, wait_s=0.0,
+        train_s=4.0, push_s=0.0,
+    )  # fmt: skip
+    assert scale.simulate(shared)["step_s"] == pytest.approx(step_s, rel=0.02)
+
+
 def test_a_larger_base_and_a_slower_line_make_a_push_longer_and_ray_shortens_it_for_many(scale):
     assert scale.adapter_bytes("8B") == 2 * 41_943_040  # PEFT's own count of Llama 3.1 8B, rank 16, all linears
     assert scale.push_seconds("8B", 1, "lan", "http") == scale.push_seconds("8B", 1, "lan", "ray")
@@ -84,4 +103,9 @@ def test_the_prediction_was_compared_with_runs_and_every_assumption_has_its_sour
         assert run["predicted_staleness"] == pytest.approx(run["staleness_mean"], abs=0.4)
     assert found["checked"]["largest_error"] < 0.35
     assert all(each["source"] for each in found["assumed"].values())
+    for real in found["real"].values():
+        assert len(real["runs"]) == 9
+        errors = [run["predicted_step_s"] / run["step_s"] - 1 for run in real["runs"].values()]
+        assert errors == pytest.approx([run["error"] for run in real["runs"].values()])
+        assert real["largest_error"] < 0.35
     assert {(each["base"], each["engines"]) for each in found["predicted"]} >= {("8B", 1), ("400B", 1000)}
