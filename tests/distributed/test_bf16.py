@@ -14,7 +14,8 @@ def ddp(base, tmp_path_factory):
     root = tmp_path_factory.mktemp("ddp")
     one = {**TWO, "per_device_train_batch_size": 8, "record": str(root / "kept.json")}
     main({"base": str(base.path), "out": str(root / "one"), **one})
-    done = launch([{"base": str(base.path), "out": str(root / "two"), "kept": str(root / "kept.json"), **TWO}])
+    two = {"base": str(base.path), "out": str(root / "two"), "kept": str(root / "kept.json"), "bitsandbytes": True}
+    done = launch([two | TWO])
     assert done.returncode == 0, done.stderr[-3000:]
     return root / "two", str(root / "kept.json")
 

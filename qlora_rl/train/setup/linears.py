@@ -58,7 +58,7 @@ class Coded:
         return found.view(*gradient.shape[:-1], columns)
 
     def _scales(self) -> torch.Tensor:
-        """As `exact_absmax`, by bitsandbytes' kernel. They are not kept from forward to backward: a 16th of the base."""
+        """As `exact_absmax`, by bitsandbytes' kernel. They are not kept from forward to backward: an eighth of the codes."""
         state = self.state
         if not state.nested:
             return state.absmax.float().flatten()
