@@ -425,7 +425,7 @@ def measure_paced(work: Path) -> dict[str, Any]:
 
 
 def measure_real(work: Path) -> dict[str, Any]:
-    """vLLM in one, two and four actors, a thread each; one engine in the trainer's process with all threads; what the model says of them."""
+    """vLLM in one, two and four actors, a thread each; one engine in the trainer's process with all threads."""
     import torch
 
     from qlora_rl import RayFleet, prepare_base
@@ -462,7 +462,7 @@ def measure_real(work: Path) -> dict[str, Any]:
 def predict_real(found: dict[str, Any]) -> dict[str, Any]:
     """What the model says of the runs of `measure_real`: the runs of one engine without overlap and with that of one policy give its seconds.
 
-    With overlap the trainer computes more: the logprobs of the policy that it has become since a batch was begun.
+    With overlap the trainer's own part of a step takes longer than without; the model does not know why, so that is taken from a run.
     """
     runs, count = found["runs"], found["completions"]
     whole, ahead = runs[_name(1, 0)], runs[_name(1, 1)]
