@@ -1,6 +1,6 @@
 """Where the processor's time of a training step goes, by samples of the stack: ours, and TRL 1.16 with its own vLLM and its merge.
 
-    python benchmarks/profile_step.py [--sizes demo 0.1b] [--steps 40] [--rounds 2] [--json benchmarks/results/profile_step.json] [--flame DIR]
+    python benchmarks/profile_step.py [--sizes demo 0.1b 0.4b] [--steps 40] [--rounds 2] [--json benchmarks/results/profile_step.json] [--flame DIR]
 
 While `qlora_rl.bench.step` trains, a timer of processor time looks at the main thread; each sample counts as much as this thread has
 computed since the one before, and belongs to the first of the parts below that is on the stack. Waiting and other processes do not count,
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from qlora_rl.bench.rounds import described
+from qlora_rl.bench.rounds import add_to, described
 from qlora_rl.bench.step import JOBS, SIDES, WARM, _make_base, measure
 
 # A sample inside several counts for the first. "a>b" is b inside a.
@@ -162,7 +162,7 @@ def main() -> int:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="add the shares to this file")
     parser.add_argument("--flame", type=Path)
     arguments = parser.parse_args()
     counted = arguments.steps - WARM
@@ -194,9 +194,7 @@ def main() -> int:
                 line = "\n  ".join(f"{share:6.1%}  {part}" for part, share in found[size][side]["shares"].items())
                 print(f"{size}, {side}: {total:.0f} ms of the processor a step\n  {line}", flush=True)
     if arguments.json:
-        arguments.json.write_text(
-            json.dumps({size: described(facts) for size, facts in found.items()}, indent=1) + "\n"
-        )
+        add_to(arguments.json, {size: described(facts) for size, facts in found.items()})
     return 0
 
 
