@@ -14,7 +14,6 @@ loop, without the first steps; examinations by the alarm are left out, as a run 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics

@@ -22,6 +22,16 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+STEP_SIZES = ("demo", "0.1b", "0.4b")
+# Parts of benchmarks/profile_step.py, in the columns of its table; what is in none of them is "all else".
+PROFILED = (
+    ("rollout: model and sampling", "rollout: vLLM's scheduler and outputs", "rollout: requests handed in"),
+    ("first pass", "forward", "backward"),
+    ("push",),
+    ("canary", "comparison with the engine"),
+)
+
+
 def _load(name: str) -> dict:
     return json.loads((RESULTS / name).read_text())
 
@@ -179,13 +189,12 @@ def rollout_runs() -> str:
     return "\n".join(lines)
 
 
-def step() -> str:
+def step(found: dict) -> str:
     """Seconds of a training step against TRL's own trainer, and where they go."""
     lines = [
         "| shape | | a step | rollout | push | verification | peak memory of the process |",
         "|---|---|---|---|---|---|---|",
     ]
-    found = _load("step.json") | {f"{size}, AVX2": result for size, result in _load("step_avx2.json").items()}
     for size, result in found.items():
         ratio = result["modes"]["step"]["ratio"]
         compute = result["engine_options"].get("base_compute", "nf4")
@@ -197,6 +206,33 @@ def step() -> str:
             lines.append(
                 f"| {size} | {name} | {1e3 * row['step_seconds']:.0f} ms | {said} | {row['peak_gib']:.2f} GiB |"
             )
+    return "\n".join(lines)
+
+
+def step_avx2() -> str:
+    """The same without AVX-512: on a real processor, and imitated on one that has it, by a newer commit."""
+    return step(
+        {
+            f"{size}, {kind}": result
+            for kind, name in (("real", "step_avx2.json"), ("imitated", "step_avx2_imitated.json"))
+            for size, result in sorted(_load(name).items(), key=lambda each: STEP_SIZES.index(each[0]))
+        }
+    )
+
+
+def profile() -> str:
+    """Where the processor's time of a step goes, by samples of the stack."""
+    lines = [
+        "| shape, processor | | processor's time of a step | rollouts | forward and backward pass | push | verification | all else |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for processor, name in (("AVX-512", "profile_step.json"), ("AVX2, imitated", "profile_step_avx2_imitated.json")):
+        for size, result in sorted(_load(name).items(), key=lambda each: STEP_SIZES.index(each[0])):
+            for side, said in (("ours", "qlora_rl"), ("trl", "TRL 1.16")):
+                shares = dict(result[side]["shares"])
+                parts = [sum(shares.pop(part, 0.0) for part in group) for group in PROFILED]
+                row = " | ".join(f"{part:.1%}" for part in (*parts, sum(shares.values())))
+                lines.append(f"| {size}, {processor} | {said} | {result[side]['milliseconds']:.0f} ms | {row} |")
     return "\n".join(lines)
 
 
@@ -599,7 +635,7 @@ def scale_checked() -> str:
 
 
 def scale_real() -> str:
-    """The same with vLLM on two cores, on each kind of processor."""
+    """The same with vLLM on two cores, on each kind of processor; AVX2 is imitated."""
     real = _load("scale.json")["real"]
     lines = [
         "| processor | engines | " + " | ".join(f"`max_staleness` {s}: step, predicted" for s in (0, 1, 2)) + " |",
@@ -682,7 +718,9 @@ TABLES = {
     "rollout": rollout,
     "rollout-largest": rollout_largest,
     "rollout-runs": rollout_runs,
-    "step": step,
+    "step": lambda: step(_load("step.json")),
+    "step-avx2": step_avx2,
+    "profile": profile,
     "overlap": overlap,
     "sync": sync,
     "server": server,

@@ -30,12 +30,14 @@ from qlora_rl.commands import (
     verify,
 )
 from qlora_rl.commands.codes import BAD_USAGE, INTERRUPTED, UsageError
-from qlora_rl.engine.loading import as_command, released
+from qlora_rl.engine.loading import as_command, leave_at_once, released
 from qlora_rl.errors import QloraRLError
 
 COMMANDS = (
     demo, train, data, prepare, plan, recommend, verify, serve, bench, judge, report, export, chat, evaluate, doctor,
 )  # fmt: skip
+# They run files of the user's: rewards, tools. So does any command with --trust-remote-code.
+RUN_FILES = (train.run, data.run, evaluate.run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(given[:end])
     if end < len(given):
         arguments.vllm_options = given[end + 1 :]
+    if arguments.run not in RUN_FILES and not getattr(arguments, "trust_remote_code", False):
+        leave_at_once()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     # It warns, at every start on a CPU, of an optional kernel that is not installed.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -67,10 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
     import json
 
     from qlora_rl.demo.job import quieten
+    from qlora_rl.engine.loading import loading
 
-    quieten()
-    from qlora_rl.export.job import export_run
-
+    with loading("qlora_rl.adapter.start", runs_files=False):
+        quieten()
+        from qlora_rl.export.job import export_run
     done = export_run(
         arguments.trained,
         arguments.to,

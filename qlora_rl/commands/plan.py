@@ -111,15 +111,21 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 0 fits (or no limit), 3 does not fit."""
     import json
 
-    from qlora_rl.ledger.plan import largest_length, plan_memory
-    from qlora_rl.ledger.shape import check_supported, read_config, stored_spec
-    from qlora_rl.processor import copies_dtype, processor
-
     if arguments.model.endswith(".toml"):
         raise ConfigConflictError(
             f"planning {arguments.model}: plan takes the model, not a run's file. Name its [base] model, with --gpu-memory and "
             "--max-length (vllm_max_model_length); train plans a run before it loads anything."
         )
+    from qlora_rl.engine.loading import loading
+
+    with loading("qlora_rl.adapter.start", runs_files=arguments.trust_remote_code):
+        from qlora_rl.ledger.plan import largest_length, plan_memory
+        from qlora_rl.ledger.shape import check_supported, read_config, stored_spec
+
+        # What is wrong with it is said before seconds of imports.
+        config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
+        check_supported(config)
+    from qlora_rl.processor import copies_dtype, processor
 
     spec = stored_spec(
         arguments.model,
@@ -129,8 +135,6 @@ def run(arguments: argparse.Namespace) -> int:
         quantize_tower=arguments.quantize_tower,
     )
     targets = arguments.target_modules
-    config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
-    check_supported(config)
     is_offline = arguments.method in OFFLINE
     if is_offline and (said := _of_the_engine(arguments)):
         raise UsageError(

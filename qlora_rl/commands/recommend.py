@@ -55,20 +55,25 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 0 fits (or no limit), 3 nothing fits."""
     import json
 
-    from qlora_rl.advice import chat_of, recommend, run_file, tables_for
-    from qlora_rl.base.kinds import takes_images
-    from qlora_rl.ledger.shape import read_config
-
     _check_usage(arguments)
+    from qlora_rl.engine.loading import loading
+
+    trusts, length, tables = arguments.trust_remote_code, arguments.max_length, None
+    with loading("qlora_rl.adapter.start", runs_files=trusts):
+        from qlora_rl.advice import chat_of, recommend, run_file, tables_for
+        from qlora_rl.base.kinds import takes_images
+        from qlora_rl.ledger.shape import read_config
+
+        # What is wrong with it is said before seconds of imports.
+        config = read_config(arguments.model, trust_remote_code=trusts)
     if arguments.data:
         import datasets
 
         datasets.disable_progress_bars()
-    trusts, length, tables = arguments.trust_remote_code, arguments.max_length, None
     if arguments.toml:
         chat = chat_of(arguments.model, trust_remote_code=trusts)
         chosen = {"subset": arguments.subset, "split": arguments.split, "reward": arguments.reward}
-        sees = takes_images(read_config(arguments.model, trust_remote_code=trusts))
+        sees = takes_images(config)
         tables = tables_for(arguments.data, arguments.task, chat, takes_images=sees, **chosen)
         length = tables.length if length is None else length
     advice = recommend(

@@ -72,9 +72,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped."""
-    from qlora_rl.engine.loading import leave_at_once, loading
+    from qlora_rl.engine.loading import loading
 
-    leave_at_once()
     with loading():
         from qlora_rl.engine.server import serve
 

@@ -45,8 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
     except BaseIncompleteError as error:
         found |= {"file": "different", "differences": list(error.reasons)}
         return _tell(arguments, found, str(error), 1)
-    from qlora_rl.base.fingerprint import fingerprint_stored
-    from qlora_rl.sync.admission import verify_base
+    from qlora_rl.demo.job import quieten
+    from qlora_rl.engine.loading import loading
+
+    with loading(*() if arguments.server else ("vllm.entrypoints.llm",), runs_files=False):
+        quieten()
+        from qlora_rl.base.fingerprint import fingerprint_stored
+        from qlora_rl.sync.admission import verify_base
 
     try:
         with _holder(arguments, base) as holder:
@@ -84,9 +89,6 @@ def _holder(arguments: argparse.Namespace, base: Any) -> Iterator[Any]:
 
         yield ServerProbe(arguments.server)
         return
-    from qlora_rl.demo.job import quieten
-
-    quieten()
     from qlora_rl.engine.local import LocalEngine
 
     options: dict[str, Any] = {

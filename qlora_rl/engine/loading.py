@@ -32,8 +32,8 @@ def loading(*modules: str, runs_files: bool = True) -> Iterator[None]:
 
     Args:
         modules: to be imported at the end.
-        runs_files: the process may run a file of the user's (rewards, tools). Without one, a command's libraries find no SciPy and no
-            scikit-learn, which they need for nothing here and which are a tenth of a start, and it ends at once (`leave_at_once`).
+        runs_files: the process may run a file of the user's (rewards, tools, a model's own code). Without one, a command's libraries find no SciPy and no
+            scikit-learn, which they need for nothing here and which are a tenth of a start.
     """
     was_on, ask = gc.isenabled(), importlib.metadata.packages_distributions
     # transformers remembers what there is
@@ -50,8 +50,6 @@ def loading(*modules: str, runs_files: bool = True) -> Iterator[None]:
         if _is_command:
             _FREEZE()
             _set_collector(_nothing, _nothing)
-        if not runs_files:
-            leave_at_once()
         if was_on:
             gc.enable()
 

@@ -315,6 +315,25 @@ def test_a_command_ends_without_taking_its_libraries_apart(at_once, ends, status
     assert ("KeyError: 'no such thing'" in done.stderr) == ends.startswith("raise")
 
 
+@pytest.mark.parametrize(
+    ("words", "leaves"),
+    [
+        (["report", "/no/such/run"], True),
+        (["train", "/no/such/run.toml"], False),
+        (["plan", "/no/such/model"], True),
+        (["plan", "/no/such/model", "--trust-remote-code"], False),
+    ],
+)
+def test_a_command_that_runs_no_file_of_the_user_ends_at_once(words, leaves):
+    code = (
+        "from qlora_rl.cli import main\n"
+        "from qlora_rl.engine import loading\n"
+        f"status = main({words})\n"
+        "print(status, loading._ends_at_once)\n"
+    )
+    assert _alone(code).stdout == f"1 {leaves}\n"
+
+
 def test_a_command_whose_output_is_lost_says_so(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
