@@ -167,6 +167,8 @@ def main() -> int:
     counted = arguments.steps - WARM
     if counted < 1:
         parser.error(f"--steps {arguments.steps}: the first {WARM} are not counted; take more.")
+    if arguments.json and set(arguments.sides) != set(SIDES):
+        parser.error("--json keeps both sides; leave --sides out.")
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as work:
         flames = arguments.flame or Path(work)

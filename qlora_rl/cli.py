@@ -36,7 +36,7 @@ from qlora_rl.errors import QloraRLError
 COMMANDS = (
     demo, train, data, prepare, plan, recommend, verify, serve, bench, judge, report, export, chat, evaluate, doctor,
 )  # fmt: skip
-# They run files of the user's: rewards, tools. So does any command with --trust-remote-code.
+# They run files of the user's: rewards, tools. So do commands with --trust-remote-code: the model's.
 RUN_FILES = (train.run, data.run, evaluate.run)
 
 

@@ -122,18 +122,18 @@ def run(arguments: argparse.Namespace) -> int:
         from qlora_rl.ledger.plan import largest_length, plan_memory
         from qlora_rl.ledger.shape import check_supported, read_config, stored_spec
 
-        # What is wrong with it is said before seconds of imports.
+        # What is wrong with the model or its directory is said before seconds of imports.
+        spec = stored_spec(
+            arguments.model,
+            arguments.quant,
+            double_quant=arguments.double_quant,
+            quantize_experts=arguments.quantize_experts,
+            quantize_tower=arguments.quantize_tower,
+        )
         config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
         check_supported(config)
     from qlora_rl.processor import copies_dtype, processor
 
-    spec = stored_spec(
-        arguments.model,
-        arguments.quant,
-        double_quant=arguments.double_quant,
-        quantize_experts=arguments.quantize_experts,
-        quantize_tower=arguments.quantize_tower,
-    )
     targets = arguments.target_modules
     is_offline = arguments.method in OFFLINE
     if is_offline and (said := _of_the_engine(arguments)):

@@ -62,9 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     with loading("qlora_rl.adapter.start", runs_files=trusts):
         from qlora_rl.advice import chat_of, recommend, run_file, tables_for
         from qlora_rl.base.kinds import takes_images
-        from qlora_rl.ledger.shape import read_config
+        from qlora_rl.ledger.shape import read_config, stored_spec
 
-        # What is wrong with it is said before seconds of imports.
+        # What is wrong with the model or its directory is said before seconds of imports.
+        stored_spec(arguments.model)
         config = read_config(arguments.model, trust_remote_code=trusts)
     if arguments.data:
         import datasets

@@ -45,15 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
     except BaseIncompleteError as error:
         found |= {"file": "different", "differences": list(error.reasons)}
         return _tell(arguments, found, str(error), 1)
-    from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading(*() if arguments.server else ("vllm.entrypoints.llm",), runs_files=False):
-        quieten()
-        from qlora_rl.base.fingerprint import fingerprint_stored
-        from qlora_rl.sync.admission import verify_base
-
     try:
+        with loading(*() if arguments.server else ("vllm.entrypoints.llm",), runs_files=False):
+            if not arguments.server:
+                _prepare_for_vllm()
+            from qlora_rl.base.fingerprint import fingerprint_stored
+            from qlora_rl.sync.admission import verify_base
         with _holder(arguments, base) as holder:
             proof = verify_base(
                 fingerprint_stored(base), holder, allow_base_mismatch=True, repair=not arguments.as_loaded
@@ -73,6 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
         return _tell(arguments, found, f"{arguments.base}: {found['state']}\n{lines}", 1)
     how = f" after {found['repaired']} weights got their exact scales back" if proof.repaired else ""
     return _tell(arguments, found, f"{arguments.base}: all {found['weights']} weights are equal in vLLM{how}", 0)
+
+
+def _prepare_for_vllm() -> None:
+    from qlora_rl.demo.job import quieten
+    from qlora_rl.engine.compat import vllm_version
+
+    quieten()
+    vllm_version()  # says what to do where there is none
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def released() -> None:
 
 
 def leave_at_once() -> None:
-    """Have a command end without taking torch and vLLM apart, object by object, which takes 3 s.
+    """Have a command that succeeds end without taking torch and vLLM apart, object by object, which takes 3 s.
 
     Threads are waited for, exit handlers run, output is flushed. A file that nobody has closed may lose its last lines: not for a process
     that runs a file of the user's.
@@ -80,7 +80,7 @@ def as_command(run: Callable[[], int]) -> int:
     global _is_command
     _is_command = True
     status = run()
-    if _ends_at_once:
+    if _ends_at_once and status == 0:  # what has failed may have left files that go with their objects
         _leave(status)
     return status
 

@@ -300,16 +300,17 @@ ALL = ["said", "thread", "exit handler", "exit handler of before"]
 @pytest.mark.parametrize(
     ("at_once", "ends", "status"),
     [
+        (True, "return 0", 0),
+        (False, "return 0", 0),
         (True, "return 3", 3),
-        (False, "return 3", 3),
         (True, "raise KeyError('no such thing')", 1),
         (True, "sys.exit(4)", 4),
     ],
 )
 def test_a_command_ends_without_taking_its_libraries_apart(at_once, ends, status):
-    """Three seconds with vLLM. Threads and exit handlers are waited for; what is raised goes the usual way."""
+    """Three seconds with vLLM. Threads and exit handlers are waited for; what fails or is raised goes the usual way."""
     done = _alone(ENDS.format(at_once="leave_at_once()" if at_once else "pass", ends=ends), check=False)
-    leaves = at_once and ends.startswith("return")
+    leaves = at_once and ends == "return 0"
     assert done.stdout.splitlines() == ALL + ["taken apart"] * (not leaves)
     assert done.returncode == status
     assert ("KeyError: 'no such thing'" in done.stderr) == ends.startswith("raise")
@@ -332,6 +333,19 @@ def test_a_command_that_runs_no_file_of_the_user_ends_at_once(words, leaves):
         "print(status, loading._ends_at_once)\n"
     )
     assert _alone(code).stdout == f"1 {leaves}\n"
+
+
+@pytest.mark.parametrize("blocked", ["vllm", "vllm.entrypoints.llm"])
+def test_verify_without_a_vllm_that_works_could_not_tell(base, blocked):
+    """1 would mean that the bases differ."""
+    code = (
+        f"import sys; sys.modules[{blocked!r}] = None\n"
+        "from qlora_rl.cli import main\n"
+        f"print(main(['verify', {str(base)!r}, '--local']))\n"
+    )
+    done = _alone(code)
+    assert done.stdout.splitlines()[-1] == "2"
+    assert "could not tell: " in done.stderr
 
 
 def test_a_command_whose_output_is_lost_says_so(tmp_path):
