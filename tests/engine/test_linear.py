@@ -110,7 +110,7 @@ def test_requests_with_and_without_an_adapter_and_with_two_of_them_share_a_batch
 
 
 def test_vllms_own_way_still_gives_the_last_slots_adapter_to_bare_requests(pair, tmp_path):
-    """When this fails, vLLM has repaired it, and docs/performance.md must no longer say so."""
+    """When this fails, vLLM has fixed it, and the docstring of engine/linears/kernels.py must no longer say so."""
     model = pair.adapted(lora(r=16), seed=1)
     write_to = [tmp_path / "1", tmp_path / "2"]
     with LocalEngine(pair.engine.base, **OPTIONS | {"max_lora_rank": 16}, base_compute="vllm") as engine:
