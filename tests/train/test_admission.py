@@ -101,7 +101,8 @@ def test_what_the_policy_writes_now_decides_where_the_fixed_sequences_have_becom
     monkeypatch.setattr(engine, "score", score)
     monkeypatch.setattr(strategy.canary, "wants_probe", lambda: False)  # a probe would see it first
     report = strategy.push()
-    assert report.canary_difference < 1e-3
+    # Rounding: 7.2e-4 with AVX-512, 1.1e-3 with AVX2.
+    assert report.canary_difference < strategy.canary.threshold / 10
     assert "have become unlikely" in caplog.text
     moved.append(True)
     strategy.canary.every = 1
