@@ -29,7 +29,7 @@ from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, di
 from qlora_rl.base.kinds import auto_class, check_vision_type
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
 from qlora_rl.base.writer import write_checkpoint, write_tokenizer
-from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
+from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, QloraRLError, UnsupportedQuantError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -169,9 +169,15 @@ def _load_source(source: Path, trust_remote_code: bool) -> Any:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are named below, together with what is missing
             )
-    except OSError as error:
+    except QloraRLError:
+        raise
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: transformers has no such causal language model; all that it has follow in further lines
         raise BaseIncompleteError(
-            f"preparing a base: {source} cannot be loaded: {error}. Pass a directory that holds a model's weights, or a hub name."
+            f"preparing a base: {source} cannot be loaded: {str(error).strip().partition(chr(10))[0]} Pass a directory that holds a causal language "
+            "model's weights, or a hub name."
         ) from error
     reasons = [f"{name} is missing" for name in sorted(told["missing_keys"])]
     reasons += [f"{name} has another shape than the config says" for name, *_ in sorted(told["mismatched_keys"])]
@@ -378,6 +384,10 @@ def _quant_method(source: Path) -> str | None:
         raise BaseIncompleteError(
             f"preparing a base: {source} has no config.json, so it is not a transformers checkpoint."
         ) from None
+    except ValueError as error:
+        raise BaseIncompleteError(
+            f"preparing a base: {source}/config.json cannot be read: {error}. Copy the checkpoint again."
+        ) from error
     quantization = config.get("quantization_config")
     if not quantization:
         return None

@@ -59,6 +59,11 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
             _quantise(tensors, stored(f"{name}.weight"), spec)
         for name in [name for name in tensors if spec.quantize_experts and is_expert_matrix(name)]:
             _quantise(tensors, name, spec)
+        if not any(".quant_state." in name for name in tensors):
+            raise UnsupportedQuantError(
+                f"preparing a base: {spec.label} quantises none of the weights of {type(model).__name__}: it has no torch.nn.Linear, or "
+                "skip_modules names them all. Pass quant='none', or a model whose layers are linears."
+            )
         config_spec = replace(spec, skip_modules=tuple(sorted(skip)))
     else:
         config_spec = replace(spec, skip_modules=tuple(sorted(routers | set(spec.skip_modules))))

@@ -59,6 +59,17 @@ def as_prompts(rows: Sequence[Prompt]) -> list[Prompt]:
     ]
 
 
+def encoded(tokenizer: Any, prompts: Sequence[str | Prompt]) -> list[Prompt]:
+    """Prompts with token ids in the place of text.
+
+    Raises:
+        ConfigConflictError: they are one prompt instead of several.
+    """
+    if isinstance(prompts, str | ImagePrompt) or any(isinstance(prompt, int) for prompt in prompts):
+        raise ConfigConflictError("generating: prompts is a single prompt. Pass a list that holds it.")
+    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
 def pack(prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Prompts for JSON: `rows`, each ids or `{"ids", "images"}` with places in `images`, where each image stands once, as PNG in base64."""
     known: dict[int, int] = {}

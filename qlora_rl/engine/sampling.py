@@ -23,8 +23,10 @@ def as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     """Token ids as plain integers.
 
     Raises:
-        ConfigConflictError: a prompt is text.
+        ConfigConflictError: a prompt is text, or they are one prompt instead of several.
     """
+    if any(isinstance(row, int) for row in rows):
+        raise ConfigConflictError("generating: prompts is a single prompt. Pass a list that holds it.")
     if any(isinstance(row, str) for row in rows):
         raise ConfigConflictError(
             "generating: a prompt is a string; a server takes token ids. Encode it with the base's tokenizer."

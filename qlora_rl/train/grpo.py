@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.fidelity import CORRECTION
 from qlora_rl.train.one_pass import OnePass
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.groups import GroupedPrompts
@@ -108,7 +109,7 @@ class QLoRAGRPOTrainer(RoutedSteps, OnlineTrainer, OnePass, MeasuredSteps, Group
     ):
         self.set_up(
             model,
-            args if args is not None else settings.default_args(),
+            args if args is not None else settings.default_args(GRPOConfig, "qlora-grpo", **CORRECTION),
             OnlineOptions(
                 rollout=rollout,
                 sync=sync,

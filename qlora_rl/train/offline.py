@@ -260,7 +260,7 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
 def _sft_config(args: SFTConfig | TrainingArguments | None) -> SFTConfig:
     """Transformers' own arguments as TRL's, which has more; only SFT takes them."""
     if args is None:
-        return SFTConfig("qlora-sft")
+        return settings.default_args(SFTConfig, "qlora-sft")
     if isinstance(args, SFTConfig):
         return args
     return SFTConfig(**args.to_dict() | {"hub_token": args.hub_token})  # to_dict hides the token
@@ -301,7 +301,7 @@ class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):
     ):
         self.set_up(
             model,
-            args if args is not None else DPOConfig("qlora-dpo"),
+            args if args is not None else settings.default_args(DPOConfig, "qlora-dpo"),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,

@@ -150,6 +150,7 @@ class OnlineTrainer(TrainedRun):
             why = "" if self._takes_images else f"{type(self).__name__} samples from text prompts only"
             if ranks().size > 1:
                 why = "in several processes it is sampled from text prompts only"
+            settings.check_prompts(train_dataset, eval_dataset)
             images = settings.check_datasets(train_dataset, eval_dataset, why=why)
             if images and not may_take_images(model):
                 settings.reject_images(images, f"{model} takes none")

@@ -311,7 +311,7 @@ class QLoRAOnlineDPOTrainer(SampledPairs, OnlineTrainer, MeasuredSteps, OnlineDP
     ):
         self.set_up(
             model,
-            args if args is not None else OnlineDPOConfig("qlora-online-dpo"),
+            args if args is not None else settings.default_args(OnlineDPOConfig, "qlora-online-dpo"),
             OnlineOptions(
                 rollout=rollout,
                 sync=sync,

@@ -16,6 +16,7 @@ from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.rollouts.groups import GroupedPrompts
 from qlora_rl.train.rollouts.image_rows import ImageRows
+from qlora_rl.train.setup import settings
 from qlora_rl.train.watch.measure import MeasuredSteps
 from qlora_rl.train.watch.routing import RoutedSteps
 
@@ -108,7 +109,7 @@ class QLoRARLOOTrainer(
     ):
         self.set_up(
             model,
-            args if args is not None else RLOOConfig("qlora-rloo"),
+            args if args is not None else settings.default_args(RLOOConfig, "qlora-rloo"),
             OnlineOptions(
                 rollout=rollout,
                 sync=sync,

@@ -158,6 +158,17 @@ def test_strings_are_tokenised(engine):
     assert from_text.completion_ids == from_ids.completion_ids
 
 
+@pytest.mark.parametrize("prompts", ["2+2=", [50, 43, 50]])
+def test_one_prompt_in_the_place_of_a_list_is_rejected(engine, prompts):
+    with pytest.raises(ConfigConflictError, match="a single prompt"):
+        engine.generate(prompts, max_tokens=2)
+
+
+def test_a_cache_for_less_than_one_sequence_is_said_in_our_words(base):
+    with pytest.raises(EngineUnsupportedError, match="or raise kv_cache_gib"):
+        LocalEngine(base, max_model_length=128, max_num_seqs=1, kv_cache_gib=2**-16)
+
+
 def test_prompts_that_are_too_long_or_empty_are_named_before_anything_runs(engine, prompts):
     with pytest.raises(PromptTooLongError) as caught:
         engine.generate([prompts[0], [40] * 64, []], max_tokens=4)

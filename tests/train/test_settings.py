@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from recorded import Recorded
 from trl import GRPOConfig
 
@@ -283,12 +284,8 @@ def test_the_callers_config_is_not_changed(make_trainer, config, plain, model_di
 
 def test_without_a_config_the_run_has_trls_defaults(make_trainer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if not torch.cuda.is_available():  # TRL's default is a GPU; it says how to ask for the CPU
-        with pytest.raises(ValueError, match="use_cpu"):
-            make_trainer(args=None)
-        return
     trainer = make_trainer(args=None)
-    assert trainer.args.num_generations == GRPOConfig("x", report_to=[]).num_generations
+    assert trainer.args.num_generations == GRPOConfig("x", report_to=[], use_cpu=trainer.args.use_cpu).num_generations
     assert (tmp_path / "qlora-grpo" / "config.json").is_file()
 
 
@@ -313,6 +310,13 @@ def test_gradient_accumulation_generates_once_per_step_for_the_whole_batch(make_
     assert 8 <= trainer._record.last["rollout_tokens"] <= 8 * 3
 
 
+@pytest.mark.parametrize("kind", ["train_dataset", "eval_dataset"])
+def test_a_dataset_without_prompts_is_rejected_with_the_columns_it_has(make_trainer, plain, kind):
+    renamed = plain.rename_column("prompt", "question")
+    with pytest.raises(ConfigConflictError, match="no column prompt, but answer, question"):
+        make_trainer(**{kind: {"one": renamed} if kind == "eval_dataset" else renamed})
+
+
 def test_a_seed_gives_the_same_adapter_again(make_trainer, config, tmp_path):
     def train(name):
         trainer = make_trainer(args=config(output_dir=str(tmp_path / name), max_steps=2, seed=3))
@@ -322,11 +326,27 @@ def test_a_seed_gives_the_same_adapter_again(make_trainer, config, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(train("a"), train("b"), strict=True))
 
 
-def test_without_a_config_the_correction_is_ours_and_a_config_that_is_given_is_never_changed(config, monkeypatch):
-    monkeypatch.setattr(
-        "transformers.training_args.is_torch_bf16_gpu_available", lambda: True
-    )  # TRL's default is a GPU
-    ours = settings.default_args()
+def test_without_a_config_a_trainer_runs_on_the_processor_that_there_is(
+    base, engine, plain, lora, tmp_path, monkeypatch
+):
+    import qlora_rl
+
+    monkeypatch.chdir(tmp_path)
+    pairs = Dataset.from_list([{"prompt": "1+1=", "chosen": "2", "rejected": "3", "completion": "2"}] * 2)
+    online = {"reward_funcs": len, "train_dataset": plain, "rollout": engine}
+    for name, arguments in {
+        "GRPO": online, "RLOO": online, "OnlineDPO": online, "AsyncGRPO": online,
+        "SFT": {"train_dataset": pairs.select_columns(["prompt", "completion"])}, "DPO": {"train_dataset": pairs},
+    }.items():  # fmt: skip
+        with getattr(qlora_rl, f"QLoRA{name}Trainer")(base, peft_config=lora, **arguments) as trainer:
+            assert trainer.args.use_cpu == (not torch.cuda.is_available()), name
+
+
+def test_without_a_config_the_correction_is_ours_and_a_config_that_is_given_is_never_changed(
+    make_trainer, config, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    ours = make_trainer(args=None).args
     assert (ours.vllm_importance_sampling_mode, ours.vllm_importance_sampling_clip_max) == ("token_truncate", 2.0)
     given = config()
     assert (

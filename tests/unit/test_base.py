@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import time
@@ -13,6 +14,7 @@ from support import make_model
 
 from qlora_rl import BaseIncompleteError, ConfigConflictError, QuantSpec, UnsupportedQuantError, load_base, prepare_base
 from qlora_rl.base.checkpoint import MANIFEST, open_base
+from qlora_rl.demo.tiny_model import make_tokenizer
 
 PROMPT = torch.tensor([[40, 41, 42, 43, 44]])
 
@@ -343,10 +345,37 @@ def test_blocks_that_would_span_rows_are_refused(model_dir):
     assert is_wrong or torch.allclose(theirs, exact, rtol=0, atol=1e-6)
 
 
+def test_a_model_without_linears_is_not_called_4_bit(tmp_path):
+    """GPT-2's layers are transformers' Conv1D."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=64, n_layer=1, n_head=4, n_positions=32))
+    with pytest.raises(UnsupportedQuantError, match="none of the weights of GPT2LMHeadModel"):
+        prepare_base(model, tokenizer=make_tokenizer(), out=tmp_path / "base")
+    assert not (tmp_path / "base").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (lambda text: text[: len(text) // 2], "config.json cannot be read: "),
+        (lambda text: text.replace("qwen2", "qwen99"), "has model type `qwen99`"),
+        (lambda _: json.dumps({"model_type": "t5"}), "AutoModelForCausalLM. Pass a directory"),
+    ],
+)
+def test_a_checkpoint_that_transformers_cannot_read_is_said_in_one_sentence(model_dir, tmp_path, config, said):
+    broken = shutil.copytree(model_dir, tmp_path / "broken")
+    file = broken / "config.json"
+    file.write_text(config(file.read_text()))
+    with pytest.raises(BaseIncompleteError, match=re.escape(said)) as caught:
+        prepare_base(broken)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_a_directory_without_weights_is_said(model_dir, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(model_dir, bare, ignore=shutil.ignore_patterns("*.safetensors"))
-    with pytest.raises(BaseIncompleteError, match="holds a model's weights"):
+    with pytest.raises(BaseIncompleteError, match="holds a causal language model's weights"):
         prepare_base(bare)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from qlora_rl import MissingDependencyError
 from qlora_rl.engine import compat
+from qlora_rl.engine.cache import kv_cache_needed
 
 
 @pytest.fixture
@@ -74,6 +75,22 @@ def test_a_missing_or_doubled_plugin_is_said_plainly(installed, version, modules
     installed({"vllm": version}, modules)
     with pytest.raises(MissingDependencyError, match=message):
         compat.require_bitsandbytes_support()
+
+
+@pytest.mark.parametrize(
+    ("length", "sequences", "least", "most"),
+    [
+        (512, 1, 0.13, 0.14),  # twice 5 blocks of 14 MiB
+        (4096, 256, 4.0, 4.0),
+        (40_960, 8, 4.38, 4.40),  # a whole sequence, else vLLM does not start
+        (16, 1, 1 / 16, 1 / 16),
+    ],
+)
+def test_a_cache_is_at_most_4_gib_unless_one_sequence_needs_more(length, sequences, least, most):
+    qwen3_600m = SimpleNamespace(
+        num_hidden_layers=28, num_key_value_heads=8, head_dim=128, num_attention_heads=16, dtype="bfloat16"
+    )
+    assert least <= kv_cache_needed(qwen3_600m, length, sequences) <= most
 
 
 def test_construction_puts_the_environment_and_the_random_state_back(monkeypatch):

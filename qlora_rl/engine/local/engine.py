@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
-from qlora_rl.engine import compat
-from qlora_rl.engine.images import Prompt, engine_inputs, token_ids
+from qlora_rl.engine import cache, compat
+from qlora_rl.engine.images import Prompt, encoded, engine_inputs, token_ids
 from qlora_rl.engine.linears.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.local.adapters import Adapters
 from qlora_rl.engine.local.borrowers import Borrowers
@@ -48,7 +48,7 @@ class LocalEngine:
         max_num_seqs: sequences in flight.
         tensor_parallel_size: processes that hold a part of the base each, on a GPU each; a 4-bit base is served in its baked form then.
         gpu_memory_utilization: share of the card that vLLM may fill (weights and KV cache).
-        kv_cache_gib: size of the KV cache; on a GPU instead of `gpu_memory_utilization`. On the CPU by default what `max_num_seqs` need, up to 4.
+        kv_cache_gib: size of the KV cache; on a GPU instead of `gpu_memory_utilization`. On the CPU by default what `max_num_seqs` need, up to 4 or what one needs.
         enforce_eager: no CUDA graphs; default true on the CPU.
         enable_sleep: `sleep()` gives memory back between rollouts (GPU; a no-op on the CPU).
         enable_prefix_caching: share the KV cache of common prompt beginnings, within one adapter version.
@@ -249,7 +249,7 @@ class LocalEngine:
             raise TypeError("generate: give either sampling= or its fields by name, not both.")
         sampling = sampling or SamplingSpec(**fields)
         self.wake()
-        asked = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+        asked = encoded(self.tokenizer, prompts)
         check_lengths([token_ids(p) for p in asked], self._max_model_length)
         started = time.perf_counter()
         params = sampling_params(sampling, places or range(len(asked)), never=self._start.image_tokens)
@@ -410,7 +410,7 @@ class LocalEngine:
                 try:
                     self._llm = LLM(**self._options)
                 except Exception as error:
-                    why = f"starting vLLM on {self.base}: {error}{IN_PROCESSES if ranks > 1 else ''}"
+                    why = f"starting vLLM on {self.base}: {error}{IN_PROCESSES if ranks > 1 else cache.advice(error)}"
                     raise EngineUnsupportedError(why) from error
             compat.started(self._llm)
             self._driver.stream.keep(not self._is_cpu)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -46,6 +46,8 @@ _OWN_SAMPLING = {
 _CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
+Args = TypeVar("Args")  # a config of TRL's
+
 # Completions of a prompt that online DPO compares.
 PAIR = 2
 # What the trainer starts, and stops at the end.
@@ -64,11 +66,9 @@ def as_one(rollout: Any) -> Any:
     return rollout
 
 
-def default_args() -> GRPOConfig:
-    """The config of a GRPO trainer that was given none: TRL's, with our correction. One that was given stays as it is."""
-    from trl import GRPOConfig
-
-    return GRPOConfig("qlora-grpo", **CORRECTION)
+def default_args(config: type[Args], directory: str, **fields: Any) -> Args:
+    """The config of a trainer that was given none, which must run without a GPU too. One that was given stays as it is."""
+    return config(directory, use_cpu=not torch.cuda.is_available(), **fields)
 
 
 def own_copy(args: GRPOConfig) -> GRPOConfig:
@@ -226,13 +226,31 @@ def check_datasets(*datasets: Any, why: str = "this trainer takes text prompts o
     Raises:
         NotYetSupportedError: names the columns.
     """
-    parts = [part for d in datasets if d is not None for part in (d.values() if isinstance(d, dict) else [d])]
-    found = sorted(
-        {name for part in parts for name in (getattr(part, "column_names", None) or []) if name in ("image", "images")}
-    )
+    columns = {name for part in _parts(datasets) for name in (getattr(part, "column_names", None) or [])}
+    found = sorted(columns & {"image", "images"})
     if found and why:
         reject_images(found, why)
     return found
+
+
+def check_prompts(*datasets: Any) -> None:
+    """Every dataset has the column that all online trainers read; a stream may not say which columns it has.
+
+    Raises:
+        ConfigConflictError: names the columns that there are.
+    """
+    for part in _parts(datasets):
+        columns = getattr(part, "column_names", None)
+        if columns and "prompt" not in columns:
+            raise ConfigConflictError(
+                f"reading the dataset: it has no column prompt, but {', '.join(sorted(columns))}. Rename the one that holds the prompts: "
+                "dataset.rename_column(name, 'prompt')."
+            )
+
+
+def _parts(datasets: Sequence[Any]) -> list[Any]:
+    """`None` is left out, and of a dictionary all values are there."""
+    return [part for d in datasets if d is not None for part in (d.values() if isinstance(d, dict) else [d])]
 
 
 def check_processor(processing_class: Any, base: Path) -> None:
