@@ -46,6 +46,13 @@ def adapter_shapes(
     return trained_shapes(adapted)
 
 
+def finds_nothing(error: BaseException) -> bool:
+    """`adapter_shapes` has raised this because no module has a name that the adapter's config asks for."""
+    from peft.utils import NoMatchingPeftModuleError
+
+    return isinstance(error.__cause__, NoMatchingPeftModuleError)
+
+
 def trained_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a PeftModel that are trained, by name."""
     return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}

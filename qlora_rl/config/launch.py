@@ -98,11 +98,12 @@ def check_model(config: RunConfig) -> str:
         Why it could not be looked at; empty where it was.
 
     Raises:
-        ConfigConflictError: there is no such model, it cannot be read, or it takes no images and [data] has some.
+        ConfigConflictError: there is no such model, it cannot be read, it is no language model, it takes no images and [data] has some, or it
+            has no module that the adapter asks for.
         NotYetSupportedError: a mixture of experts or a model for images of an unsupported type, or an adapter on experts or a vision tower that
             an engine would have to serve.
     """
-    from qlora_rl.ledger.shape import check_supported, read_config
+    from qlora_rl.ledger.shape import check_supported, model_and_adapter, read_config, skeleton, stored_spec
 
     held = config.base
     try:
@@ -135,6 +136,12 @@ def check_model(config: RunConfig) -> str:
                 else ", or send full weights: [sync] how = 'weights'"
             )
         )
+    if held.trust_remote_code and hasattr(found, "auto_map"):
+        return ""  # made by the model's own code, which is not run here
+    if (lora := _new_lora(config)) is None:
+        skeleton(found)
+    else:
+        model_and_adapter(found, stored_spec(held.model, quantize_experts=held.quantize_experts), lora)
     return ""
 
 
@@ -295,10 +302,20 @@ def _digests(config: RunConfig) -> list[str]:
     return [f"{_DIGEST}{use}: {found}" for use in dict.fromkeys(named) if (found := digest(use))]
 
 
+def _new_lora(config: RunConfig) -> Any:
+    """The adapter to make; `None` where there is one already, or none is trained."""
+    from qlora_rl.adapter.wish import make_lora
+
+    adapter = config.adapter
+    if adapter.kind != "lora" or adapter.start_from is not None:
+        return None
+    return make_lora({each.name: getattr(adapter, each.name) for each in fields(Adapter) if each.name not in _OURS})
+
+
 def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     """What the trainer takes as model= and peft_config=."""
     from qlora_rl.adapter.verdict import judge_adapter
-    from qlora_rl.adapter.wish import make_lora, open_adapter
+    from qlora_rl.adapter.wish import open_adapter
     from qlora_rl.base.checkpoint import load_base, prepare_base
     from qlora_rl.base.quant import QuantSpec
     from qlora_rl.train.setup.methods import check_memory
@@ -313,14 +330,12 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
         held.quantize_experts,
         held.quantize_tower,
     )
-    lora = None
-    if adapter.kind == "lora" and adapter.start_from is None:
-        lora = make_lora({each.name: getattr(adapter, each.name) for each in fields(Adapter) if each.name not in _OURS})
-        if config.method in PLANNED and config.run.gpu_memory != "auto":
-            quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
-            quantization |= {"quantize_experts": spec.quantize_experts, "quantize_tower": spec.quantize_tower}
-            ours, rests = trainer_arguments(config), config.method != "async_grpo"
-            check_memory(held.model, args, quantization, lora, ours, rests=rests)
+    lora = _new_lora(config)
+    if lora is not None and config.method in PLANNED and config.run.gpu_memory != "auto":
+        quantization = spec.transformers_config() if spec.is_4bit else {"load_in_4bit": False}
+        quantization |= {"quantize_experts": spec.quantize_experts, "quantize_tower": spec.quantize_tower}
+        ours, rests = trainer_arguments(config), config.method != "async_grpo"
+        check_memory(held.model, args, quantization, lora, ours, rests=rests)
     base = prepare_base(
         held.model,
         spec.quant_type,

@@ -434,9 +434,13 @@ _MOST_KNOWN = 16
 
 
 def model_and_adapter(
-    config: Any, spec: QuantSpec, lora: Any, rank: int, target_modules: str | Sequence[str]
+    config: Any, spec: QuantSpec, lora: Any, rank: int = 16, target_modules: str | Sequence[str] = "all-linear"
 ) -> tuple[ModelShape, dict[str, tuple[int, ...]]]:
-    """The shapes of a model, and by name those of the tensors that an adapter on it trains; arguments as of `plan_memory`."""
+    """The shapes of a model, and by name those of the tensors that an adapter on it trains; arguments as of `plan_memory`.
+
+    Raises:
+        ConfigConflictError: transformers makes no language model of the config, or PEFT finds nothing to adapt.
+    """
     told = [
         config.name_or_path,
         type(config).__name__,

@@ -62,6 +62,16 @@ def test_a_rank_above_the_engines_is_refused_with_the_rank_to_start_it_with(make
         make_trainer(peft_config=LoraConfig(r=100, target_modules=["q_proj"]))
 
 
+@pytest.mark.parametrize("rollout", ["colocate", "engine"])
+def test_an_adapter_that_finds_no_module_is_rejected_before_a_base_is_made(
+    rollout, make_trainer, engine, model_dir, monkeypatch
+):
+    monkeypatch.setattr("qlora_rl.train.setup.entry.prepare_base", lambda *_, **__: pytest.fail("a base was made"))
+    wish = LoraConfig(r=4, target_modules=["q_prj"])
+    with pytest.raises(ConfigConflictError, match=r"Target modules .*q_prj.* not found"):
+        make_trainer(model=str(model_dir), peft_config=wish, rollout=engine if rollout == "engine" else rollout)
+
+
 def test_without_any_adapter_there_is_nothing_to_train(make_trainer, base):
     for model in (base, load_base(base)):
         with pytest.raises(ConfigConflictError, match="peft_config=LoraConfig"):

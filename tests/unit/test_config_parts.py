@@ -13,7 +13,7 @@ from runfile import GOOD, ROOT, reasons, with_field, written
 
 from qlora_rl.config.data import load_data
 from qlora_rl.config.describe import markdown
-from qlora_rl.config.launch import trainer_arguments
+from qlora_rl.config.launch import check_model, trainer_arguments
 from qlora_rl.config.read import read_config
 from qlora_rl.config.rewards import load_reward
 from qlora_rl.config.schema import METHODS, Data, Reward
@@ -239,6 +239,29 @@ def test_the_command_names_what_is_wrong_and_ends_with_1(tmp_path, capsys):
     assert "[adapter] r: 0 is not at least 1" in error
     assert main(["train", "--print-schema"]) == 0
     assert capsys.readouterr().out == markdown()
+
+
+def test_an_adapter_that_finds_no_module_is_found_by_the_check(tmp_path, capsys):
+    from qlora_rl.cli import main
+
+    file = written(tmp_path, {**GOOD, "adapter": {"target_modules": ["q_prj"]}, "run": {"dir": str(tmp_path / "out")}})
+    assert main(["train", str(file), "--check"]) == 1
+    assert "Target modules {'q_prj'} not found" in capsys.readouterr().err
+    assert main(["train", str(file), "--check", "--set", 'adapter.target_modules=["q_proj"]']) == 0
+    assert "can run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("adapter", [{}, {"kind": "none"}], ids=["lora", "none"])
+def test_an_encoder_decoder_model_is_rejected_by_the_check(adapter, tmp_path):
+    from transformers import T5Config
+
+    T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32).save_pretrained(tmp_path / "t5")
+    base, sync = {"model": str(tmp_path / "t5")}, {}
+    if adapter:
+        base["quant"], sync = "none", {"sync": {"how": "weights"}}
+    config = read_config(written(tmp_path, {**GOOD, "base": base, "adapter": adapter, **sync}), asks_trl=False)
+    with pytest.raises(ConfigConflictError, match="makes no language model of T5Config"):
+        check_model(config)
 
 
 def test_an_interrupted_run_says_where_it_is_and_how_it_goes_on(tmp_path, capsys, monkeypatch):

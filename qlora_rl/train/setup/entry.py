@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qlora_rl.adapter.shape import finds_nothing
 from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
 from qlora_rl.base.fingerprint import base_parameters
 from qlora_rl.base.quant import QuantSpec, spec_of, store_as
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, UnsupportedQuantError, collected
-from qlora_rl.ledger.shape import read_config
+from qlora_rl.ledger.shape import model_and_adapter, read_config
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -71,7 +72,7 @@ def resolve_model(
         refers: TRL makes a frozen copy of a PeftModel's adapter, to refer to; by default where `args.beta` is not 0.
 
     Raises:
-        ConfigConflictError: nothing to train, or two adapters.
+        ConfigConflictError: nothing to train, two adapters, or one that finds no module in the model of a name or path.
         UnsupportedQuantError: 8 bits, or another method.
     """
     is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
@@ -87,7 +88,7 @@ def resolve_model(
             + ("; or, to train all weights of a base that is not 4-bit, sync='weights'." if takes_sync else ".")
         )
     if isinstance(model, str | os.PathLike):
-        return _from_path(os.fspath(model), args, quantization_config)
+        return _from_path(os.fspath(model), args, quantization_config, peft_config)
     if quantization_config is not None:
         raise ConfigConflictError(
             "reading the model: quantization_config with a model object, which is quantised already or not at all. Pass it "
@@ -165,7 +166,7 @@ def _check_trainable(model: Any, args: Any, refers: bool) -> None:
         )
 
 
-def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> Source:
+def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_config: Any) -> Source:
     init = dict(args.model_init_kwargs or {})
     if quantization_config is not None and init.get("quantization_config") is not None:
         raise ConfigConflictError(
@@ -199,6 +200,7 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> Source:
                 f"reading the model: revision={revision!r}, dtype={dtype!r} in args.model_init_kwargs with the prepared base "
                 f"{path}, which is one revision in {base.spec.compute_dtype}. Leave them out, or pass the original model."
             )
+        _check_modules(path, base.spec, peft_config, trust)
     else:
         spec = spec_from_config(config, dtype)
         if spec.is_4bit and spec.compute_dtype == "float32":
@@ -211,6 +213,7 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> Source:
             )
         if not _is_quantised(path, trust):  # else the checkpoint says in what it is held
             check_autocast(spec, args)
+        _check_modules(path, spec, peft_config, trust)
         base = prepare_base(
             path,
             spec.quant_type,
@@ -229,6 +232,22 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any) -> Source:
             )
         logger.info("%s is held as %s in %s", path, base.spec.label, base)
     return Source(base, options={"trust_remote_code": trust, **options})
+
+
+def _check_modules(path: str, spec: QuantSpec, peft_config: Any, trust_remote_code: bool) -> None:
+    """Reject an adapter that no module of the model is for, on a model without values.
+
+    Raises:
+        ConfigConflictError: with PEFT's words.
+    """
+    if peft_config is None:
+        return
+    try:
+        model_and_adapter(read_config(path, trust_remote_code=trust_remote_code), spec, peft_config)
+    except Exception as error:  # whatever else is wrong is said better where it is loaded
+        if finds_nothing(error):
+            raise
+        logger.debug("the modules of the adapter are not known yet: %s", error)
 
 
 def check_autocast(spec: QuantSpec, args: Any) -> None:
