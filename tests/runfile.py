@@ -32,5 +32,5 @@ def with_field(table: str, name: str, value) -> dict:
 
 def reasons(file: Path, *overrides: str, asks_trl: bool = False) -> tuple[str, ...]:
     with pytest.raises(ConfigConflictError) as caught:
-        read_config(file, overrides, asks_trl=asks_trl)
+        read_config(file, overrides, asks_trl=asks_trl, trains=True)
     return caught.value.reasons

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         quieten()
         transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
-        config = read_config(arguments.file, arguments.overrides)
+        config = read_config(arguments.file, arguments.overrides, trains=True)
     from qlora_rl.config.launch import check_model, find_trainer, launch, unchecked
 
     if arguments.check:

@@ -53,6 +53,30 @@ def check_together(document: Mapping[str, Any]) -> list[Finding]:
     return [finding for rule in _RULES for finding in rule(said)]
 
 
+def check_directory(document: Mapping[str, Any], usual: str) -> list[Finding]:
+    """What is in the way of a run in its directory.
+
+    Args:
+        document: of the run.
+        usual: the directory where [run] dir is not said.
+    """
+    said = _Said(document)
+    out = said.table("run").get("dir", usual)
+    if not isinstance(out, str):
+        return []
+    if os.path.exists(out) and not os.path.isdir(out):
+        return [Finding("[run] dir", f"{out} is a file")]
+    if not os.path.exists(os.path.join(out, "metrics.jsonl")) or said.get("run", "existing") != "refuse":
+        return []
+    return [
+        Finding(
+            "[run] dir",
+            f"{out} holds a run. Choose another, or set [run] existing = 'resume' (go on from its last checkpoint), "
+            "'overwrite', or 'continue' (begin again at step 1, after its lines); on the command line: --set run.existing=overwrite",
+        )
+    ]
+
+
 def _of_other_methods(said: _Said) -> Iterator[Finding]:
     if not said.method:
         return
@@ -268,20 +292,6 @@ def _tools(said: _Said) -> Iterator[Finding]:
             yield Finding(f"[{table}] use", "needs messages: tool calls are part of a chat. Set [data] format = 'chat'")
 
 
-def _is_free(said: _Said) -> Iterator[Finding]:
-    out = said.get("run", "dir")
-    if not isinstance(out, str):
-        return
-    if os.path.exists(out) and not os.path.isdir(out):
-        yield Finding("[run] dir", f"{out} is a file")
-    elif os.path.exists(os.path.join(out, "metrics.jsonl")) and said.get("run", "existing") == "refuse":
-        yield Finding(
-            "[run] dir",
-            f"{out} holds a run. Choose another, or set [run] existing = 'resume' (go on from its last checkpoint), "
-            "'overwrite', or 'continue' (begin again at step 1, after its lines); on the command line: --set run.existing=overwrite",
-        )
-
-
 _RULES: tuple[Callable[[_Said], Iterator[Finding]], ...] = (
     _of_other_methods,
     _adapter,
@@ -294,5 +304,4 @@ _RULES: tuple[Callable[[_Said], Iterator[Finding]], ...] = (
     _chat,
     _images,
     _tools,
-    _is_free,
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.config.check import check_document
-from qlora_rl.config.contradictions import check_together
+from qlora_rl.config.contradictions import check_directory, check_together
 from qlora_rl.config.findings import Finding, nearest, show
 from qlora_rl.config.paths import anchored
 from qlora_rl.config.schema import DRAWING, METHODS, TABLES, TRAIN, Reward, RunConfig, default, options
@@ -22,7 +22,9 @@ from qlora_rl.errors import ConfigConflictError, MissingDependencyError, collect
 from qlora_rl.ledger.cards import card_size
 
 
-def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, asks_trl: bool = True) -> RunConfig:
+def read_config(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, asks_trl: bool = True, trains: bool = False
+) -> RunConfig:
     """Read, override, check.
 
     Args:
@@ -31,6 +33,7 @@ def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
             working directory.
         asks_trl: check `[train]` against TRL's config, which takes seconds to import; and what goes to vLLM against its; and import tools
             and environments.
+        trains: the run is to be trained, so that its directory must be free.
 
     Raises:
         ConfigConflictError: with everything that is wrong, each with its place.
@@ -39,6 +42,7 @@ def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     document, found = _document(path, overrides)
     found += check_document(document)
     found += check_together(document)
+    found += check_directory(document, _usual_directory(path)) if trains else []
     found += [*_ask_trl(document), *_ask_vllm(document), *_import_tools(document)] if asks_trl else []
     if found:
         raise collected(f"reading {path}", list(dict.fromkeys(map(str, found))), ConfigConflictError)
@@ -196,9 +200,13 @@ def _settled(document: Mapping[str, Any], path: Path) -> RunConfig:
         else:
             tables[name] = table(**_filled(table, document.get(name, {})))
     if tables["run"].dir is None:
-        out = str(Path.cwd() / "runs" / path.stem)
-        tables["run"] = type(tables["run"])(**{**vars(tables["run"]), "dir": out})
+        tables["run"] = type(tables["run"])(**{**vars(tables["run"]), "dir": _usual_directory(path)})
     return RunConfig(method=document["method"], train=copy.deepcopy(document.get(TRAIN, {})), **tables)
+
+
+def _usual_directory(path: Path) -> str:
+    """Of a run whose file does not say it."""
+    return str(Path.cwd() / "runs" / path.stem)
 
 
 def _filled(table: Any, given: Mapping[str, Any]) -> dict[str, Any]:

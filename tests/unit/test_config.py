@@ -133,7 +133,7 @@ def check_read_or_refused(directory: Path, document: dict) -> None:
     """Any other exception comes out."""
     config, said = None, ()
     try:
-        config = read_config(written(directory, document), asks_trl=False)
+        config = read_config(written(directory, document), asks_trl=False, trains=True)
     except ConfigConflictError as error:
         said = error.reasons
     assert said or read_config(written(directory, resolved(config)), asks_trl=False) == config
@@ -247,7 +247,23 @@ def test_a_run_directory_that_is_taken_is_found_before_anything_is_loaded(tmp_pa
     assert "holds a run" in reasons(file)[0]
     assert "--set run.existing=overwrite" in reasons(file)[0]
     assert "'resume' (go on from its last checkpoint)" in reasons(file)[0]
-    assert read_config(file, ["run.existing=overwrite"], asks_trl=False).run.dir == str(tmp_path)
+    assert read_config(file, ["run.existing=overwrite"], asks_trl=False, trains=True).run.dir == str(tmp_path)
+
+
+def test_the_usual_run_directory_is_looked_at_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file, taken = written(tmp_path, GOOD), tmp_path / "runs" / "some"
+    taken.mkdir(parents=True)
+    assert read_config(file, asks_trl=False, trains=True).run.dir == str(taken)
+    (taken / "metrics.jsonl").write_text("{}\n")
+    assert reasons(file)[0].startswith(f"[run] dir: {taken} holds a run. Choose another")
+    assert read_config(file, ["run.existing=resume"], asks_trl=False, trains=True).run.existing == "resume"
+
+
+def test_a_run_directory_that_is_taken_is_no_matter_where_nothing_is_trained(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    file = written(tmp_path, with_field("run", "dir", str(tmp_path)))
+    assert read_config(file, asks_trl=False).run.dir == str(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ class RunDirectory:
             raise RunDirectoryError(f"opening a run directory: {self.path} is a file. Choose another output_dir.")
         if (self.path / METRICS).exists() and existing == "refuse":
             raise RunDirectoryError(
-                f"opening a run directory: {self.path} holds another run. Choose another output_dir (--out), remove it, or "
-                "pass existing_run='overwrite', 'continue' or 'resume'."
+                f"opening a run directory: {self.path} holds another run. Choose another directory, or remove it; a trainer also "
+                "takes existing_run='overwrite', 'continue' or 'resume', in a run's file [run] existing."
             )
         self.existing = existing
         self._overwrites = existing == "overwrite"
