@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from qlora_rl.adapter.methods import CHANGES_WEIGHTS
 from qlora_rl.config import data, rewards
 from qlora_rl.config.findings import Finding, check_value, elsewhere, nearest, not_among, show
 from qlora_rl.config.paths import all_uses, is_file, split_reward
-from qlora_rl.config.schema import ALIASES, METHODS, TABLES, TRAIN, Reward, options
+from qlora_rl.config.schema import ALIASES, KINDS, METHODS, TABLES, TRAIN, Adapter, Reward, options
 from qlora_rl.config.trl_fields import LIMITS
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -41,10 +42,21 @@ def check_document(document: Mapping[str, Any]) -> list[Finding]:
 def check_field(table: type, name: str, place: str, value: Any) -> list[Finding]:
     """One field of our own tables: its type and range, and what it names."""
     hint, rules = options(table)[name]
+    if (table, name) == (Adapter, "kind") and (way := _way_to(value)):
+        return [Finding(place, f"{show(value)} is none of {', '.join(map(show, rules.choices))}. {way}")]
     found = check_value(place, value, hint, rules)
     if not found and (look := _LOOKS.get((table.__name__, name)) or _LOOKS.get(rules.kind)):
         found = [Finding(place, text) for text in look(value)]
     return found
+
+
+def _way_to(kind: Any) -> str:
+    """How a method of PEFT that is no kind of adapter here is asked for; empty for any other value."""
+    word = kind.lower() if isinstance(kind, str) else ""
+    if word in KINDS:
+        return f"Write {KINDS[word]}"
+    is_known = word.replace("-", "_").upper() in CHANGES_WEIGHTS
+    return "A file trains LoRA; pass this method to a trainer in Python: peft_config=" if is_known else ""
 
 
 def _check_method(document: Mapping[str, Any]) -> list[Finding]:

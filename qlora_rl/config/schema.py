@@ -437,6 +437,16 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# What people call an adapter, and how [adapter] says it.
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "dora": "kind = 'lora' and use_dora = true",
+        "rslora": "kind = 'lora' and use_rslora = true",
+        "pissa": "kind = 'lora' and init_lora_weights = 'pissa'",
+        "olora": "kind = 'lora' and init_lora_weights = 'olora'",
+    }
+)
+
 # Fields of TRL's configs that have their place elsewhere in the file.
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {

@@ -15,7 +15,7 @@ from runfile import GOOD, ROOT, reasons, with_field, written
 from qlora_rl.config.describe import example, markdown
 from qlora_rl.config.launch import record
 from qlora_rl.config.read import read_config, resolved
-from qlora_rl.config.schema import ALIASES, METHODS, TABLES, TRAIN, Reward, options
+from qlora_rl.config.schema import ALIASES, KINDS, METHODS, TABLES, TRAIN, Reward, options
 from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError
 
@@ -37,7 +37,7 @@ WRONG = {
         "attn_implementation": [(False, TEXT)],
     },
     "adapter": {
-        "kind": [("dora", "none of 'lora', 'none'"), ("none", "a 4-bit base, which cannot be trained itself")],
+        "kind": [("full", "none of 'lora', 'none'"), ("none", "a 4-bit base, which cannot be trained itself")],
         "start_from": [(1, TEXT), ("/nowhere", "holds no adapter_config.json")],
         "dtype": [("float16", "none of 'float32', 'bfloat16'")],
         "r": [(0, "0 is not at least 1"), (8.0, WHOLE), (True, WHOLE)],
@@ -169,6 +169,30 @@ def test_the_table_of_wrong_values_has_no_field_that_is_gone():
 def test_a_name_that_belongs_into_another_table_is_led_there(table, name, place, tmp_path):
     (said,) = reasons(written(tmp_path, with_field(table, name, 1)), asks_trl=table == "train")
     assert said == f"[{table}] {name}: unknown; did you mean {place}?"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("dora", "'dora' is none of 'lora', 'none'. Write kind = 'lora' and use_dora = true"),
+        ("DoRA", "Write kind = 'lora' and use_dora = true"),
+        ("pissa", "Write kind = 'lora' and init_lora_weights = 'pissa'"),
+        ("vera", "A file trains LoRA; pass this method to a trainer in Python: peft_config="),
+        ("ln-tuning", "A file trains LoRA; pass this method to a trainer in Python: peft_config="),
+        ("lara", "'lara' is none of 'lora', 'none'; did you mean 'lora'?"),
+    ],
+)
+def test_a_kind_of_adapter_that_is_said_otherwise_is_led_there(kind, said, tmp_path):
+    (found,) = reasons(written(tmp_path, with_field("adapter", "kind", kind)))
+    assert found.startswith("[adapter] kind: ")
+    assert found.endswith(said)
+
+
+def test_what_is_said_in_place_of_a_kind_is_taken(tmp_path):
+    for way in KINDS.values():
+        adapter = tomllib.loads(way.replace(" and ", "\n"))
+        config = read_config(written(tmp_path, {**GOOD, "adapter": adapter}), asks_trl=False)
+        assert {name: getattr(config.adapter, name) for name in adapter} == adapter
 
 
 def test_everything_is_said_at_once(tmp_path):
