@@ -5,6 +5,7 @@ from collections.abc import Callable
 from math import isfinite
 
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.ledger.cards import card_size
 
 BAD_USAGE = 2
 INTERRUPTED = 130
@@ -37,6 +38,14 @@ def ranged(
 
     read.__name__ = "whole number" if kind is int else "number"  # in argparse's own message
     return read
+
+
+def card(text: str) -> float:
+    """A type for argparse: `card_size`, and what it says of a text that is none."""
+    try:
+        return card_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 COUNT = ranged(int, at_least=1)

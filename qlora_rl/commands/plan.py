@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, POSITIVE, UsageError
+from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, POSITIVE, UsageError, card
 from qlora_rl.contracts import QUANT_TYPES
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.ledger.cards import card_size
 from qlora_rl.ledger.methods import METHODS, OFFLINE
 
 _GENERATIONS = 8
@@ -20,7 +19,7 @@ def add(commands: Any) -> None:
     plan.add_argument("model", help="checkpoint or base directory, config.json, or hub name")
     plan.add_argument(
         "--gpu-memory",
-        type=card_size,
+        type=card,
         metavar="SIZE",
         help="size of the card, such as 24 or 24GB; another number is GiB that the run may use (default: no limit)",
     )

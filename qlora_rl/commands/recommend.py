@@ -7,8 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, UsageError
-from qlora_rl.ledger.cards import card_size
+from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, UsageError, card
 
 
 def add(commands: Any) -> None:
@@ -22,7 +21,7 @@ def add(commands: Any) -> None:
     )
     recommend.add_argument(
         "--gpu-memory",
-        type=card_size,
+        type=card,
         metavar="SIZE",
         help="size of the card, such as 24 or 24GB; another number is GiB that the run may use (default: no limit)",
     )

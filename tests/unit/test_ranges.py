@@ -14,6 +14,8 @@ from qlora_rl.cli import main
         ("eval RUN --data F --max-tokens ten", "argument --max-tokens: invalid whole number value: 'ten'"),
         ("export RUN --shard-gb 0", "argument --shard-gb: 0 is not above 0"),
         ("plan M --rank 0", "argument --rank: 0 is not at least 1"),
+        ("plan M --gpu-memory 24gbb", "argument --gpu-memory: '24gbb' is not a size such as 24 or '24GB'"),
+        ("recommend M --gpu-memory 0", "argument --gpu-memory: '0' is not a size such as 24 or '24GB'"),
         ("recommend M --max-length 0", "argument --max-length: 0 is not at least 1"),
         ("serve B --gpu-memory-utilization 1.5", "argument --gpu-memory-utilization: 1.5 is not at most 1"),
         ("report RUN --live --port 70000", "argument --port: 70000 is not at most 65535"),
