@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,7 +110,7 @@ def _seen(
     name: str, task: str, given: Mapping[str, Any], *, wants_reward: bool, takes_images: bool
 ) -> tuple[dict[str, Any], bool, bool]:
     """What its first rows tell; whether they hold messages; whether they hold whole texts."""
-    if is_file(name) and (wrong := check_files([name])):
+    if (is_file(name) or os.path.isfile(name)) and (wrong := check_files([name])):
         raise collected("choosing the data", wrong, ConfigConflictError)
     dataset = read_rows(Data(train=name, **given))
     images = next((each for each in ("image", IMAGES) if each in dataset.column_names), None)

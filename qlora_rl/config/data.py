@@ -45,7 +45,7 @@ def check_files(files: Sequence[str]) -> list[str]:
     found = []
     for file in files:
         if Path(file).suffix not in DATA_FILES:
-            found.append(f"{file} is none of {', '.join(DATA_FILES)}")
+            found.append(f"{file} is none of {', '.join(DATA_FILES)}, which are read")
         elif not os.path.isfile(file):
             found.append(
                 f"there is no file {file} (a path that is not absolute counts from the directory of the run's file)"
