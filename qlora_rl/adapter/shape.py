@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from qlora_rl.errors import ConfigConflictError
+
+logger = logging.getLogger(__name__)
 
 
 def adapter_shapes(
@@ -51,6 +54,21 @@ def finds_nothing(error: BaseException) -> bool:
     from peft.utils import NoMatchingPeftModuleError
 
     return isinstance(error.__cause__, NoMatchingPeftModuleError)
+
+
+def warn_of_unmatched(lora: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Name the entries of a list of `target_modules` that no adapted module has; PEFT says so only where none of them matches.
+
+    Args:
+        lora: PEFT's config.
+        shapes: of the tensors that its adapter trains, by name.
+    """
+    targets = getattr(lora, "target_modules", None) or ()
+    if isinstance(targets, str):  # a pattern, or "all-linear"
+        return
+    left = sorted(name for name in targets if not any(f".{name}." in f".{tensor}" for tensor in shapes))
+    if left:
+        logger.warning("target_modules: the adapter is on no module called %s", " or ".join(left))
 
 
 def trained_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

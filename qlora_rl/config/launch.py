@@ -103,6 +103,7 @@ def check_model(config: RunConfig) -> str:
         NotYetSupportedError: a mixture of experts or a model for images of an unsupported type, or an adapter on experts or a vision tower that
             an engine would have to serve.
     """
+    from qlora_rl.adapter.shape import warn_of_unmatched
     from qlora_rl.ledger.shape import check_supported, model_and_adapter, read_config, skeleton, stored_spec
 
     held = config.base
@@ -141,7 +142,8 @@ def check_model(config: RunConfig) -> str:
     if (lora := _new_lora(config)) is None:
         skeleton(found)
     else:
-        model_and_adapter(found, stored_spec(held.model, quantize_experts=held.quantize_experts), lora)
+        _, shapes = model_and_adapter(found, stored_spec(held.model, quantize_experts=held.quantize_experts), lora)
+        warn_of_unmatched(lora, shapes)
     return ""
 
 

@@ -72,6 +72,15 @@ def test_an_adapter_that_finds_no_module_is_rejected_before_a_base_is_made(
         make_trainer(model=str(model_dir), peft_config=wish, rollout=engine if rollout == "engine" else rollout)
 
 
+def test_a_target_that_the_model_does_not_have_is_named(make_trainer, base, caplog):
+    make_trainer(peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_prj", "down_proj"]))
+    assert "target_modules: the adapter is on no module called v_prj" in caplog.messages
+    caplog.clear()
+    make_trainer(existing_run="overwrite")
+    make_trainer(peft_config=LoraConfig(r=4, target_modules="all-linear"), existing_run="overwrite")
+    assert "target_modules" not in caplog.text
+
+
 def test_without_any_adapter_there_is_nothing_to_train(make_trainer, base):
     for model in (base, load_base(base)):
         with pytest.raises(ConfigConflictError, match="peft_config=LoraConfig"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qlora_rl.adapter.shape import finds_nothing
+from qlora_rl.adapter.shape import finds_nothing, warn_of_unmatched
 from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
@@ -235,7 +235,7 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
 
 
 def _check_modules(path: str, spec: QuantSpec, peft_config: Any, trust_remote_code: bool) -> None:
-    """Reject an adapter that no module of the model is for, on a model without values.
+    """Reject an adapter that no module of the model is for, and name targets without one, on a model without values.
 
     Raises:
         ConfigConflictError: with PEFT's words.
@@ -243,7 +243,8 @@ def _check_modules(path: str, spec: QuantSpec, peft_config: Any, trust_remote_co
     if peft_config is None:
         return
     try:
-        model_and_adapter(read_config(path, trust_remote_code=trust_remote_code), spec, peft_config)
+        _, shapes = model_and_adapter(read_config(path, trust_remote_code=trust_remote_code), spec, peft_config)
+        warn_of_unmatched(peft_config, shapes)
     except Exception as error:  # whatever else is wrong is said better where it is loaded
         if finds_nothing(error):
             raise
