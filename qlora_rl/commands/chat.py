@@ -21,7 +21,10 @@ def add(commands: Any) -> None:
     chat.add_argument("--base-only", action="store_true", help="use the base without the adapter, for comparison")
     chat.add_argument("--system", metavar="TEXT", help="system message (default: the run's; '' for none)")
     chat.add_argument(
-        "--max-tokens", type=COUNT, default=256, metavar="N", help="longest answer, in tokens (default: %(default)s)"
+        "--max-tokens",
+        type=COUNT,
+        metavar="N",
+        help="longest answer, in tokens (default: as in the run's training; 256 where it sampled nothing)",
     )
     chat.add_argument(
         "--temperature", type=NOT_NEGATIVE, default=0.7, metavar="T", help="0 is greedy (default: %(default)s)"
@@ -76,12 +79,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.system and not talk.uses_template:
         raise ConfigConflictError("chatting: --system, and the base has no chat template. Leave it out.")
     if not sys.stdin.isatty():
+        answers, cut_off = 0, 0
         for line in sys.stdin:
             talk.forget()
             text = line.rstrip("\n")
             said = "".join(talk.answer(text, arguments.image))
+            answers, cut_off = answers + 1, cut_off + (talk.cut_off_after is not None)
+            told = {"prompt": text, "answer": said, "cut_off": talk.cut_off_after is not None}
+            print(json.dumps(told, ensure_ascii=False) if arguments.json else said, flush=True)
+        if cut_off:
             print(
-                json.dumps({"prompt": text, "answer": said}, ensure_ascii=False) if arguments.json else said, flush=True
+                f"{cut_off} of {answers} answers were cut off after {talk.max_tokens} tokens, or at the model's last position; --max-tokens sets the limit",
+                file=sys.stderr,
             )
         return 0
     import readline  # noqa: F401  (input() gets a history)
@@ -107,11 +116,20 @@ def run(arguments: argparse.Namespace) -> int:
             for piece in talk.answer(text, images):
                 print(piece, end="", flush=True)
             images = []
+            if talk.cut_off_after is not None:
+                print(f"\n[cut off {_where(talk)}]", end="")
         except KeyboardInterrupt:
             pass
         except (ConfigConflictError, argparse.ArgumentTypeError) as error:
             print(error, end="")
         print()
+
+
+def _where(talk: Any) -> str:
+    """Where the newest answer was cut off."""
+    if talk.cut_off_after < talk.max_tokens:
+        return f"after {talk.cut_off_after} tokens, at the model's last position"
+    return f"after {talk.cut_off_after} tokens; --max-tokens allows more"
 
 
 def _image(path: str) -> Any:

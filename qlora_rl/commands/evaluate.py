@@ -34,9 +34,8 @@ def add(commands: Any) -> None:
     evaluate.add_argument(
         "--max-tokens",
         type=COUNT,
-        default=256,
         metavar="N",
-        help="longest completion, in tokens (default: %(default)s)",
+        help="longest completion, in tokens (default: as in the run's training; 256 where it sampled nothing)",
     )
     evaluate.add_argument("--temperature", type=NOT_NEGATIVE, default=0.0, metavar="T", help="(default: 0, greedy)")
     evaluate.add_argument("--top-p", type=SHARE, default=1.0, metavar="P", help="(default: %(default)s)")
@@ -77,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         rows, source = open_images(given, trained.data, arguments.data.parent), arguments.data.name
     named = _by_name(rewards)
-    sampling = SamplingSpec(arguments.max_tokens, arguments.temperature, arguments.top_p, seed=arguments.seed)
+    max_tokens = arguments.max_tokens or trained.max_tokens
+    sampling = SamplingSpec(max_tokens, arguments.temperature, arguments.top_p, seed=arguments.seed)
     found = evaluate(trained, rows, named, samples=arguments.samples, sampling=sampling, are_as_trained=given is None)
     if not arguments.no_save:
         save(found, trained, {"data": source, "rewards": list(named)})

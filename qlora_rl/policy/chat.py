@@ -9,7 +9,7 @@ import torch
 
 from qlora_rl.base.kinds import load_processor
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.policy.draw import check_sampling, draw
+from qlora_rl.policy.draw import check_sampling, draw, end_tokens
 from qlora_rl.policy.prompts import model_inputs, with_images
 from qlora_rl.policy.rows import turn
 from qlora_rl.policy.trained import TrainedRun
@@ -24,12 +24,16 @@ class Conversation:
         trained: the run.
         is_base_only: the adapter is left out.
         system: first message; needs a chat template. `None`: that of the run, "": none.
-        max_tokens: of an answer.
+        max_tokens: of an answer; `None`: as many as in the training of the run, 256 where it sampled nothing.
         temperature: 0 is greedy.
         top_p: share of the probability that is sampled from.
         seed: of the sampling.
         uses_template: `False`: texts are continued as they are; `None`: where there is a chat template, but for a run whose
             `prompt_template` makes prompts without it.
+
+    Attributes:
+        max_tokens: of an answer.
+        cut_off_after: tokens of the newest answer, where it reached `max_tokens` or the model's last position without an end; otherwise `None`.
 
     Raises:
         ConfigConflictError: a number is out of its range.
@@ -41,13 +45,15 @@ class Conversation:
         *,
         is_base_only: bool = False,
         system: str | None = None,
-        max_tokens: int = 256,
+        max_tokens: int | None = None,
         temperature: float = 0.7,
         top_p: float = 1.0,
         seed: int | None = None,
         uses_template: bool | None = None,
     ):
-        check_sampling("chatting", max_tokens, temperature, top_p)
+        self.max_tokens = trained.max_tokens if max_tokens is None else max_tokens
+        self.cut_off_after: int | None = None
+        check_sampling("chatting", self.max_tokens, temperature, top_p)
         self.tokenizer = load_processor(trained.base.path)
         self._model = trained.load_base_alone() if is_base_only else trained.load()
         self._data = None if uses_template is False else trained.data
@@ -55,7 +61,7 @@ class Conversation:
             is_text = self._data is not None and self._data.prompt_template is not None and self._data.format == "plain"
             uses_template = bool(self.tokenizer.chat_template) and not is_text
         self.uses_template = uses_template
-        self._sampling = (max_tokens, temperature, top_p)
+        self._sampling = (temperature, top_p)
         self._autocast, self._template_kwargs = trained.autocast, trained.template_kwargs
         self._generator = torch.Generator()
         if seed is None:
@@ -81,6 +87,7 @@ class Conversation:
         Raises:
             ConfigConflictError: the model has no position left, takes no images or no messages, or there is nothing to go on from.
         """
+        self.cut_off_after = None
         text = turn(text, self._data)
         prompt: Any = text
         if self.uses_template:
@@ -108,10 +115,12 @@ class Conversation:
         rest = self.tokenizer.decode(drawn, skip_special_tokens=True)[len(shown) :]
         if rest:
             yield rest
+        if drawn and drawn[-1] not in end_tokens(self._model.generation_config):
+            self.cut_off_after = len(drawn)
 
     def _draw(self, inputs: dict[str, Any]) -> Iterator[int]:
         ids = inputs.pop("input_ids")[0].tolist()
-        max_tokens, temperature, top_p = self._sampling
+        temperature, top_p = self._sampling
         positions = self._model.config.get_text_config().max_position_embeddings
         if not 0 < len(ids) < positions:
             told = "Start over (/new), or say less" if ids else "Say something"
@@ -121,7 +130,7 @@ class Conversation:
         return draw(
             self._model,
             ids,
-            max_tokens,
+            self.max_tokens,
             self._generator,
             temperature=temperature,
             top_p=top_p,

@@ -39,8 +39,7 @@ def draw(
         inputs: what the model is given with the prompt besides its ids: images, as its processor makes them.
     """
     device = next(model.parameters()).device
-    ends = model.generation_config.eos_token_id
-    ends = set(ends) if isinstance(ends, list) else {ends}
+    ends = end_tokens(model.generation_config)
     room = model.config.get_text_config().max_position_embeddings - len(prompt)
     cache, new = None, list(prompt)
     given = {name: value.to(device) for name, value in (inputs or {}).items()}
@@ -53,6 +52,12 @@ def draw(
         if token in ends:
             return
         new = [token]
+
+
+def end_tokens(generation_config: Any) -> set[int]:
+    """The tokens of transformers' `GenerationConfig` that end what a model says."""
+    ends = generation_config.eos_token_id
+    return set(ends) if isinstance(ends, list) else {ends}
 
 
 def check_sampling(doing: str, max_tokens: int, temperature: float, top_p: float) -> None:

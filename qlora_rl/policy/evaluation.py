@@ -11,7 +11,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from qlora_rl.engine.images import Prompt, token_ids
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.held import replace_file
 from qlora_rl.pictures import as_thumbnails
-from qlora_rl.policy.draw import check_sampling
+from qlora_rl.policy.draw import check_sampling, end_tokens
 from qlora_rl.policy.prompts import with_images
 from qlora_rl.policy.rows import as_trained
 from qlora_rl.policy.trained import TrainedRun
@@ -61,6 +61,7 @@ class Evaluation:
     Attributes:
         rewards: by name of the reward function.
         lengths: mean tokens of a completion: of the base, of the policy.
+        cut_off: share of the completions that were cut off at the limit: of the base, of the policy.
         prompts: P.
         samples: G.
         sampling: how the completions were sampled.
@@ -69,6 +70,7 @@ class Evaluation:
 
     rewards: dict[str, Compared]
     lengths: tuple[float, float]
+    cut_off: tuple[float, float]
     prompts: int
     samples: int
     sampling: SamplingSpec
@@ -86,18 +88,23 @@ class Evaluation:
         ]
         base, policy = self.lengths
         rows.append(("tokens", f"{base:.1f}", f"{policy:.1f}", ""))
+        base, policy = self.cut_off
+        rows.append(("cut off", f"{base:.3f}", f"{policy:.3f}", ""))
         widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(4)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in [heads, *rows]
         ]
         each = "one completion" if self.samples == 1 else f"{self.samples} completions"
-        return "\n".join(
-            [
-                *lines,
-                f"{self.prompts} prompts, {each} each, temperature {self.sampling.temperature:g}; ± is one standard error",
-            ]
+        lines.append(
+            f"{self.prompts} prompts, {each} each, temperature {self.sampling.temperature:g}; ± is one standard error"
         )
+        if any(self.cut_off):
+            lines.append(
+                f"Completions that were cut off after {self.sampling.max_tokens} tokens, or at the model's last position, were scored "
+                "without their end. --max-tokens sets the limit."
+            )
+        return "\n".join(lines)
 
 
 def evaluate(
@@ -118,7 +125,7 @@ def evaluate(
             read; or columns out of which [data] of the run's file makes these (`as_trained`).
         rewards: reward functions with TRL's signature.
         samples: G.
-        sampling: greedy, at most 256 tokens, by default.
+        sampling: by default greedy, and as many tokens as in the training of the run, 256 where it sampled nothing.
         engine_options: of `LocalEngine`.
         are_as_trained: the rows are what [data] makes of its own (`config.data.load_eval`), and stay as they are.
 
@@ -128,7 +135,7 @@ def evaluate(
     """
     from qlora_rl.train.watch.rewards import guard
 
-    sampling = sampling or SamplingSpec(temperature=0.0, seed=0)
+    sampling = sampling or SamplingSpec(trained.max_tokens, temperature=0.0, seed=0)
     rows = [dict(row) for row in rows] if are_as_trained else as_trained(rows, trained.data)
     if not rows or any(not isinstance(row.get("prompt"), str | list) for row in rows):
         raise ConfigConflictError(
@@ -152,6 +159,10 @@ def evaluate(
         for serve in sides:
             engine = serve()
             drawn.append(engine.generate([each for each in ids for _ in range(samples)], sampling).completion_ids)
+        positions = engine.capabilities().max_model_length
+    lengths = [len(token_ids(each)) for each in ids for _ in range(samples)]
+    ends = _ends(trained.base.path, tokenizer)
+    cut_off = [share_cut_off(lengths, side, ends, sampling.max_tokens, positions) for side in drawn]
     texts = [tokenizer.batch_decode(completions, skip_special_tokens=True) for completions in drawn]
     scored = [
         {name: _score(reward, asked, side_texts, side_ids) for name, reward in guarded.items()}
@@ -161,10 +172,29 @@ def evaluate(
     return Evaluation(
         rewards=compared,
         lengths=(fmean(map(len, drawn[0])), fmean(map(len, drawn[1]))),
+        cut_off=(cut_off[0], cut_off[1]),
         prompts=len(rows),
         samples=samples,
         sampling=sampling,
         rows=_kept(rows, texts, scored, samples),
+    )
+
+
+def share_cut_off(
+    prompts: Sequence[int], completions: Sequence[Sequence[int]], ends: Collection[int], max_tokens: int, positions: int
+) -> float:
+    """Share of completions that reached the limit without an end.
+
+    Args:
+        prompts: tokens of the prompt of each completion.
+        completions: token ids.
+        ends: tokens that end a completion.
+        max_tokens: longest completion.
+        positions: longest prompt and completion together.
+    """
+    return fmean(
+        len(ids) >= min(max_tokens, positions - prompt) and ids[-1] not in ends
+        for prompt, ids in zip(prompts, completions, strict=True)
     )
 
 
@@ -275,6 +305,14 @@ def both_sides(
             return engine
 
         yield tokenizer, ids, [lambda: engine, policy]
+
+
+def _ends(base: Path, tokenizer: Any) -> set[int]:
+    """The tokens with which vLLM ends a completion: the tokenizer's, and those of the generation config."""
+    from transformers import GenerationConfig
+
+    own = getattr(tokenizer, "tokenizer", tokenizer).eos_token_id  # a processor holds a tokenizer
+    return end_tokens(GenerationConfig.from_pretrained(base)) | {own}
 
 
 def _with_images(row: Mapping[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from qlora_rl.adapter.store import ORIGIN
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, load_base, open_base
 from qlora_rl.base.kinds import auto_class
 from qlora_rl.config.schema import Data, Reward, options
+from qlora_rl.contracts import SamplingSpec
 from qlora_rl.errors import BaseIncompleteError, BaseMismatchError, RunDirectoryError
 from qlora_rl.train.run import ADAPTER, CONFIG, MODEL, SUMMARY
 
@@ -65,6 +66,13 @@ class TrainedRun:
         """Torch name of the dtype under which it was trained; `None`: no autocast."""
         arguments = arguments_of(self.config)
         return "bfloat16" if arguments.get("bf16") else "float16" if arguments.get("fp16") else None
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest completion in its training; `SamplingSpec`'s where none was sampled, as in SFT."""
+        arguments = arguments_of(self.config)
+        found = arguments.get("max_new_tokens") or arguments.get("max_completion_length")  # online DPO; GRPO and RLOO
+        return int(found or SamplingSpec.max_tokens)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -4,15 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from statistics import fmean
 
 import pytest
 import torch
 from peft import LoraConfig
 from trained import make_run
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_rl import ConfigConflictError, SamplingSpec, export_run, load_base, open_trained
 from qlora_rl.cli import main
+from qlora_rl.engine.local import LocalEngine
 from qlora_rl.policy.evaluation import evaluate, read_rows
 
 SEQUENCES = [[40, 41, 42, 43, 44, 45, 46, 47], [60, 9, 33, 12, 7, 41, 5, 21]]
@@ -74,7 +76,21 @@ def by_text(completions, **columns):
     return [float(sum(map(ord, text)) % 97) for text in completions]
 
 
-def test_base_and_policy_are_drawn_by_one_engine_and_scored_alike(run, base, tmp_path, capsys):
+@pytest.fixture
+def sampled(monkeypatch):
+    """The completions of each call of an engine."""
+    seen, generate = [], LocalEngine.generate
+
+    def watch(*given, **named):
+        rollout = generate(*given, **named)
+        seen.append(rollout.completion_ids)
+        return rollout
+
+    monkeypatch.setattr(LocalEngine, "generate", watch)
+    return seen
+
+
+def test_base_and_policy_are_drawn_by_one_engine_and_scored_alike(run, base, tmp_path, capsys, sampled):
     data = tmp_path / "data.jsonl"
     data.write_text(
         "".join(json.dumps({"prompt": f"{10 + i}+{11 + i}=", "answer": str(21 + 2 * i)}) + "\n" for i in range(6))
@@ -98,6 +114,12 @@ def test_base_and_policy_are_drawn_by_one_engine_and_scored_alike(run, base, tmp
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["prompts"] == 6
+    assert found["lengths"] == [fmean(len(ids) for ids in side) for side in sampled]
+    ends = {AutoTokenizer.from_pretrained(base.path).eos_token_id}
+    assert {ids[-1] for side in sampled for ids in side if len(ids) < 8} <= ends  # what ends a completion in vLLM
+    cut_off = [fmean(ids[-1] not in ends for ids in side) for side in sampled]
+    assert found["cut_off"] == cut_off
+    assert any(cut_off)
     name = "by_text"
     rows = json.loads((run / "eval.json").read_text())["rows"]
     expected = {"before": load_base(base), "after": open_trained(run).load()}
@@ -111,9 +133,16 @@ def test_base_and_policy_are_drawn_by_one_engine_and_scored_alike(run, base, tmp
     assert any(values)
 
 
-def _greedy(model, base, prompts):
-    from transformers import AutoTokenizer
+def test_without_a_limit_it_is_that_of_the_training_or_the_models_last_position(run, sampled):
+    rows = [{"prompt": f"{i}+{i}="} for i in range(10, 16)]
+    found = evaluate(open_trained(run), rows, {"by_text": by_text})
+    assert found.sampling.max_tokens == 256
+    lengths = [len(ids) for side in sampled for ids in side]
+    assert max(lengths) == 128 - 6  # a token for each character of a prompt
+    assert sum(found.cut_off) * 6 == pytest.approx(lengths.count(128 - 6))
 
+
+def _greedy(model, base, prompts):
     from qlora_rl.policy.draw import draw
 
     tokenizer = AutoTokenizer.from_pretrained(base.path)

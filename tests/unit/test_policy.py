@@ -16,7 +16,7 @@ from qlora_rl.config.data import load_data
 from qlora_rl.config.write import to_toml
 from qlora_rl.policy.chat import Conversation
 from qlora_rl.policy.draw import choose, precision
-from qlora_rl.policy.evaluation import Compared, Evaluation, Mean, compare, evaluate, read_rows, save
+from qlora_rl.policy.evaluation import Compared, Evaluation, Mean, compare, evaluate, read_rows, save, share_cut_off
 from qlora_rl.policy.rows import as_trained
 from qlora_rl.processor import SETTING
 from qlora_rl.report import write_report
@@ -44,6 +44,38 @@ def test_what_is_no_run_is_refused(tmp_path, run, capsys):
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
     with pytest.raises(RunDirectoryError, match="holds no adapter/"):
         open_trained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("trained_with", "longest"),
+    [
+        ({"max_completion_length": 512}, 512),
+        ({"max_new_tokens": 64}, 64),  # online DPO
+        ({"max_completion_length": None}, 256),
+        ({}, 256),  # SFT and DPO sample nothing
+    ],
+)
+def test_an_answer_may_be_as_long_as_in_the_runs_training(run, tmp_path, monkeypatch, trained_with, longest):
+    path = shutil.copytree(run, tmp_path / "run")
+    config = json.loads((path / "config.json").read_text())
+    config["grpo"] |= trained_with
+    (path / "config.json").write_text(json.dumps(config))
+    assert open_trained(path).max_tokens == longest
+
+    lengths = []
+    found = Evaluation({}, (1.0, 1.0), (0.0, 0.0), 1, 1, SamplingSpec(), [])
+    monkeypatch.setattr(
+        "qlora_rl.policy.evaluation.evaluate",
+        lambda t, r, rewards, *, sampling, **_: lengths.append(sampling.max_tokens) or found,
+    )
+    monkeypatch.setattr(
+        "qlora_rl.policy.chat.draw", lambda model, ids, tokens, *_, **__: lengths.append(tokens) or iter(())
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n1+1=\n"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = ["eval", str(path), "--data", str(tmp_path / "rows.jsonl"), "--reward", "numeric", "--no-save"]
+    assert main(words) == main([*words, "--max-tokens", "7"]) == main(["chat", str(path)]) == 0
+    assert lengths == [longest, 7, longest, longest]
 
 
 # --- talking ----------------------------------------------------------------------------------------------------------
@@ -91,6 +123,44 @@ def test_from_a_pipe_each_line_gets_its_own_answer(run, monkeypatch, capsys):
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["prompt"] for each in found] == ["12+34=", "56+11=", "12+34="]
     assert found[0] == found[2]  # nothing of the line before is in the next
+
+
+def test_an_answer_that_was_cut_off_says_so(run, monkeypatch, capsys):
+    talk = Conversation(open_trained(run), temperature=0.0, max_tokens=200, uses_template=False)
+    end = talk.tokenizer.eos_token_id
+
+    def answers(*tokens):
+        monkeypatch.setattr("qlora_rl.policy.chat.draw", lambda *_, **__: iter(tokens))
+        list(talk.answer("1+1="))
+        return talk.cut_off_after
+
+    assert answers(40, 41, end) is None
+    assert answers(40, 41) == 2
+    monkeypatch.undo()
+    list(talk.answer("1" * 120))
+    assert talk.cut_off_after in (None, 8)  # the model has 128 positions
+
+    monkeypatch.setattr("qlora_rl.policy.chat.draw", lambda model, ids, tokens, *_, **__: iter([40] * min(tokens, 9)))
+    for words, told in ((["--json"], [True, True]), ([], None)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n56+11=\n"))
+        assert main(["chat", str(run), "--max-tokens", "4", *words]) == 0
+        said = capsys.readouterr()
+        assert "2 of 2 answers were cut off" in said.err
+        assert "--max-tokens" in said.err
+        if told:
+            assert [json.loads(line)["cut_off"] for line in said.out.splitlines()] == told
+        else:
+            assert "cut off" not in said.out  # answers alone, for a file
+
+    for limit, told in (
+        ("4", "after 4 tokens; --max-tokens allows more"),
+        ("12", "after 9 tokens, at the model's last position"),
+    ):
+        typed = iter(["12+34=", "/quit"])
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+        monkeypatch.setattr("builtins.input", lambda _, typed=typed: next(typed))
+        assert main(["chat", str(run), "--max-tokens", limit]) == 0
+        assert f"[cut off {told}]" in capsys.readouterr().out
 
 
 def test_a_system_message_needs_a_template(run, monkeypatch, capsys):
@@ -169,7 +239,7 @@ def test_an_evaluation_takes_the_runs_rewards_where_none_is_named(told, tmp_path
     (path / "run.toml").write_text(
         to_toml({"rewards": [{"use": "numeric_match", "weight": 2.0, "arguments": {"column": "solution"}}]})
     )
-    found = Evaluation({}, (1.0, 1.0), 1, 1, SamplingSpec(), [])
+    found = Evaluation({}, (1.0, 1.0), (0.0, 0.0), 1, 1, SamplingSpec(), [])
     monkeypatch.setattr(
         "qlora_rl.policy.evaluation.evaluate", lambda t, r, rewards, **_: asked.update(rewards) or found
     )
@@ -191,7 +261,7 @@ def test_an_evaluation_asks_the_rows_that_the_runs_file_evaluates_on_where_no_da
 
     def ask(trained, rows, rewards, **given):
         asked.update(rows=rows, rewards=list(rewards), given=given)
-        return Evaluation({}, (1.0, 1.0), len(rows), 1, SamplingSpec(), [])
+        return Evaluation({}, (1.0, 1.0), (0.0, 0.0), len(rows), 1, SamplingSpec(), [])
 
     monkeypatch.setattr("qlora_rl.policy.evaluation.evaluate", ask)
     # A pattern that would find something else in what it has found.
@@ -225,7 +295,7 @@ def test_an_evaluation_names_rewards_as_training_does(told, tmp_path, monkeypatc
     path, asked = told(train="rows.jsonl"), {}
     used = [{"use": f"{source}:short"}, {"use": f"{source}:short", "arguments": {"limit": 8}}, {"use": "numeric"}]
     (path / "run.toml").write_text(to_toml({"rewards": used}))
-    found = Evaluation({}, (1.0, 1.0), 1, 1, SamplingSpec(), [])
+    found = Evaluation({}, (1.0, 1.0), (0.0, 0.0), 1, 1, SamplingSpec(), [])
     monkeypatch.setattr("qlora_rl.policy.evaluation.evaluate", lambda t, r, rs, **_: asked.update(rs) or found)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     words = ["eval", str(path), "--data", str(tmp_path / "rows.jsonl"), "--no-save"]
@@ -250,7 +320,7 @@ def test_what_cannot_be_answered_is_said(run, monkeypatch, capsys):
     assert main(["chat", str(run), "--temperature", "0"]) == 0  # the talk goes on
     shown = capsys.readouterr().out
     assert "answering: the prompt has" in shown
-    assert len(shown.splitlines()) == 3
+    assert len([line for line in shown.splitlines() if not line.startswith("[cut off ")]) == 3
 
 
 def test_tokens_beyond_top_p_are_never_drawn():
@@ -274,6 +344,38 @@ def test_means_and_errors_are_those_of_prompts_and_the_difference_is_paired():
     assert found.difference.error == pytest.approx(math.sqrt(1 / 12) / math.sqrt(3))  # of 0.5, 0.5, 0
 
 
+@pytest.mark.parametrize(
+    ("completion", "is_cut_off"),
+    [
+        ([5, 6, 7, 8], True),
+        ([5, 6, 7, 1], False),  # its end is the last token that it may have
+        ([5, 6, 7, 2], False),
+        ([5, 6, 1], False),
+        ([5, 6, 7], False),  # a stop string has ended it
+    ],
+)
+def test_a_completion_is_cut_off_where_it_reached_the_limit_without_an_end(completion, is_cut_off):
+    assert share_cut_off([4], [completion], {1, 2}, 4, 100) == is_cut_off
+    assert share_cut_off([96], [completion], {1, 2}, 256, 100) == is_cut_off  # the model's last position
+    assert share_cut_off([4, 4], [completion, [1]], {1, 2}, 4, 100) == is_cut_off / 2
+
+
+def test_the_table_says_which_share_of_each_side_was_cut_off():
+    mean = Mean(0.0, None, 1)
+    known = {"r": Compared(mean, mean, mean)}
+
+    def told(*cut_off):
+        found = Evaluation(known, (4.0, 3.0), cut_off, 1, 1, SamplingSpec(max_tokens=512), [])
+        assert found.as_dict()["cut_off"] == cut_off
+        return str(found)
+
+    assert "cut off  0.000  0.000\n" in told(0.0, 0.0)
+    assert "without their end" not in told(0.0, 0.0)
+    assert "cut off  1.000  0.250\n" in told(1.0, 0.25)
+    assert "cut off after 512 tokens" in told(0.0, 0.25)
+    assert "without their end" in told(0.0, 0.25)
+
+
 def test_the_step_of_what_is_evaluated_is_known(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
@@ -282,7 +384,7 @@ def test_the_step_of_what_is_evaluated_is_known(run, tmp_path):
     (copy / "summary.json").unlink()
     assert open_trained(copy).step is None
     mean = Mean(0.5, None, 1)
-    found = Evaluation({"r": Compared(mean, mean, mean)}, (1.0, 1.0), 1, 1, SamplingSpec(), [])
+    found = Evaluation({"r": Compared(mean, mean, mean)}, (1.0, 1.0), (0.0, 0.0), 1, 1, SamplingSpec(), [])
     save(found, open_trained(copy / "checkpoint-2"), {"data": "x.jsonl"})
     assert json.loads((copy / "eval.json").read_text())["asked"] == {"data": "x.jsonl", "step": 2}
     assert "“after” is after step 2" in write_report(copy).read_text()

@@ -376,7 +376,7 @@ def test_chart_without_a_value_is_not_drawn():
 EVAL = {
     "asked": {"data": "test.jsonl"},
     "rewards": {"exact": {side: {"value": v, "error": 0.0125} for side, v in (("base", 0.25), ("policy", 0.75), ("difference", 0.5))}},
-    "lengths": [3.0, 4.5], "prompts": 120, "samples": 4, "sampling": {"temperature": 1.0},
+    "lengths": [3.0, 4.5], "cut_off": [0.5, 0.25], "prompts": 120, "samples": 4, "sampling": {"temperature": 1.0},
     "rows": [{"prompt": "p", "before": "one", "after": "two", "before_rewards": {"exact": 0.0}, "after_rewards": {"exact": 1.0}}],
 }  # fmt: skip
 
@@ -386,8 +386,11 @@ def test_an_evaluation_is_tabled_with_its_errors(tmp_path):
     text = re.sub(r"<[^>]*>", "|", page[page.index("Evaluation: the base") :])
     assert "120 prompts of test.jsonl, 4 answers to each, temperature 1." in text
     assert re.search(r"exact\|+0\.25\|+ ± 0\.013\|+0\.75\|+ ± 0\.013\|+0\.5\|+ ± 0\.013", text)
+    assert re.search(r"Share cut off[^|]*\|+0\.5\|+0\.25\|", text)
     assert "Before training|reward 0|" in text
     assert "After training|reward 1|" in text
+    older = {name: each for name, each in EVAL.items() if name != "cut_off"}
+    assert "Share cut off" not in read_page(make_run(tmp_path / "b", eval=older))
 
 
 def test_rollouts_are_shown_with_their_rewards(tmp_path):
