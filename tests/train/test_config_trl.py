@@ -16,6 +16,7 @@ from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, METHODS, Adapter, default
 from qlora_rl.config.trl_fields import CHOICES, LIMITS, check_train, train_fields
 from qlora_rl.errors import MissingDependencyError
+from qlora_rl.fidelity import CORRECTION
 from qlora_rl.train.setup.methods import config_class
 
 # One of them fits nothing that TRL has.
@@ -141,6 +142,18 @@ def test_none_as_text_is_no_value_where_no_text_fits(tmp_path):
     config = read_config(some(tmp_path, train={"vllm_max_model_length": "none", "report_to": "none"}))
     args = trl_config(config)
     assert (args.vllm_max_model_length, args.report_to) == (None, [])
+
+
+def test_a_file_has_trls_correction_where_it_names_none(tmp_path):
+    names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
+
+    def correction(file):
+        args = trl_config(read_config(file))
+        return tuple(getattr(args, name) for name in names)
+
+    assert correction(some(tmp_path)) == ("sequence_mask", 3.0)  # docs/fidelity.md
+    ours = {name: CORRECTION[name] for name in names}
+    assert correction(some(tmp_path, train=ours)) == ("token_truncate", 2.0)
 
 
 def test_trl_gets_what_has_its_place_elsewhere(tmp_path):

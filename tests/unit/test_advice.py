@@ -41,6 +41,7 @@ def test_what_is_recommended_is_what_peft_and_trl_take(config_of, task, tmp_path
     assert config.learning_rate == pytest.approx(10 * kind.__dataclass_fields__["learning_rate"].default)
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps in (32, 64)
     assert advice.base == {"quant": "nf4", "double_quant": True}
+    assert (CORRECTION.items() <= advice.config.items()) == (task == "grpo")  # the others have no such fields
     for part in (advice.base, advice.lora, advice.config, advice.trainer):
         assert not [n for n in part if n not in advice.reasons and n not in ("task_type", "warmup_steps", *CORRECTION)]
 
