@@ -1,5 +1,6 @@
-"""All of vLLM's private, moved and version-dependent names, each with its reason and the condition of its removal.
+"""vLLM's moved and version-dependent names, and private ones, each with its reason and the condition of its removal.
 
+Which other files have private names says CONTRIBUTING.md, under "a vLLM release".
 Versions: vLLM 0.26 to 0.31 (0.31.0 is what the tests run). Nothing here runs at import.
 """
 

@@ -36,6 +36,13 @@ OWNERS = {
     "ray": {"torchrl", "engine"},
     "deepspeed": {"train"},
 }
+# Modules of vLLM that its documentation names; all others are private.
+VLLM_PUBLIC = {"vllm", "vllm.entrypoints.llm", "vllm.lora.request", "vllm.sampling_params"}
+# Names of vLLM's and its plugin's objects that it documents nowhere.
+VLLM_PRIVATE = {
+    "_adapter_manager", "lora_index_to_id", "lora_a_stacked", "bnb_quant_state", "bnb_shard_offsets", "shard_indices", "cpu_linear",
+    "driver_worker", "openai_serving_models", "render_cmpl",
+}  # fmt: skip
 # The subpackages of a package, each of which imports only those before it; "" are the modules beside them.
 ORDER = {
     "engine": ["", "linears", "worker", "local", "fleet", "client", "server"],
@@ -157,6 +164,29 @@ def test_one_outside_library_belongs_to_one_room(path):
     for name in imports(path):
         owners = OWNERS.get(name.split(".")[0])
         assert owners is None or room(path) in owners, f"{path} imports {name}, which belongs to {owners}"
+
+
+def private_names_of_vllm(path: Path) -> set[str]:
+    """Modules that are imported or named in a text, attributes, and texts that are such a name (`getattr`)."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [getattr(node, "attr", None), getattr(node, "value", None)]
+        names += [node.module] if isinstance(node, ast.ImportFrom) else []
+        names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        texts = {name for name in names if isinstance(name, str)}
+        found |= texts & VLLM_PRIVATE
+        found |= {name for name in texts if re.fullmatch(r"vllm(\.[a-z_0-9]+)*", name)} - VLLM_PUBLIC
+    return found
+
+
+def test_private_names_of_vllm_are_only_where_contributing_says():
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    row = re.search(r"^- a vLLM release: (.*?)(?=^- )", page, re.MULTILINE | re.DOTALL)[1]
+    places = re.findall(r"`([\w/.]+)`", row)
+    assert all((PACKAGE / place).exists() for place in places)
+    found = {str(path.relative_to(PACKAGE)): names for path in FILES if (names := private_names_of_vllm(path))}
+    assert {file: names for file, names in found.items() if not file.startswith(tuple(places))} == {}
+    assert [place for place in places if not any(file.startswith(place) for file in found)] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
