@@ -311,8 +311,10 @@ def _ends(base: Path, tokenizer: Any) -> set[int]:
     """The tokens with which vLLM ends a completion: the tokenizer's, and those of the generation config."""
     from transformers import GenerationConfig
 
-    own = getattr(tokenizer, "tokenizer", tokenizer).eos_token_id  # a processor holds a tokenizer
-    return end_tokens(GenerationConfig.from_pretrained(base)) | {own}
+    own = {getattr(tokenizer, "tokenizer", tokenizer).eos_token_id}  # a processor holds a tokenizer
+    if not (base / "generation_config.json").is_file():
+        return own
+    return own | end_tokens(GenerationConfig.from_pretrained(base))
 
 
 def _with_images(row: Mapping[str, Any]) -> Any:
