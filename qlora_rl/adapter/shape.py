@@ -45,7 +45,7 @@ def adapter_shapes(
         with torch.device("meta"):
             adapted = get_peft_model(model, lora, low_cpu_mem_usage=True)
     except Exception as error:
-        raise ConfigConflictError(f"counting the adapter: {error}") from error
+        raise ConfigConflictError(f"making the adapter: {error}") from error
     return trained_shapes(adapted)
 
 

@@ -24,7 +24,7 @@ import torch
 
 from qlora_rl.base.experts import check_mixture_type, experts_as_linears
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
-from qlora_rl.base.hub import hub_reachable, why_missing
+from qlora_rl.base.hub import hub_reachable, in_short, why_missing
 from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, digest_parts, digest_tokenizer
 from qlora_rl.base.kinds import auto_class, check_vision_type
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
@@ -171,14 +171,8 @@ def _load_source(source: Path, trust_remote_code: bool) -> Any:
             )
     except QloraRLError:
         raise
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # ValueError: transformers has no such causal language model; all that it has follow in further lines
-        raise BaseIncompleteError(
-            f"preparing a base: {source} cannot be loaded: {str(error).strip().partition(chr(10))[0]} Pass a directory that holds a causal language "
-            "model's weights, or a hub name."
-        ) from error
+    except (OSError, ValueError) as error:
+        raise BaseIncompleteError(f"preparing a base: {source} cannot be loaded: {in_short(error)}") from error
     reasons = [f"{name} is missing" for name in sorted(told["missing_keys"])]
     reasons += [f"{name} has another shape than the config says" for name, *_ in sorted(told["mismatched_keys"])]
     if reasons:

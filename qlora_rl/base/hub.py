@@ -58,3 +58,15 @@ def why_missing(name: str) -> str:
     return (
         f"{name!r} {here}is not in the local cache, and {why} once, set HF_HOME to a cache that has it, or pass a path"
     )
+
+
+def in_short(error: Exception) -> str:
+    """What transformers says of a checkpoint, and what to do."""
+    said = str(error).strip()
+    if "trust_remote_code" in said:
+        way = "Read that code, then pass trust_remote_code=True (to a trainer in args.model_init_kwargs)."
+    elif "does not recognize this architecture" in said:
+        way = "Update transformers, or take another model."
+    else:
+        way = "Pass a directory that holds a causal language model's weights, or a hub name."
+    return f"{said.partition(chr(10))[0].rstrip('.')}. {way}"  # all classes that there are follow in further lines

@@ -18,6 +18,7 @@ import torch
 from qlora_rl.base.experts import has_linear_experts
 from qlora_rl.base.fingerprint import digest_bytes, fingerprint_base
 from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.engine.sampling import as_ids, several
 from qlora_rl.errors import EngineBrokenError, EngineClosedError, NotYetSupportedError, PromptTooLongError, SyncError
 
 
@@ -126,6 +127,7 @@ class FakeEngine:
             raise NotYetSupportedError(
                 f"generating: {spec}: the fake engine knows max_tokens, temperature and seed only. Use LocalEngine."
             )
+        prompts = as_ids(several(prompts))
         too_long = [i for i, p in enumerate(prompts) if not 0 < len(p) < self.max_model_length]
         if too_long:
             raise PromptTooLongError(

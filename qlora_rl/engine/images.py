@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qlora_rl.engine.sampling import as_ids
+from qlora_rl.engine.sampling import as_ids, several
 from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError
 from qlora_rl.pictures import read_image
 
@@ -51,8 +51,9 @@ def as_prompts(rows: Sequence[Prompt]) -> list[Prompt]:
     """Prompts with plain integers as ids.
 
     Raises:
-        ConfigConflictError: a prompt is text.
+        ConfigConflictError: a prompt is text or messages, or they are one prompt instead of several.
     """
+    rows = several(rows)
     plain = as_ids([row.ids if isinstance(row, ImagePrompt) else row for row in rows])
     return [
         replace(row, ids=ids) if isinstance(row, ImagePrompt) else ids for row, ids in zip(rows, plain, strict=True)
@@ -63,11 +64,9 @@ def encoded(tokenizer: Any, prompts: Sequence[str | Prompt]) -> list[Prompt]:
     """Prompts with token ids in the place of text.
 
     Raises:
-        ConfigConflictError: they are one prompt instead of several.
+        ConfigConflictError: they are one prompt instead of several, or messages.
     """
-    if isinstance(prompts, str | ImagePrompt) or any(isinstance(prompt, int) for prompt in prompts):
-        raise ConfigConflictError("generating: prompts is a single prompt. Pass a list that holds it.")
-    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    return [tokenizer.encode(each) if isinstance(each, str) else each for each in several(prompts)]
 
 
 def pack(prompts: Sequence[Prompt]) -> dict[str, Any]:

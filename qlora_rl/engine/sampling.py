@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 from qlora_rl.contracts import SamplingSpec
@@ -19,17 +20,31 @@ _CUT_OFF = ("abort", "error")
 SCORING = SamplingSpec(max_tokens=1, temperature=0.0, extra={"prompt_logprobs": 0})
 
 
+def several(prompts: Any) -> list[Any]:
+    """The prompts of a call, also out of an iterator.
+
+    Raises:
+        ConfigConflictError: they are one prompt instead of several, or messages.
+    """
+    rows = [0] if isinstance(prompts, str) or not isinstance(prompts, Iterable) else list(prompts)
+    if any(isinstance(row, Integral) or getattr(row, "ndim", None) == 0 for row in rows):
+        raise ConfigConflictError("generating: prompts is a single prompt. Pass a list that holds it.")
+    if any(isinstance(row, Mapping) or (isinstance(row, list) and row and isinstance(row[0], Mapping)) for row in rows):
+        raise ConfigConflictError(
+            "generating: a prompt is messages. Make token ids of them: tokenizer.apply_chat_template(messages, add_generation_prompt=True)."
+        )
+    return rows
+
+
 def as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     """Token ids as plain integers.
 
     Raises:
-        ConfigConflictError: a prompt is text, or they are one prompt instead of several.
+        ConfigConflictError: a prompt is text.
     """
-    if any(isinstance(row, int) for row in rows):
-        raise ConfigConflictError("generating: prompts is a single prompt. Pass a list that holds it.")
     if any(isinstance(row, str) for row in rows):
         raise ConfigConflictError(
-            "generating: a prompt is a string; a server takes token ids. Encode it with the base's tokenizer."
+            "generating: a prompt is a string, and token ids are asked for. Encode it with the base's tokenizer."
         )
     return [[int(token) for token in row] for row in rows]
 

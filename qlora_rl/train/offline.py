@@ -122,7 +122,8 @@ class OfflineTrainer(TrainedRun):
             self.make_resumable()
             show_progress(self)
             self._record = StepRecord(self.run)
-            self.add_callback(_Recorder(self._record))
+            # Before the user's, which may raise: the step is done all the same.
+            self.callback_handler.callbacks.insert(0, _Recorder(self._record))
             if self.run is not None:
                 self.run.begin()
                 verdict = judge_adapter(self.model)

@@ -6,6 +6,7 @@ adapter's dtype, the guarded rewards, the link to the engine, the run directory.
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.kinds import directory_takes_images, may_take_images
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
-from qlora_rl.errors import ConfigConflictError, RewardFunctionError
+from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFunctionError
 from qlora_rl.sync.plan import WISHES, plan_sync
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.rollouts.link import Link, link_policy, release, why_dense
@@ -47,6 +48,8 @@ from qlora_rl.train.setup.tower import settle_tower
 from qlora_rl.train.setup.whole import check_whole, trains_whole, unfreeze
 from qlora_rl.train.watch.alarm import alarm_for, check_word
 from qlora_rl.train.watch.rewards import agree_on, as_list, guard
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class OnlineTrainer(TrainedRun):
     memory: MemoryBudget | None
     # Of reward functions, where several ranks must agree before one may raise.
     _failures: list[RewardFunctionError] | None = None
+    _has_said_unscored = False
     # The memory estimate knows the trainer's step, in which TRL scores with its fused head.
     _is_planned = True
     # Its prompts may hold images.
@@ -193,6 +197,7 @@ class OnlineTrainer(TrainedRun):
             if processing_class is None:
                 processing_class = load_tokenizer(self.base, args)
             settings.check_processor(processing_class, self.base.path)
+            settings.check_template(processing_class, train_dataset, eval_dataset)
             # The base verification below finds what was rounded, repairs it, and says so.
             engine_options = {
                 "repair_scales": False,
@@ -296,6 +301,7 @@ class OnlineTrainer(TrainedRun):
         Raises:
             CanaryError: the engine does not hold what was pushed; the version before serves on.
         """
+        self._check_open("pushing")
         report = self.bridge.sync_weights(self.state.global_step)
         self._last_loaded_step = self.state.global_step  # the next rollout of this step does not push again
         return report
@@ -303,6 +309,13 @@ class OnlineTrainer(TrainedRun):
     def close(self) -> None:
         """Close the engine (if the trainer made it) and remove the adapter versions on tmpfs; harmless when repeated."""
         self._finalizer()
+
+    def _check_open(self, doing: str) -> None:
+        if not self._finalizer.alive:
+            raise EngineClosedError(
+                f"{doing}: the trainer was closed, as at the end of its `with`. Make a new one; existing_run='resume' goes on from the last "
+                "checkpoint."
+            )
 
     def _engine_options(self, args: Any) -> dict[str, Any]:
         """Arguments of an engine that is started, as far as TRL's config says them; the base is known."""
@@ -338,6 +351,9 @@ class OnlineTrainer(TrainedRun):
         """TRL's, in which all ranks meet; then what a reward function has raised on one of them is raised on all."""
         rewards = super()._calculate_rewards(*args, **kwargs)
         agree_on(self._failures)
+        if not self._has_said_unscored and rewards.numel() and bool(rewards.isnan().all()):
+            self._has_said_unscored = True
+            logger.warning("the reward functions gave None for every completion of a step: nothing is learned from it")
         return rewards
 
     def _take(self, link: Link) -> None:
@@ -346,6 +362,8 @@ class OnlineTrainer(TrainedRun):
         self.admission, self.plan, self.bridge = link.admission, link.plan, link.bridge
 
     def _before_train(self) -> None:
+        self._check_open("training")
+        super()._before_train()
         self.bridge.install(self)  # a second call must push again, although its steps are counted from 0
         if hasattr(self, "_buffered_inputs"):
             self._step, self._buffered_inputs = 0, None  # an earlier call may have ended in the middle of a batch

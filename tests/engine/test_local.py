@@ -158,10 +158,10 @@ def test_strings_are_tokenised(engine):
     assert from_text.completion_ids == from_ids.completion_ids
 
 
-@pytest.mark.parametrize("prompts", ["2+2=", [50, 43, 50]])
-def test_one_prompt_in_the_place_of_a_list_is_rejected(engine, prompts):
-    with pytest.raises(ConfigConflictError, match="a single prompt"):
-        engine.generate(prompts, max_tokens=2)
+def test_prompts_out_of_an_iterator_are_sampled_from(engine):
+    asked = ["1+1=", "2+2="]
+    found = [engine.generate(each, max_tokens=3, temperature=0.0).completion_ids for each in (asked, iter(asked))]
+    assert found[0] == found[1]
 
 
 def test_a_cache_for_less_than_one_sequence_is_said_in_our_words(base):
@@ -342,7 +342,7 @@ def test_closing_is_final_and_repeatable(base):
         engine.load_adapter("anywhere", 1)
     engine.close()
     engine.close()
-    with pytest.raises(EngineClosedError, match="Make a new LocalEngine"):
+    with pytest.raises(EngineClosedError, match="closed, by itself or with its trainer"):
         engine.generate([[40]], max_tokens=1)
 
 

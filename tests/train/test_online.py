@@ -9,13 +9,15 @@ from datasets import Dataset
 from online_kinds import KINDS, TINY, by_place
 from peft import LoraConfig, get_peft_model
 from test_models import NF4, adapter, as_form, assert_same, bytes_of_the_base
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+import qlora_rl
 from qlora_rl import (
     AdapterRejectedError,
     BaseMismatchError,
     ConfigConflictError,
+    EngineClosedError,
     NotYetSupportedError,
     attach,
     load_base,
@@ -25,6 +27,40 @@ from qlora_rl.engine.fake import FakeEngine
 
 def lines(run, name="metrics.jsonl"):
     return [json.loads(line) for line in (run.path / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "GRPO", "AsyncGRPO"])
+def test_a_closed_trainer_says_so_and_leaves_its_run_as_it_is(kind, make_online, base, engine, plain, lora, config):
+    if kind in KINDS:
+        trainer = make_online(kind)
+    else:
+        make = getattr(qlora_rl, f"QLoRA{kind}Trainer")
+        trainer = make(base, by_place, config(), plain, peft_config=lora, rollout=engine)
+    with trainer:
+        trainer.train()
+    before = {file: file.read_bytes() for file in trainer.run.path.rglob("*") if file.is_file()}
+    for call in (trainer.train, trainer.sync):
+        with pytest.raises(EngineClosedError, match=r"the trainer was closed.*Make a new one"):
+            call()
+    assert {file: file.read_bytes() for file in trainer.run.path.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_whose_callback_raises_is_written_down(kind, make_online):
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            raise ZeroDivisionError("planted")
+
+    trainer = make_online(kind, {"max_steps": 2}, callbacks=[Break()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert [line["step"] for line in lines(trainer.run)] == [1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_greedy_temperature_is_rejected(kind, make_online):
+    with pytest.raises(ConfigConflictError, match="temperature=0 is greedy"):
+        make_online(kind, {"temperature": 0.0})
 
 
 # --- both -----------------------------------------------------------------------------------------------------------------

@@ -81,6 +81,29 @@ def test_a_target_that_the_model_does_not_have_is_named(make_trainer, base, capl
     assert "target_modules" not in caplog.text
 
 
+def test_messages_without_a_chat_template_are_rejected_before_an_engine_starts(make_trainer, base):
+    chats = Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1="}]}] * 4)
+    tokenizer = AutoTokenizer.from_pretrained(base.path, padding_side="left")
+    tokenizer.chat_template = None
+    for name in ("train_dataset", "eval_dataset"):
+        with pytest.raises(ConfigConflictError, match="the base has no chat template"):
+            make_trainer(**{name: chats}, processing_class=tokenizer)
+
+
+def test_rewards_that_are_all_none_are_said_once(make_trainer, config, caplog):
+    trainer = make_trainer(reward_funcs=lambda completions, **_: [None] * len(completions), args=config(max_steps=2))
+    trainer.train()
+    assert caplog.text.count("gave None for every completion of a step") == 1
+
+
+def test_a_second_training_of_one_trainer_is_said(make_trainer, caplog):
+    trainer = make_trainer()
+    trainer.train()
+    assert "train() again" not in caplog.text
+    trainer.train()
+    assert "train() again" in caplog.text
+
+
 def test_without_any_adapter_there_is_nothing_to_train(make_trainer, base):
     for model in (base, load_base(base)):
         with pytest.raises(ConfigConflictError, match="peft_config=LoraConfig"):
@@ -278,6 +301,10 @@ def endless(completions, **_):
     return [float("inf")] * len(completions)
 
 
+def undefined(completions, **_):
+    return [0.5, float("nan"), *[0.0] * (len(completions) - 2)]
+
+
 def objects(completions, **_):
     return [{}] * len(completions)
 
@@ -288,6 +315,7 @@ BROKEN = {
     one_number: "returned float instead of a list",
     words: "returned '1.0' for completion 0",
     endless: "returned inf for completion 0",
+    undefined: "returned nan for completion 1",
     objects: "returned {} for completion 0",
 }
 

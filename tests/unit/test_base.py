@@ -361,6 +361,8 @@ def test_a_model_without_linears_is_not_called_4_bit(tmp_path):
         (lambda text: text[: len(text) // 2], "config.json cannot be read: "),
         (lambda text: text.replace("qwen2", "qwen99"), "has model type `qwen99`"),
         (lambda _: json.dumps({"model_type": "t5"}), "AutoModelForCausalLM. Pass a directory"),
+        (lambda text: text.replace("qwen2", "qwen99"), "out of date. Update transformers"),
+        (lambda _: json.dumps({"auto_map": {"AutoConfig": "code.Config"}}), "then pass trust_remote_code=True"),
     ],
 )
 def test_a_checkpoint_that_transformers_cannot_read_is_said_in_one_sentence(model_dir, tmp_path, config, said):

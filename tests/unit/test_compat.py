@@ -6,11 +6,15 @@ import os
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
+import numpy
 import pytest
+import torch
 
-from qlora_rl import MissingDependencyError
+from qlora_rl import ConfigConflictError, MissingDependencyError
 from qlora_rl.engine import compat
 from qlora_rl.engine.cache import kv_cache_needed
+from qlora_rl.engine.images import ImagePrompt
+from qlora_rl.engine.sampling import several
 
 
 @pytest.fixture
@@ -91,6 +95,23 @@ def test_a_cache_is_at_most_4_gib_unless_one_sequence_needs_more(length, sequenc
         num_hidden_layers=28, num_key_value_heads=8, head_dim=128, num_attention_heads=16, dtype="bfloat16"
     )
     assert least <= kv_cache_needed(qwen3_600m, length, sequences) <= most
+
+
+@pytest.mark.parametrize("prompts", ["2+2=", [50, 43], numpy.array([50, 43]), torch.tensor([50]), ImagePrompt([1], ())])
+def test_one_prompt_in_the_place_of_a_list_is_rejected(prompts):
+    with pytest.raises(ConfigConflictError, match="a single prompt"):
+        several(prompts)
+
+
+@pytest.mark.parametrize("prompts", [[{"role": "user", "content": "2+2="}], [[{"role": "user", "content": "2+2="}]]])
+def test_messages_are_no_prompt_of_an_engine(prompts):
+    with pytest.raises(ConfigConflictError, match="apply_chat_template"):
+        several(prompts)
+
+
+def test_prompts_may_be_arrays_and_come_out_of_an_iterator():
+    rows = [[1, 2], numpy.array([3, 4]), "5"]
+    assert several(row for row in rows) == rows
 
 
 def test_construction_puts_the_environment_and_the_random_state_back(monkeypatch):

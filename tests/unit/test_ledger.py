@@ -695,7 +695,7 @@ def test_without_a_budget_everything_fits():
         ({"max_length": 0}, "max_length=0 must be above 0"),
         ({"gpu_memory_gib": -1.0}, "gpu_memory_gib=-1.0 must be above 0"),
         ({"device": "tpu"}, "device='tpu' is neither"),
-        ({"target_modules": ["nothing_like_it"]}, "counting the adapter: Target modules"),
+        ({"target_modules": ["nothing_like_it"]}, "making the adapter: Target modules"),
     ],
 )
 def test_a_number_that_makes_no_sense_is_named(wrong, words):

@@ -186,7 +186,7 @@ class Adapters:
             if not isinstance(error, Exception):
                 raise
             raise SyncError(
-                f"loading adapter version={version} into vLLM: {error}. Version {self.version} goes on serving."
+                f"loading adapter version={version} into vLLM: {str(error).rstrip('.')}. Version {self.version} goes on serving."
             ) from error
         if lost:
             _forget(llm, self._ids)

@@ -441,7 +441,7 @@ class LocalEngine:
 
     def _ensure_usable(self) -> None:
         if self._is_closed:
-            raise EngineClosedError("using the engine: it was closed. Make a new LocalEngine.")
+            raise EngineClosedError("using the engine: it was closed, by itself or with its trainer. Make a new one.")
         if self._is_broken:
             logger.warning("rebuilding the engine after a failure; version %d is loaded again", self.version)
             if self._llm is not None:

@@ -44,6 +44,7 @@ class TrainedRun(Resumable, WrappedModel):
     base: PreparedBase
     # TRL makes a frozen copy of a PeftModel's adapter; `None`: where beta is not 0.
     _refers: bool | None = None
+    _has_trained = False
     # Under which TRL's config stands in config.json.
     _config_name: str
 
@@ -97,6 +98,11 @@ class TrainedRun(Resumable, WrappedModel):
 
     def _before_train(self) -> None:
         """Called before every `train`."""
+        if self._has_trained and self.is_world_process_zero():
+            logger.warning(
+                "train() again: metrics.jsonl goes on with another step 1; a new trainer would begin a run of its own"
+            )
+        self._has_trained = True
 
     def _after_train(self) -> None:
         """Called when training has come to its end, before its outcome is written; what it raises is that outcome."""

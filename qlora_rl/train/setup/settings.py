@@ -190,8 +190,13 @@ def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -
     """vLLM takes the sampling arguments; asked where it is installed, and, with an engine elsewhere, where `generation_kwargs` are set.
 
     Raises:
-        ConfigConflictError: what vLLM says of them.
+        ConfigConflictError: what vLLM says of them; or a temperature with which nothing is learned.
     """
+    if args.temperature <= 0:
+        raise ConfigConflictError(
+            f"reading the config: temperature={args.temperature:g} is greedy: all completions of a prompt are the same, and nothing can be "
+            "learned. Set it above 0."
+        )
     if isinstance(rollout, str | list):
         is_asked = rollout == "colocate" or bool(
             args.generation_kwargs
@@ -245,6 +250,23 @@ def check_prompts(*datasets: Any) -> None:
             raise ConfigConflictError(
                 f"reading the dataset: it has no column prompt, but {', '.join(sorted(columns))}. Rename the one that holds the prompts: "
                 "dataset.rename_column(name, 'prompt')."
+            )
+
+
+def check_template(processing_class: Any, *datasets: Any) -> None:
+    """Messages need a chat template; the first row of each dataset is looked at, a stream is not.
+
+    Raises:
+        ConfigConflictError: the tokenizer has none.
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None):
+        return
+    for part in _parts(datasets):
+        if hasattr(part, "__getitem__") and len(part) and isinstance(part[0].get("prompt"), list):
+            raise ConfigConflictError(
+                "reading the dataset: its prompts are messages, and the base has no chat template. Pass text prompts, or a tokenizer with a "
+                "template as processing_class."
             )
 
 

@@ -49,7 +49,8 @@ class MeasuredSteps:
         self.fidelity, self.alarm, self._compares = FidelityMonitor(), alarm, compares
         self._record = StepRecord(run)
         self._kept_rollouts: list[dict[str, Any]] = []
-        self.add_callback(_StepClock(self._record))
+        # Before the user's, which may raise: the step is done all the same.
+        self.callback_handler.callbacks.insert(0, _StepClock(self._record))
 
     def _rollout_facts(self) -> dict[str, float]:
         """Tokens, seconds and sync of the generation that just ended."""

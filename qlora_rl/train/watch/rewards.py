@@ -107,7 +107,7 @@ def _checked(name: str, result: Any, kwargs: Mapping[str, Any]) -> list[float | 
         if value is None:
             continue
         try:
-            is_number = not isinstance(value, str) and not math.isinf(float(value))
+            is_number = not isinstance(value, str) and math.isfinite(float(value))
         except (TypeError, ValueError):
             is_number = False
         if not is_number:
