@@ -64,9 +64,10 @@ class Patience:
             )
         now = time.monotonic()
         if now + self._pause > self._end:
+            way = f"Start it again on the same base, or raise wait_s; version {version} is pushed again by itself."
             raise EngineBrokenError(
-                f"asking the server at {self._url}: {fault}. It stayed away for wait_s={self._wait_s:.0f} s. Start it again on the same base, "
-                f"or raise wait_s; version {version} is pushed again by itself."
+                f"asking the server at {self._url}: {fault}. It stayed away for wait_s={self._wait_s:.0f} s. "
+                + (way if version else "Start it (qlora-rl serve BASE), or correct its address.")
             ) from fault.__cause__
         if now >= self._said + SAID_EVERY_S:
             self._said = now
