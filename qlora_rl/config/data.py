@@ -90,6 +90,25 @@ def placeholders(template: str) -> list[str]:
     return names
 
 
+def check_filling(value: Any, name: str, where: str) -> None:
+    """Reject what a template would turn into Python's notation of it.
+
+    Args:
+        value: what the template is filled with.
+        name: its column.
+        where: begins the message: the row.
+
+    Raises:
+        ConfigConflictError: it is neither text nor a number.
+    """
+    if value is None:
+        raise ConfigConflictError(f"{where} has nothing in {name}. Fill it in, or remove the row.")
+    if isinstance(value, list | tuple | Mapping | bytes):
+        raise ConfigConflictError(
+            f"{where} has in {name} neither text nor a number, but {str(value)[:80]}. Write it as text, or remove the row."
+        )
+
+
 def load_data(data: Data, *, has_template_field: bool = False) -> tuple[Any, Any]:
     """The dataset to train on and the one to evaluate on (`None` where there is none), with the columns as asked.
 
@@ -215,10 +234,8 @@ def _with_columns(dataset: Any, data: Data, has_template_field: bool) -> Any:
     if data.prompt_template is not None:
         template = data.prompt_template
         for name in wanted:
-            if (row := next((i for i, value in enumerate(dataset[name]) if value is None), None)) is not None:
-                raise ConfigConflictError(
-                    f"loading the data: [data] prompt_template: row {row} has nothing in {name}. Fill it in, or remove the row."
-                )
+            for row, value in enumerate(dataset[name]):
+                check_filling(value, name, f"loading the data: [data] prompt_template: row {row}")
         dataset = dataset.map(lambda row: {"prompt": template.format(**{name: row[name] for name in wanted})})
     if data.columns:
         dataset = dataset.rename_columns({old: new for new, old in data.columns.items()})

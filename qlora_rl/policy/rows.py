@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.config.data import IMAGES, as_conversation, extracted, placeholders
+from qlora_rl.config.data import IMAGES, as_conversation, check_filling, extracted, placeholders
 from qlora_rl.config.schema import Data
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.pictures import read_image
@@ -24,13 +24,14 @@ def as_trained(rows: Sequence[Mapping[str, Any]], data: Data | None) -> list[dic
         data: of the run; `None` changes nothing.
 
     Raises:
-        ConfigConflictError: a pattern of `extract` is found in some rows only.
+        ConfigConflictError: a pattern of `extract` is found in some rows only; a row without a prompt of its own has for the template
+            neither text nor numbers.
     """
     found = [dict(row) for row in rows]
     if data is None:
         return found
-    for row in found:
-        _add_prompt(row, data.prompt_template)
+    for number, row in enumerate(found):
+        _add_prompt(row, data.prompt_template, number)
         for new, old in data.columns.items():
             if old in row and new not in row:
                 row[new] = row.pop(old)
@@ -76,8 +77,15 @@ def turn(text: str, data: Data | None) -> str:
     return data.prompt_template.format(**{names[0]: text}) if data and len(set(names)) == 1 else text
 
 
-def _add_prompt(row: dict[str, Any], template: str | None) -> None:
+def _add_prompt(row: dict[str, Any], template: str | None, number: int) -> None:
     names = placeholders(template) if template is not None else []
-    # A list of messages is no text to be put into a template.
-    if template is not None and all(row.get(name) is not None and not isinstance(row[name], list) for name in names):
-        row["prompt"] = template.format(**{name: row[name] for name in names})
+    if template is None or not all(name in row for name in names):
+        return
+    try:
+        for name in names:
+            check_filling(row[name], name, f"reading the rows: [data] prompt_template of the run: row {number}")
+    except ConfigConflictError:
+        if row.get("prompt") is None:
+            raise
+        return  # the row's own prompt stays, which may be a list of messages
+    row["prompt"] = template.format(**{name: row[name] for name in names})

@@ -225,6 +225,8 @@ TURN = {"role": "user", "content": "?"}
             "contents of two kinds",
         ),
         ([{"q": "a"}, {"q": None}], {"prompt_template": "{q}!", "format": "plain"}, "row 1 has nothing in q"),
+        ([{"q": []}, {"q": ["a?"]}], {"prompt_template": "{q}!"}, "row 0 has in q neither text nor a number, but []"),
+        ([{"q": {"a": "?"}}], {"prompt_template": "{q}!"}, "row 0 has in q neither text nor a number, but {'a': '?'}"),
         (
             [{"prompt": "a", "n": None}, {"prompt": "a", "n": 1}],
             {"extract": {"n": ".+"}},
@@ -243,6 +245,14 @@ def test_odd_rows_are_rejected_with_their_number(rows, data, said, tmp_path):
     with pytest.raises(ConfigConflictError, match="loading the data") as error:
         load_data(Data(**{"train": str(file), "format": "chat"} | data))
     assert said in str(error.value)
+
+
+def test_a_template_is_filled_with_numbers_too(tmp_path):
+    from qlora_rl.config.schema import Data
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"a": 1, "b": 0.5}))
+    assert load_data(Data(train=str(file), prompt_template="{a}+{b}="))[0][0]["prompt"] == "1+0.5="
 
 
 @pytest.mark.parametrize(

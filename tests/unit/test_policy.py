@@ -234,6 +234,15 @@ def test_rows_of_an_evaluation_become_what_the_runs_rows_were(told):
     assert as_trained([{"prompt": "2+2"}], framed.data) == [{"prompt": "Q: 2+2\nA:"}]  # as training does it
 
 
+@pytest.mark.parametrize("value", [["a?"], {"a": "?"}, None])
+def test_rows_of_an_evaluation_fill_the_template_with_text_or_numbers_alone(told, value):
+    data = open_trained(told(train="rows.jsonl", prompt_template="Q: {question}")).data
+    with pytest.raises(ConfigConflictError, match=r"row 1 has .*in question"):
+        as_trained([{"question": 5}, {"question": value}], data)
+    own = [{"question": value, "prompt": "a"}]
+    assert as_trained(own, data) == own
+
+
 def test_an_evaluation_takes_the_runs_rewards_where_none_is_named(told, tmp_path, monkeypatch, capsys):
     path, asked = told(train="rows.jsonl"), {}
     (path / "run.toml").write_text(
