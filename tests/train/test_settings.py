@@ -11,6 +11,7 @@ from recorded import Recorded
 from trl import GRPOConfig
 
 from qlora_rl import QLoRAGRPOTrainer
+from qlora_rl.config.trl_fields import make_args
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.train.ranks import zero
 from qlora_rl.train.setup import settings
@@ -61,6 +62,13 @@ def test_a_field_about_the_engine_arrives_in_its_options(field, make_trainer, co
 def test_a_field_about_the_engine_is_refused_beside_an_engine_object(field, make_trainer, config):
     with pytest.raises(ConfigConflictError, match=rf"{field}=.* with an engine object"):
         make_trainer(args=config(**{field: ARRIVES[field][0]}))
+
+
+def test_the_length_of_a_recommended_file_can_be_left_out_as_its_error_says(make_trainer, config):
+    with pytest.raises(ConfigConflictError, match=r"--set train\.vllm_max_model_length=none; .*serve --max-model-length"):
+        make_trainer(args=config(vllm_max_model_length=48))
+    told = make_args(GRPOConfig, {"vllm_max_model_length": "none", "report_to": []})
+    make_trainer(args=config(vllm_max_model_length=told.vllm_max_model_length))
 
 
 @pytest.mark.parametrize("field", READ_BY_TRL)

@@ -36,6 +36,11 @@ _BUILD_FIELDS = (
     "vllm_enable_sleep_mode",
     "vllm_max_model_length",
 )
+# `recommend --toml` writes it into every file, which may then be run with a server.
+_LEFT_OUT = {
+    "vllm_max_model_length": "leave it out, in a run's file or by --set train.vllm_max_model_length=none; the limit is that of the engine, of a server "
+    "`qlora-rl serve --max-model-length`"
+}
 # Sampling arguments that a rollout cannot leave to the caller, and why.
 _OWN_SAMPLING = {
     "n": "every prompt is repeated num_generations times",
@@ -136,7 +141,7 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
         for name in _BUILD_FIELDS:
             if _is_set(args, name):
                 reasons.append(
-                    f"{name}={getattr(args, name)!r} with an engine object or a URL: set it where the engine is made"
+                    f"{name}={getattr(args, name)!r} with an engine object or a URL: {_LEFT_OUT.get(name, 'set it where the engine is made')}"
                 )
     taken = sorted(set(args.generation_kwargs or {}) & set(_OWN_SAMPLING))
     if taken:
