@@ -66,6 +66,12 @@ def check_directory(document: Mapping[str, Any], usual: str) -> list[Finding]:
         return []
     if os.path.exists(out) and not os.path.isdir(out):
         return [Finding("[run] dir", f"{out} is a file")]
+    if reason := _why_not_writable(out):
+        return [
+            Finding(
+                "[run] dir", f"{out} cannot be {'written' if os.path.isdir(out) else 'made'}: {reason}. Choose another"
+            )
+        ]
     if not os.path.exists(os.path.join(out, "metrics.jsonl")) or said.get("run", "existing") != "refuse":
         return []
     return [
@@ -75,6 +81,16 @@ def check_directory(document: Mapping[str, Any], usual: str) -> list[Finding]:
             "'overwrite', or 'continue' (begin again at step 1, after its lines); on the command line: --set run.existing=overwrite",
         )
     ]
+
+
+def _why_not_writable(out: str) -> str:
+    """What is wrong with the directory, or with the first above it that there is; empty where nothing is."""
+    there = os.path.abspath(out)
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        return f"{there} is no directory"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
 
 
 def _of_other_methods(said: _Said) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import torch
 
 from qlora_rl import RunDirectoryError
 from qlora_rl.train.run import RunDirectory
+from qlora_rl.train.run.checkpoints import way_out
 
 
 @pytest.fixture
@@ -55,6 +56,16 @@ def test_a_full_disk_ends_the_run_with_its_name_and_what_was_written_is_whole(ma
     json.loads((output / "config.json").read_text())
     (small_disk / "filler").unlink()
     assert not list(output.glob(".*"))  # no half-written file is left
+
+
+def test_only_an_error_about_space_asks_for_space(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        RunDirectoryError, match=r"Not a directory\. Choose another output_dir \(\[run\] dir in a run's file\)"
+    ):
+        RunDirectory(tmp_path / "file" / "run")
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        assert way_out(OSError(number, "")).startswith("Free some space or choose another output_dir")
 
 
 def test_an_adapter_that_could_not_be_saved_is_a_failed_run(make_trainer, config, tmp_path, monkeypatch):

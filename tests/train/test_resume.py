@@ -203,7 +203,8 @@ def test_another_run_is_refused_by_name_and_nothing_is_touched(base, apart, othe
         with pytest.raises(ConfigConflictError, match=wanted):
             make(base, tmp_path, "fake", **{"max_steps": 4, **fields})
     with pytest.raises(
-        ConfigConflictError, match=r"(?s)base was .*args\.temperature was 1\.0 and is 0\.5.*existing_run='overwrite'"
+        ConfigConflictError,
+        match=r"(?s)base was .*args\.temperature was 1\.0 and is 0\.5.*existing_run='overwrite'.*\[run\] existing",
     ):
         make(prepare_base(other_model_dir), tmp_path, "fake", max_steps=4, temperature=0.5)
     with pytest.raises(ConfigConflictError, match=r"base was .*a copy of the directory that the run began with"):

@@ -65,7 +65,9 @@ def test_a_field_about_the_engine_is_refused_beside_an_engine_object(field, make
 
 
 def test_the_length_of_a_recommended_file_can_be_left_out_as_its_error_says(make_trainer, config):
-    with pytest.raises(ConfigConflictError, match=r"--set train\.vllm_max_model_length=none; .*serve --max-model-length"):
+    with pytest.raises(
+        ConfigConflictError, match=r"--set train\.vllm_max_model_length=none; .*serve --max-model-length"
+    ):
         make_trainer(args=config(vllm_max_model_length=48))
     told = make_args(GRPOConfig, {"vllm_max_model_length": "none", "report_to": []})
     make_trainer(args=config(vllm_max_model_length=told.vllm_max_model_length))

@@ -120,6 +120,12 @@ def test_a_refusal_is_an_error_of_its_own_and_is_not_asked_again(engine, server,
         assert caught.value.reasons == ("one", "two")
 
 
+def test_a_wrong_key_is_answered_with_the_field_of_a_runs_file(engine, server):
+    server.answers = [httpx.Response(401, json=refusal("AccessDeniedError"))]
+    with pytest.raises(errors.AccessDeniedError, match=r"\[rollout\] api_key_file in a run's file"):
+        engine.generate([[1, 2]], max_tokens=1)
+
+
 @pytest.mark.parametrize("fault", [None, httpx.Response(502), httpx.Response(503, text="away"), httpx.Response(504)])
 def test_a_fault_of_the_connection_is_asked_again(engine, server, fault):
     server.answers = [fault, fault]

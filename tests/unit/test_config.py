@@ -1,6 +1,7 @@
 """The TOML file of a run: every field has a wrong value, and what is said about it; the settled copy is the same run."""
 
 import json
+import os
 import re
 import tempfile
 import tomllib
@@ -272,6 +273,25 @@ def test_a_run_directory_that_is_taken_is_found_before_anything_is_loaded(tmp_pa
     assert "--set run.existing=overwrite" in reasons(file)[0]
     assert "'resume' (go on from its last checkpoint)" in reasons(file)[0]
     assert read_config(file, ["run.existing=overwrite"], asks_trl=False, trains=True).run.dir == str(tmp_path)
+
+
+def test_a_run_directory_that_cannot_be_made_is_found_before_anything_is_loaded(tmp_path):
+    blocked = written(tmp_path, GOOD)
+    for out in (blocked / "x", blocked / "x" / "y"):
+        file = written(tmp_path, with_field("run", "dir", str(out)))
+        assert reasons(file)[0] == f"[run] dir: {out} cannot be made: {blocked} is no directory. Choose another"
+    assert reasons(written(tmp_path, with_field("run", "dir", str(blocked))))[0] == f"[run] dir: {blocked} is a file"
+    file = written(tmp_path, with_field("run", "dir", str(tmp_path / "new" / "run")))
+    assert read_config(file, asks_trl=False, trains=True).run.dir == str(tmp_path / "new" / "run")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_run_directory_that_is_not_writable_is_found_before_anything_is_loaded(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    for out, what in ((closed, "written"), (closed / "run", "made")):
+        file = written(tmp_path, with_field("run", "dir", str(out)))
+        assert reasons(file)[0] == f"[run] dir: {out} cannot be {what}: {closed} is not writable. Choose another"
 
 
 def test_the_usual_run_directory_is_looked_at_too(tmp_path, monkeypatch):

@@ -122,7 +122,8 @@ def refusal(answer: httpx.Response, url: str) -> Exception:
     if isinstance(kind, type) and issubclass(kind, QloraRLError):
         if kind is AccessDeniedError and status == 401:
             message = (
-                f"asking the server at {url}: the key is missing or wrong. Pass api_key_file= (or set {KEY_VARIABLE})."
+                f"asking the server at {url}: the key is missing or wrong. Pass api_key_file= ([rollout] api_key_file "
+                f"in a run's file), or set {KEY_VARIABLE}."
             )
         return kind(message, reasons=reasons)
     if status in _AWAY:

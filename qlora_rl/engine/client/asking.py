@@ -63,7 +63,8 @@ def find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
         )
     if not key:
         raise AccessDeniedError(
-            f"connecting to a server: no key. Pass api_key_file= (the server says where it is), api_key=, or set {KEY_VARIABLE}."
+            f"connecting to a server: no key. Pass api_key_file= (the server says where it is; in a run's file [rollout] api_key_file), api_key=, or set "
+            f"{KEY_VARIABLE}."
         )
     return key
 

@@ -7,6 +7,7 @@ next start adopts if it is whole, and removes if it is not.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -47,11 +48,18 @@ def staged(root: Path, step: int) -> Iterator[Path]:
         if not _is_full(root, error):
             raise
         raise RunDirectoryError(
-            f"writing checkpoint-{step} to {root}: {getattr(error, 'strerror', None) or error}. Free some space or choose another "
-            "output_dir; the checkpoints before it are whole."
+            f"writing checkpoint-{step} to {root}: {getattr(error, 'strerror', None) or error}. {way_out(error)}; the checkpoints before it "
+            "are whole."
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def way_out(error: Exception) -> str:
+    """What to do where a run directory cannot be written."""
+    # A full disk is also reported by errors that are no OSError.
+    is_full = not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{'Free some space or choose' if is_full else 'Choose'} another output_dir ([run] dir in a run's file)"
 
 
 def damage(directory: Path) -> list[str]:

@@ -56,7 +56,9 @@ class RunDirectory:
             raise ConfigConflictError(f"opening a run directory: existing_run={existing!r} is not one of {EXISTING}.")
         self.path = Path(path)
         if self.path.exists() and not self.path.is_dir():
-            raise RunDirectoryError(f"opening a run directory: {self.path} is a file. Choose another output_dir.")
+            raise RunDirectoryError(
+                f"opening a run directory: {self.path} is a file. Choose another output_dir ([run] dir in a run's file)."
+            )
         if (self.path / METRICS).exists() and existing == "refuse":
             raise RunDirectoryError(
                 f"opening a run directory: {self.path} holds another run. Choose another directory, or remove it; a trainer also "
@@ -366,7 +368,8 @@ class _Hold:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunDirectoryError(
-                f"opening a run directory: another process trains in {path}. Wait for it, stop it, or choose another output_dir."
+                f"opening a run directory: another process trains in {path}. Wait for it, stop it, or choose another output_dir ([run] "
+                "dir in a run's file)."
             ) from error
         except OSError as error:  # a file system without locks
             logger.debug("%s cannot be locked: %s", path, error)
@@ -409,6 +412,5 @@ def _plain(value: Any) -> Any:
 
 def _unwritable(path: Path, error: Exception) -> RunDirectoryError:
     return RunDirectoryError(
-        f"writing {path}: {getattr(error, 'strerror', None) or error}. Free some space or choose another output_dir; what was written before is "
-        "whole."
+        f"writing {path}: {getattr(error, 'strerror', None) or error}. {checkpoints.way_out(error)}; what was written before is whole."
     )

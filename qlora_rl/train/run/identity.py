@@ -87,7 +87,7 @@ def refuse_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, A
     ]
     if reasons:
         reasons[-1] += (
-            ". Pass what the run began with; or another output_dir, or existing_run='overwrite', for a new one."
+            ". Pass what the run began with; or another output_dir, or existing_run='overwrite', for a new one (in a run's file [run] dir and [run] existing)."
         )
         raise collected(f"resuming from {checkpoint}", reasons, ConfigConflictError)
 
