@@ -8,7 +8,8 @@ import os
 import re
 import string
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,8 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
     names = [files] if isinstance(files, str) else files
     try:
         if is_file(names[0]):
-            return load_dataset(_READERS[Path(names[0]).suffix], data_files=names, split="train")
+            with _without_log():  # it logs what it raises
+                return load_dataset(_READERS[Path(names[0]).suffix], data_files=names, split="train")
         hub_reachable()
         return load_dataset(names[0], data.subset, split=split, revision=data.revision)
     except Exception as error:  # whatever the library finds: the file is the user's, and so is the way out
@@ -187,6 +189,10 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
         if "corresponds to no data" in str(reason):
             raise ConfigConflictError(
                 f"loading the data: [data] {place}: {', '.join(names)} holds no rows. Pass another one."
+            ) from error
+        if broken := _broken_line(names):
+            raise ConfigConflictError(
+                f"loading the data: [data] {place}: {broken}. Fix the line, or remove it."
             ) from error
         if subsets := _SUBSETS.search(str(reason)):
             raise ConfigConflictError(
@@ -200,6 +206,33 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
             f"loading the data: [data] {place}: {', '.join(names)} cannot be read ({type(reason).__name__}: {reason}). Fix it, "
             "or pass another one."
         ) from error
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Nothing of datasets is logged while it loads."""
+    from datasets.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _broken_line(files: Sequence[str]) -> str:
+    """The first line of local files that is no JSON, as FILE:LINE, and why; empty where there is none."""
+    for file in files:
+        if not os.path.isfile(file) or _READERS.get(Path(file).suffix) != "json":
+            continue
+        with open(file, "rb") as handle:
+            for number, line in enumerate(handle, 1):
+                try:
+                    json.loads(line if line.strip() else b"null")
+                except ValueError as error:
+                    return f"{file}:{number} is no JSON: {error}"
+    return ""
 
 
 def _shaped(dataset: Any, data: Data, has_template_field: bool, files: str | list[str]) -> Any:

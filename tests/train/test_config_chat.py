@@ -1,6 +1,8 @@
 """Chat data of a run's file: the token ids are TRL's, and `qlora-rl data` shows them."""
 
 import json
+import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -245,6 +247,19 @@ def test_odd_rows_are_rejected_with_their_number(rows, data, said, tmp_path):
     with pytest.raises(ConfigConflictError, match="loading the data") as error:
         load_data(Data(**{"train": str(file), "format": "chat"} | data))
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("broken", ['{"prompt": "a"', "words"])
+def test_a_broken_line_is_rejected_with_its_file_and_number_alone(broken, tmp_path, caplog, monkeypatch):
+    from qlora_rl.config.schema import Data
+
+    whole, file = tmp_path / "whole.jsonl", tmp_path / "rows.jsonl"
+    whole.write_text('{"prompt": "a"}\n')
+    file.write_bytes(b'{"prompt": "a"}\n\n' + broken.encode() + b'\n{"prompt": "a"}\n')
+    monkeypatch.setattr(logging.getLogger("datasets"), "handlers", [caplog.handler])
+    with pytest.raises(ConfigConflictError, match=re.escape(f"[data] train: {file}:3 is no JSON: ")):
+        load_data(Data(train=[str(whole), str(file)]))
+    assert not caplog.records
 
 
 def test_a_template_is_filled_with_numbers_too(tmp_path):
