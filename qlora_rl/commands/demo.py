@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -82,7 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
         return INTERRUPTED
     print(f"\n{table(summary)}\n\n  run directory: {out}")
     if settings.sync != "trl-merge":  # whose base is no longer the one on disk
-        command = "qlora-rl" if shutil.which("qlora-rl") else Path(sys.executable).parent / "qlora-rl"
+        program = "qlora-rl" if shutil.which("qlora-rl") else Path(sys.executable).parent / "qlora-rl"
+        command, named = shlex.quote(str(program)), shlex.quote(str(out))
         kind = "merged" if settings.sync == "weights" else "adapter"
-        print(f"  talk to it:     {command} chat {out}\n  take it along:  {command} export {out} --to {kind}")
+        print(f"  talk to it:     {command} chat {named}\n  take it along:  {command} export {named} --to {kind}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,5 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nqlora-rl: interrupted; the run so far is in {config.run.dir}; {further}", file=sys.stderr)
         return INTERRUPTED
     if int(os.environ.get("RANK", "0")) == 0:  # the others of `accelerate launch` say nothing
-        print(f"\n  run directory: {out}\n  to look at it: qlora-rl report {out}\n  talk to it:    qlora-rl chat {out}")
+        named = shlex.quote(str(out))
+        print(
+            f"\n  run directory: {out}\n  to look at it: qlora-rl report {named}\n  talk to it:    qlora-rl chat {named}"
+        )
     return 0

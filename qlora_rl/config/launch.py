@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -171,11 +172,8 @@ def unchecked(config: RunConfig) -> list[str]:
     files = [each for name in names if name is not None for each in ([name] if isinstance(name, str) else name)]
     rows = [f"rows of {Path(each).name} after the first" if is_file(each) else f"the dataset {each}" for each in files]
     rewards = [f"what {Path(path).name} does" for each in config.rewards if (path := split_reward(each.use)[0])]
-    return list(
-        dict.fromkeys(
-            [*rows, *rewards, "the weights and the tokenizer", f"whether it fits (`qlora-rl plan {config.base.model}`)"]
-        )
-    )
+    fits = f"whether it fits (`qlora-rl plan {shlex.quote(config.base.model)}`)"
+    return list(dict.fromkeys([*rows, *rewards, "the weights and the tokenizer", fits]))
 
 
 def find_trainer(method: str) -> type:

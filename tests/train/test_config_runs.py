@@ -39,6 +39,17 @@ def test_the_example_runs_and_its_settled_copy_gives_the_same_numbers(name, tiny
             assert one[value] == other[value], value
 
 
+def test_commands_that_are_printed_can_be_copied_where_a_path_has_spaces(model_dir, tmp_path, capsys):
+    model, out = tmp_path / "a model", tmp_path / "a run"
+    model.symlink_to(model_dir)
+    train(ROOT / "examples" / "sft.toml", out, *SMALL, f"base.model={model}")
+    said = capsys.readouterr().out
+    assert f"qlora-rl report '{out}'\n" in said
+    assert f"qlora-rl chat '{out}'\n" in said
+    assert main(["train", str(out / "run.toml"), "--check", "--set", "run.existing=overwrite"]) == 0
+    assert f"`qlora-rl plan '{model}'`" in capsys.readouterr().err
+
+
 def test_a_file_that_says_resume_goes_on(tiny, tmp_path):
     command = ["train", str(ROOT / "examples" / "sft.toml")]
     for override in (
