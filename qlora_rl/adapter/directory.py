@@ -107,19 +107,20 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
     """Open a PEFT directory, or that of a run; see `judge_adapter`.
 
     Raises:
-        AdapterRejectedError: there is no such directory, or `base` holds no config.
+        AdapterRejectedError: there is no such directory, it holds no adapter, or `base` holds no config.
     """
     path = adapter_in(directory)
-    if not _exists(path.is_dir):
+    if not _exists((path / CONFIG).is_file):
+        reason = "no such directory"
+        if _exists(path.exists):
+            reason = f"it holds no adapter ({CONFIG})" if path.is_dir() else "it is a file"
         raise AdapterRejectedError(
-            f"opening the adapter {path}: no such directory. Pass one that `save_pretrained` has written."
+            f"opening the adapter {path}: {reason}. Pass a directory that `save_pretrained` has written, or that of a run."
         )
     if base is not None and not _exists((Path(base) / "config.json").is_file):
         raise AdapterRejectedError(
             f"opening the adapter {path}: base={base} holds no config.json. Pass a model's directory."
         )
-    if not (path / CONFIG).is_file():
-        return _refused(f"{path} holds no {CONFIG}. Pass the directory that `save_pretrained` has written.")
     try:
         config = _read_config(path)
     except Exception as error:

@@ -80,7 +80,7 @@ def judge_adapter(
         The verdict; pure, nothing is changed or moved.
 
     Raises:
-        AdapterRejectedError: there is no such directory, or `base` is none.
+        AdapterRejectedError: there is no such directory, it holds no adapter, or `base` is none.
     """
     if isinstance(model_or_directory, str | os.PathLike):
         return judge_opened(open_adapter(model_or_directory, base), capabilities)

@@ -255,10 +255,13 @@ def test_a_directory_that_is_none_is_said_to_be_none(build, model_dir, tmp_path)
 
     with pytest.raises(AdapterRejectedError, match="no such directory"):
         judge_adapter(tmp_path / "nothing")
+    with pytest.raises(AdapterRejectedError, match=r"it holds no adapter \(adapter_config\.json\)"):
+        judge_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(AdapterRejectedError, match="it is a file"):
+        judge_adapter(tmp_path / "adapter_config.json")
     with pytest.raises(AdapterRejectedError, match=r"holds no config\.json"):
         judge_adapter(tmp_path, base=tmp_path)
-    assert "holds no adapter_config.json" in judge_adapter(tmp_path).reasons[0]
-    (tmp_path / "adapter_config.json").write_text("{")
     assert "cannot be read by PEFT" in judge_adapter(tmp_path).reasons[0]
     build(ADAPTER["plain"]).save_pretrained(tmp_path)
     weights = tmp_path / "adapter_model.safetensors"
@@ -313,8 +316,12 @@ def test_the_command_says_it_with_its_exit_code(build, tmp_path, capsys, name, c
     build(KINDS[name]).save_pretrained(tmp_path / "run" / "adapter")
     assert main(["judge", str(tmp_path / "run")]) == code
     capsys.readouterr()
-    assert main(["judge", str(tmp_path / "nothing")]) == 1
-    assert "no such directory" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    others = {"nothing": "no such directory", "empty": "it holds no adapter", "file": "it is a file"}
+    for other, said in others.items():
+        assert main(["judge", str(tmp_path / other)]) == 1
+        assert said in capsys.readouterr().err
 
 
 # What a hostile reader found: each was taken for plain LoRA while the model computed something else.
