@@ -422,9 +422,9 @@ def _publish(
     if out is not None and target.exists() and any(target.iterdir()):
         base = open_base(target) if (target / MANIFEST).is_file() else None
         if base is None or base.inputs != inputs:
-            raise ConfigConflictError(
-                f"preparing a base: {target} contains other files. Choose another directory or remove it."
-            )
+            other = "one of another model or other settings" if base and base.spec.label == label else label
+            held = f"holds a base {base.spec.label}, and {other} was asked for" if base else "contains other files"
+            raise ConfigConflictError(f"preparing a base: {target} {held}. Choose another directory or remove it.")
         return base
     target.parent.mkdir(parents=True, exist_ok=True)
     with _exclusive(target.parent / f".{target.name}.lock"):

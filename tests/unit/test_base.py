@@ -217,6 +217,15 @@ def test_a_directory_that_holds_something_else_is_not_overwritten(model_dir, tmp
     assert (tmp_path / "mine.txt").read_text() == "precious"
 
 
+def test_a_directory_with_another_base_is_said_to_hold_it(model_dir, tmp_path):
+    made = prepare_base(model_dir, out=tmp_path / "base")
+    with pytest.raises(ConfigConflictError, match="holds a base nf4-dq-64, and nf4-dq-128 was asked for"):
+        prepare_base(model_dir, blocksize=128, out=made.path)
+    with pytest.raises(ConfigConflictError, match="and one of another model or other settings was asked for"):
+        prepare_base(model_dir, compute_dtype="float32", out=made.path)
+    assert open_base(made.path) == made
+
+
 def test_a_named_directory_is_made_and_reused(model_dir, tmp_path):
     made = prepare_base(model_dir, out=tmp_path / "base")
     assert prepare_base(model_dir, out=tmp_path / "base") == made
