@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -436,7 +437,7 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
 
         file = f"{trained.name}.gguf"
         lines = {
-            "ollama": f"ollama create {quote(trained.name)} -f {quote(f'{name}/Modelfile')}",
+            "ollama": f"ollama create {_model_name(trained.name)} -f {quote(f'{name}/Modelfile')}",
             "transformers": f"AutoModelForCausalLM.from_pretrained({_text(name)}, gguf_file={_text(file)})",
             "llama.cpp": f"llama-cli -m {quote(f'{name}/{file}')}",
         }
@@ -448,6 +449,11 @@ def _lines(trained: TrainedRun, written: Path, to: str, *, name: str, base: str)
     kind = "AutoModelForImageTextToText" if directory_takes_images(written) else "AutoModelForCausalLM"
     loaded = f'{kind}.from_pretrained({_text(name)}, dtype="auto")'
     return {"transformers": loaded, "vllm": f"LLM({_text(name)})"}
+
+
+def _model_name(name: str) -> str:
+    """As Ollama takes it: letters in lower case, digits, `.`, `_` and `-`, of which the first is none of the last three."""
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("._-") or "policy"
 
 
 def _text(value: str) -> str:

@@ -27,7 +27,7 @@ from qlora_rl import (
     prepare_base,
 )
 from qlora_rl.cli import main
-from qlora_rl.export.job import LIMIT, LIMIT_FLOAT32, LIMITS, Distance, export_run
+from qlora_rl.export.job import LIMIT, LIMIT_FLOAT32, LIMITS, Distance, _model_name, export_run
 
 export = partial(export_run, prompts=6)
 IDS = torch.tensor([[40, 41, 42, 43, 44]])
@@ -306,10 +306,19 @@ def test_a_gguf_file_is_the_policy(tmp_path, architecture):
 def test_heads_of_another_size_than_transformers_assumes_are_read_from_the_file(tmp_path):
     """transformers' reader gives every Qwen3 heads of 128; the line that would load it there is left out."""
     pytest.importorskip("gguf")
-    run = make_run(prepare_base(make_bpe_model(tmp_path / "model", "qwen3", head_dim=32)), tmp_path / "run")
+    run = make_run(prepare_base(make_bpe_model(tmp_path / "model", "qwen3", head_dim=32)), tmp_path / "s f t")
     done = export(run, "gguf", out=tmp_path / "a")
     assert done.distance.kl_mean < LIMIT
     assert list(done.load) == ["ollama", "llama.cpp"]
+    assert done.load["ollama"].startswith("ollama create s-f-t -f ")
+
+
+@pytest.mark.parametrize(
+    ("run", "model"),
+    [("s f t", "s-f-t"), ("Run_1.5", "run_1.5"), (".a/b:ü", "a-b"), ("步", "policy"), ("qwen-3", "qwen-3")],
+)
+def test_ollama_gets_a_name_that_it_takes(run, model):
+    assert _model_name(run) == model
 
 
 def _check_vocabulary(file, base, splits):
