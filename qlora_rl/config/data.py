@@ -229,7 +229,7 @@ def _broken_line(files: Sequence[str]) -> str:
         with open(file, "rb") as handle:
             for number, line in enumerate(handle, 1):
                 try:
-                    json.loads(line if line.strip() else b"null")
+                    json.loads(line.strip() or b"null")
                 except ValueError as error:
                     return f"{file}:{number} is no JSON: {error}"
     return ""

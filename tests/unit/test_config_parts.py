@@ -62,7 +62,7 @@ def test_two_files_are_one_dataset_and_a_broken_line_names_the_file(tmp_path):
     two.write_text('{"prompt": "b"}\n')
     assert load_data(data_of(tmp_path, train=[str(one), str(two)]))[0]["prompt"] == ["a", "b"]
     two.write_text('{"prompt": "b"}\n{"prompt": \n')
-    with pytest.raises(ConfigConflictError, match=r"\[data\] train: .*two.jsonl cannot be read"):
+    with pytest.raises(ConfigConflictError, match=r"\[data\] train: .*two.jsonl:2 is no JSON"):
         load_data(data_of(tmp_path, train=[str(one), str(two)], limit=2))
 
 

@@ -38,8 +38,8 @@ _BUILD_FIELDS = (
 )
 # `recommend --toml` writes it into every file, which may then be run with a server.
 _LEFT_OUT = {
-    "vllm_max_model_length": "leave it out, in a run's file or by --set train.vllm_max_model_length=none; the limit is that of the engine, of a server "
-    "`qlora-rl serve --max-model-length`"
+    "vllm_max_model_length": "leave it out, in a run's file or by --set train.vllm_max_model_length=none; the limit is that of the engine; a server gets it "
+    "by `qlora-rl serve --max-model-length`"
 }
 # Sampling arguments that a rollout cannot leave to the caller, and why.
 _OWN_SAMPLING = {
