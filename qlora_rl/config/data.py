@@ -222,9 +222,9 @@ def _without_log() -> Iterator[None]:
 
 
 def _broken_line(files: Sequence[str]) -> str:
-    """The first line of local files that is no JSON, as FILE:LINE, and why; empty where there is none."""
+    """The first line of local .jsonl files that is no JSON, as FILE:LINE, and why; empty where there is none."""
     for file in files:
-        if not os.path.isfile(file) or _READERS.get(Path(file).suffix) != "json":
+        if not os.path.isfile(file) or Path(file).suffix != ".jsonl":
             continue
         with open(file, "rb") as handle:
             for number, line in enumerate(handle, 1):

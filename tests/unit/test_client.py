@@ -135,9 +135,14 @@ def test_a_fault_of_the_connection_is_asked_again(engine, server, fault):
 
 def test_a_server_that_stays_away_is_an_error_that_says_what_to_do(engine, server):
     engine.wait_s = 0.0
-    server.answers = [None]
-    with pytest.raises(errors.EngineBrokenError, match="Start it again"):
-        engine.generate([[1, 2]], max_tokens=1)
+    for version, way in (
+        (0, r"Start it \(qlora-rl serve BASE\), or correct its address"),
+        (2, "version 2 is pushed again"),
+    ):
+        engine._version = version
+        server.answers = [None]
+        with pytest.raises(errors.EngineBrokenError, match=way):
+            engine.generate([[1, 2]], max_tokens=1)
 
 
 def test_a_server_that_is_away_is_asked_again_and_again_and_said_to_be_away_once(engine, server, caplog, monkeypatch):
