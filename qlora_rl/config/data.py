@@ -231,7 +231,7 @@ def _broken_line(files: Sequence[str]) -> str:
                 try:
                     json.loads(line.strip() or b"null")
                 except ValueError as error:
-                    return f"{file}:{number} is no JSON: {error}"
+                    return f"{file}:{number} is no JSON: {error}".replace(": line 1 column", ": column")
     return ""
 
 
