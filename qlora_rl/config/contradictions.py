@@ -66,7 +66,8 @@ def check_directory(document: Mapping[str, Any], usual: str) -> list[Finding]:
         return []
     if os.path.exists(out) and not os.path.isdir(out):
         return [Finding("[run] dir", f"{out} is a file")]
-    if reason := _why_not_writable(out):
+    # Rank 0 writes it; other ranks may be on other machines.
+    if os.environ.get("RANK", "0") == "0" and (reason := _why_not_writable(out)):
         return [
             Finding(
                 "[run] dir", f"{out} cannot be {'written' if os.path.isdir(out) else 'made'}: {reason}. Choose another"

@@ -224,13 +224,13 @@ def _without_log() -> Iterator[None]:
 def _broken_line(files: Sequence[str]) -> str:
     """The first line of local .jsonl files that is no JSON, as FILE:LINE, and why; empty where there is none."""
     for file in files:
-        if not os.path.isfile(file) or Path(file).suffix != ".jsonl":
+        if Path(file).suffix != ".jsonl" or not os.access(file, os.R_OK):
             continue
         with open(file, "rb") as handle:
             for number, line in enumerate(handle, 1):
                 try:
                     json.loads(line.strip() or b"null")
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     return f"{file}:{number} is no JSON: {error}".replace(": line 1 column", ": column")
     return ""
 

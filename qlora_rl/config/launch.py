@@ -350,9 +350,13 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     )
     if adapter.start_from is None:
         return base, lora
-    verdict = judge_adapter(adapter.start_from, base=base.path)
+    doing = f"reading [adapter] start_from = {adapter.start_from!r}"
+    try:
+        verdict = judge_adapter(adapter.start_from, base=base.path)
+    except AdapterRejectedError as error:
+        raise AdapterRejectedError(f"{doing}: {error}") from error
     if verdict.kind == "refuse":
-        raise collected(f"reading [adapter] start_from = {adapter.start_from!r}", verdict.reasons, AdapterRejectedError)
+        raise collected(doing, verdict.reasons, AdapterRejectedError)
     options: dict[str, Any] = {
         "trust_remote_code": held.trust_remote_code,
         "attn_implementation": held.attn_implementation,

@@ -26,12 +26,18 @@ def several(prompts: Any) -> list[Any]:
     Raises:
         ConfigConflictError: they are one prompt instead of several, or messages.
     """
+    if isinstance(prompts, Mapping):
+        raise ConfigConflictError("generating: prompts is a dictionary, as tokenizers return. Pass its input_ids.")
     rows = [0] if isinstance(prompts, str) or not isinstance(prompts, Iterable) else list(prompts)
     if any(isinstance(row, Integral) or getattr(row, "ndim", None) == 0 for row in rows):
         raise ConfigConflictError("generating: prompts is a single prompt. Pass a list that holds it.")
-    if any(isinstance(row, Mapping) or (isinstance(row, list) and row and isinstance(row[0], Mapping)) for row in rows):
+    if any(
+        isinstance(row, Mapping) or (isinstance(row, list | tuple) and row and isinstance(row[0], Mapping))
+        for row in rows
+    ):
         raise ConfigConflictError(
-            "generating: a prompt is messages. Make token ids of them: tokenizer.apply_chat_template(messages, add_generation_prompt=True)."
+            "generating: a prompt is messages. Make token ids of them: tokenizer.apply_chat_template(messages, add_generation_prompt=True, "
+            "return_dict=False)."
         )
     return rows
 

@@ -113,7 +113,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`. An error of a rollout ends it as itself, at the step that would have trained on it; afterwards no thread is left."""
-        self._check_open("training")
+        self._check_open("training")  # before threads start
         self._waiting.clear()
         self._ahead, self._policy, self._trained = None, 0, None
         self._workers, self._is_running = self._new_workers(), True

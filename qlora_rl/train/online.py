@@ -6,7 +6,6 @@ adapter's dtype, the guarded rewards, the link to the engine, the run directory.
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from dataclasses import dataclass
@@ -48,8 +47,6 @@ from qlora_rl.train.setup.tower import settle_tower
 from qlora_rl.train.setup.whole import check_whole, trains_whole, unfreeze
 from qlora_rl.train.watch.alarm import alarm_for, check_word
 from qlora_rl.train.watch.rewards import agree_on, as_list, guard
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,6 @@ class OnlineTrainer(TrainedRun):
     memory: MemoryBudget | None
     # Of reward functions, where several ranks must agree before one may raise.
     _failures: list[RewardFunctionError] | None = None
-    _has_said_unscored = False
     # The memory estimate knows the trainer's step, in which TRL scores with its fused head.
     _is_planned = True
     # Its prompts may hold images.
@@ -197,7 +193,9 @@ class OnlineTrainer(TrainedRun):
             if processing_class is None:
                 processing_class = load_tokenizer(self.base, args)
             settings.check_processor(processing_class, self.base.path)
-            settings.check_template(processing_class, train_dataset, eval_dataset)
+            has_own = "chat_template" in (getattr(args, "chat_template_kwargs", None) or {})
+            if of_trl.get("rollout_func") is None and not has_own:
+                settings.check_template(processing_class, train_dataset, eval_dataset)
             # The base verification below finds what was rounded, repairs it, and says so.
             engine_options = {
                 "repair_scales": False,
@@ -351,9 +349,6 @@ class OnlineTrainer(TrainedRun):
         """TRL's, in which all ranks meet; then what a reward function has raised on one of them is raised on all."""
         rewards = super()._calculate_rewards(*args, **kwargs)
         agree_on(self._failures)
-        if not self._has_said_unscored and rewards.numel() and bool(rewards.isnan().all()):
-            self._has_said_unscored = True
-            logger.warning("the reward functions gave None for every completion of a step: nothing is learned from it")
         return rewards
 
     def _take(self, link: Link) -> None:
@@ -361,8 +356,16 @@ class OnlineTrainer(TrainedRun):
         self.engine: RolloutEngine = link.engine
         self.admission, self.plan, self.bridge = link.admission, link.plan, link.bridge
 
-    def _before_train(self) -> None:
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As `TrainedRun.train`.
+
+        Raises:
+            EngineClosedError: the trainer was closed; its run stays as it is.
+        """
         self._check_open("training")
+        return super().train(*args, **kwargs)
+
+    def _before_train(self) -> None:
         super()._before_train()
         self.bridge.install(self)  # a second call must push again, although its steps are counted from 0
         if hasattr(self, "_buffered_inputs"):

@@ -37,9 +37,12 @@ def test_a_closed_trainer_says_so_and_leaves_its_run_as_it_is(kind, make_online,
         make = getattr(qlora_rl, f"QLoRA{kind}Trainer")
         trainer = make(base, by_place, config(), plain, peft_config=lora, rollout=engine)
     with trainer:
+        trainer.args.save_strategy, trainer.args.max_steps = "steps", 2
+        trainer.args.save_steps = 1
         trainer.train()
+    resume = lambda: trainer.train(resume_from_checkpoint=str(trainer.run.path / "checkpoint-1"))  # noqa: E731
     before = {file: file.read_bytes() for file in trainer.run.path.rglob("*") if file.is_file()}
-    for call in (trainer.train, trainer.sync):
+    for call in (trainer.train, trainer.sync, resume):
         with pytest.raises(EngineClosedError, match=r"the trainer was closed.*Make a new one"):
             call()
     assert {file: file.read_bytes() for file in trainer.run.path.rglob("*") if file.is_file()} == before
@@ -61,6 +64,8 @@ def test_a_step_whose_callback_raises_is_written_down(kind, make_online):
 def test_a_greedy_temperature_is_rejected(kind, make_online):
     with pytest.raises(ConfigConflictError, match="temperature=0 is greedy"):
         make_online(kind, {"temperature": 0.0})
+    with pytest.raises(ConfigConflictError, match="temperature=0 is greedy"):
+        make_online(kind, {"generation_kwargs": {"temperature": 0.0}})
 
 
 # --- both -----------------------------------------------------------------------------------------------------------------

@@ -88,12 +88,16 @@ def test_messages_without_a_chat_template_are_rejected_before_an_engine_starts(m
     for name in ("train_dataset", "eval_dataset"):
         with pytest.raises(ConfigConflictError, match="the base has no chat template"):
             make_trainer(**{name: chats}, processing_class=tokenizer)
+    # A stream is not looked at; a rollout_func makes of messages what it likes.
+    stream = Dataset.from_list([{"prompt": "1+1="}] * 4).to_iterable_dataset()
+    make_trainer(train_dataset=stream, eval_dataset={"a": stream}, processing_class=tokenizer)
+    make_trainer(train_dataset=chats, rollout_func=lambda *_: {}, processing_class=tokenizer, existing_run="overwrite")
 
 
 def test_rewards_that_are_all_none_are_said_once(make_trainer, config, caplog):
     trainer = make_trainer(reward_funcs=lambda completions, **_: [None] * len(completions), args=config(max_steps=2))
     trainer.train()
-    assert caplog.text.count("gave None for every completion of a step") == 1
+    assert caplog.text.count("has a reward: nothing is learned from it") == 1
 
 
 def test_a_second_training_of_one_trainer_is_said(make_trainer, caplog):
@@ -102,6 +106,13 @@ def test_a_second_training_of_one_trainer_is_said(make_trainer, caplog):
     assert "train() again" not in caplog.text
     trainer.train()
     assert "train() again" in caplog.text
+
+
+def test_a_second_training_that_resumes_needs_no_warning(make_trainer, config, caplog):
+    trainer = make_trainer(args=config(max_steps=2, save_strategy="steps", save_steps=1))
+    trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    assert "train() again" not in caplog.text
 
 
 def test_without_any_adapter_there_is_nothing_to_train(make_trainer, base):

@@ -109,6 +109,11 @@ def test_messages_are_no_prompt_of_an_engine(prompts):
         several(prompts)
 
 
+def test_what_a_tokenizer_returns_is_no_list_of_prompts():
+    with pytest.raises(ConfigConflictError, match="Pass its input_ids"):
+        several({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]})
+
+
 def test_prompts_may_be_arrays_and_come_out_of_an_iterator():
     rows = [[1, 2], numpy.array([3, 4]), "5"]
     assert several(row for row in rows) == rows

@@ -275,6 +275,7 @@ class StepRecord:
         self.last: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
         self._started = time.perf_counter()
+        self._has_said_unscored = False
 
     def begin(self) -> None:
         """A step begins; the one before it, if it was not written yet, is written."""
@@ -305,8 +306,13 @@ class StepRecord:
         if "step" not in self._values:
             return
         self.last, self._values = self._values, {}
-        if self.run is not None:
-            self.run.append(METRICS, self.last)
+        if self.run is None:
+            return
+        self.run.append(METRICS, self.last)
+        reward = self.last.get("reward")
+        if not self._has_said_unscored and isinstance(reward, float) and math.isnan(reward):
+            self._has_said_unscored = True
+            logger.warning("no completion of step %s has a reward: nothing is learned from it", self.last["step"])
 
 
 def describe_machine(*, is_4bit: bool = False) -> dict[str, Any]:

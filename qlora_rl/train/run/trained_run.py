@@ -98,7 +98,7 @@ class TrainedRun(Resumable, WrappedModel):
 
     def _before_train(self) -> None:
         """Called before every `train`."""
-        if self._has_trained and self.is_world_process_zero():
+        if self._has_trained and self._resumed is None and self.is_world_process_zero():
             logger.warning(
                 "train() again: metrics.jsonl goes on with another step 1; a new trainer would begin a run of its own"
             )

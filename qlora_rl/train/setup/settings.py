@@ -197,9 +197,10 @@ def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -
     Raises:
         ConfigConflictError: what vLLM says of them; or a temperature with which nothing is learned.
     """
-    if args.temperature <= 0:
+    temperature = (args.generation_kwargs or {}).get("temperature", args.temperature)
+    if temperature <= 0:
         raise ConfigConflictError(
-            f"reading the config: temperature={args.temperature:g} is greedy: all completions of a prompt are the same, and nothing can be "
+            f"reading the config: temperature={temperature:g} is greedy: all completions of a prompt are the same, and nothing can be "
             "learned. Set it above 0."
         )
     if isinstance(rollout, str | list):
@@ -268,7 +269,7 @@ def check_template(processing_class: Any, *datasets: Any) -> None:
     if getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None):
         return
     for part in _parts(datasets):
-        if hasattr(part, "__getitem__") and len(part) and isinstance(part[0].get("prompt"), list):
+        if hasattr(part, "__len__") and len(part) and isinstance(part[0].get("prompt"), list):
             raise ConfigConflictError(
                 "reading the dataset: its prompts are messages, and the base has no chat template. Pass text prompts, or a tokenizer with a "
                 "template as processing_class."
