@@ -16,7 +16,7 @@ def test_the_readmes_python_trains_and_draws(tmp_path):
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert "max_steps=20" in block
     assert '"Qwen/Qwen3-0.6B"' in block
-    model = make_model(tmp_path / "model", positions=512)
+    model = make_model(tmp_path / "model", positions=1024)
     shorter = f"max_steps=1, max_completion_length=8, use_cpu={not torch.cuda.is_available()}"
     script = block.replace('"Qwen/Qwen3-0.6B"', repr(str(model))).replace("max_steps=20", shorter)
     (tmp_path / "readme.py").write_text(script + 'print("drawn", rollout.tokens)\n')
