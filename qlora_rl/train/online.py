@@ -6,6 +6,7 @@ adapter's dtype, the guarded rewards, the link to the engine, the run directory.
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ from qlora_rl.train.setup.tower import settle_tower
 from qlora_rl.train.setup.whole import check_whole, trains_whole, unfreeze
 from qlora_rl.train.watch.alarm import alarm_for, check_word
 from qlora_rl.train.watch.rewards import agree_on, as_list, guard
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -367,6 +370,8 @@ class OnlineTrainer(TrainedRun):
 
     def _before_train(self) -> None:
         super()._before_train()
+        if reason := settings.why_no_step(self.args, self.train_dataset):
+            logger.warning("%s", reason)
         self.bridge.install(self)  # a second call must push again, although its steps are counted from 0
         if hasattr(self, "_buffered_inputs"):
             self._step, self._buffered_inputs = 0, None  # an earlier call may have ended in the middle of a batch

@@ -94,6 +94,16 @@ def test_messages_without_a_chat_template_are_rejected_before_an_engine_starts(m
     make_trainer(train_dataset=chats, rollout_func=lambda *_: {}, processing_class=tokenizer, existing_run="overwrite")
 
 
+def test_a_dataset_with_fewer_rows_than_a_batch_of_prompts_is_named(make_trainer, plain, config, caplog):
+    """TRL's sampler gives no batch then, and the run ends as finished after no step."""
+    args = config(num_generations=2, gradient_accumulation_steps=4, per_device_train_batch_size=4)
+    make_trainer(args=args, train_dataset=plain.select(range(7))).train()
+    assert "the dataset has 7 rows, and a batch takes 8 prompts" in caplog.text
+    caplog.clear()
+    make_trainer(args=args, train_dataset=plain, existing_run="overwrite").train()
+    assert "a batch takes" not in caplog.text
+
+
 def test_rewards_that_are_all_none_are_said_once(make_trainer, config, caplog):
     trainer = make_trainer(reward_funcs=lambda completions, **_: [None] * len(completions), args=config(max_steps=2))
     trainer.train()

@@ -276,6 +276,18 @@ def check_template(processing_class: Any, *datasets: Any) -> None:
             )
 
 
+def why_no_step(args: Any, dataset: Any) -> str:
+    """Why TRL's sampler, which leaves out a batch of prompts that is not whole, gives none; empty where it gives some."""
+    size = getattr(args, "generation_batch_size", None)
+    if not size or not hasattr(dataset, "__len__") or len(dataset) >= (needed := size // args.num_generations):
+        return ""
+    return (
+        f"the dataset has {len(dataset)} rows, and a batch takes {needed} prompts (generation_batch_size={size}, num_generations="
+        f"{args.num_generations}): not one step will be made. Pass more rows, or lower per_device_train_batch_size or "
+        "gradient_accumulation_steps"
+    )
+
+
 def _parts(datasets: Sequence[Any]) -> list[Any]:
     """`None` is left out, and of a dictionary all values are there."""
     return [part for d in datasets if d is not None for part in (d.values() if isinstance(d, dict) else [d])]
