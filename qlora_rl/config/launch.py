@@ -139,7 +139,7 @@ def check_model(config: RunConfig) -> str:
             )
         )
     if held.trust_remote_code and hasattr(found, "auto_map"):
-        return ""  # made by the model's own code, which is not run here
+        return "the modules of the model, which its own code makes"
     if (lora := _new_lora(config)) is None:
         skeleton(found)
     else:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runfile import GOOD, ROOT, reasons, with_field, written
 
+from qlora_rl.config.contradictions import check_directory
 from qlora_rl.config.describe import example, markdown
 from qlora_rl.config.launch import record
 from qlora_rl.config.read import read_config, resolved
@@ -285,13 +286,22 @@ def test_a_run_directory_that_cannot_be_made_is_found_before_anything_is_loaded(
     assert read_config(file, asks_trl=False, trains=True).run.dir == str(tmp_path / "new" / "run")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_run_directory_that_is_not_writable_is_found_before_anything_is_loaded(tmp_path):
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0o500)
-    for out, what in ((closed, "written"), (closed / "run", "made")):
-        file = written(tmp_path, with_field("run", "dir", str(out)))
-        assert reasons(file)[0] == f"[run] dir: {out} cannot be {what}: {closed} is not writable. Choose another"
+def test_a_run_directory_that_is_not_writable_is_found_before_anything_is_loaded():
+    with tempfile.TemporaryDirectory() as directory:  # pytest's own is closed to others
+        os.chmod(directory, 0o755)
+        closed = os.path.join(directory, "closed")
+        os.mkdir(closed, 0o555)
+        for out, what in ((closed, "written"), (os.path.join(closed, "run"), "made")):
+            wanted = f"[run] dir: {out} cannot be {what}: {closed} is not writable. Choose another"
+            if (child := os.fork()) == 0:
+                found = ["not asked"]
+                try:
+                    if os.geteuid() == 0:
+                        os.setuid(65534)  # root may write everywhere
+                    found = list(map(str, check_directory({"run": {"dir": out}}, "usual")))
+                finally:
+                    os._exit(found != [wanted])
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_the_usual_run_directory_is_looked_at_too(tmp_path, monkeypatch):

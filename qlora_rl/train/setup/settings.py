@@ -198,7 +198,7 @@ def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -
         ConfigConflictError: what vLLM says of them; or a temperature with which nothing is learned.
     """
     temperature = (args.generation_kwargs or {}).get("temperature", args.temperature)
-    if temperature <= 0:
+    if isinstance(temperature, int | float) and temperature <= 0:  # what is no number vLLM rejects
         raise ConfigConflictError(
             f"reading the config: temperature={temperature:g} is greedy: all completions of a prompt are the same, and nothing can be "
             "learned. Set it above 0."
