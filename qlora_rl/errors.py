@@ -157,10 +157,10 @@ class CanaryError(QloraRLError, RuntimeError):
 
 
 class PolicyMismatchError(QloraRLError, RuntimeError):
-    """Rollouts were sampled from something else than the trainer's policy.
+    """Rollouts were, or would be, sampled from something else than the trainer's policy.
 
     Attributes:
-        cause: "scale", "stale", "layer", "bare", "adapter", "base", "sampling", "dtype", "nan" or "unknown".
+        cause: "scale", "stale", "layer", "bare", "adapter", "base", "sampling", "function", "dtype", "nan" or "unknown".
     """
 
     cause: str = "unknown"

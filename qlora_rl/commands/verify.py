@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit 0 equal (repaired or not), 1 different, 2 could not tell."""
     from qlora_rl.base.checkpoint import MANIFEST, open_base
-    from qlora_rl.errors import BaseIncompleteError
+    from qlora_rl.errors import BaseIncompleteError, PolicyMismatchError
 
-    found: dict[str, object] = {"base": str(arguments.base), "file": "unknown", "state": "unknown", "repaired": 0}
+    found: dict[str, Any] = {"base": str(arguments.base), "file": "unknown", "state": "unknown", "repaired": 0}
     if not (arguments.base / MANIFEST).is_file():
         return _tell(arguments, found, f"could not tell: {arguments.base} is no prepared base (no {MANIFEST})", 2)
     try:
@@ -51,12 +52,21 @@ def run(arguments: argparse.Namespace) -> int:
         with loading(*() if arguments.server else ("vllm.entrypoints.llm",), runs_files=False):
             if not arguments.server:
                 _prepare_for_vllm()
+            from qlora_rl.base.checkpoint import load_base
             from qlora_rl.base.fingerprint import fingerprint_stored
             from qlora_rl.sync.admission import verify_base
+            from qlora_rl.sync.function import FunctionCheck
         with _holder(arguments, base) as holder:
             proof = verify_base(
                 fingerprint_stored(base), holder, allow_base_mismatch=True, repair=not arguments.as_loaded
             )
+            if proof.is_verified and not arguments.server:
+                function = FunctionCheck(load_base(base), holder)
+                try:
+                    found["function"] = [asdict(apart) for apart in function.compare()]
+                except PolicyMismatchError as error:
+                    found |= {"state": "different", "function": [asdict(apart) for apart in function.found]}
+                    return _tell(arguments, found, str(error), 1)
     except Exception as error:  # whatever stopped it: 1 would mean that the bases differ
         return _tell(arguments, found, f"could not tell: {error}", 2)
     found |= {
@@ -71,7 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
         lines = "\n".join(f"  {entry}" for entry in proof.diff.entries)
         return _tell(arguments, found, f"{arguments.base}: {found['state']}\n{lines}", 1)
     how = f" after {found['repaired']} weights got their exact scales back" if proof.repaired else ""
-    return _tell(arguments, found, f"{arguments.base}: all {found['weights']} weights are equal in vLLM{how}", 0)
+    text = f"{arguments.base}: all {found['weights']} weights are equal in vLLM{how}"
+    if not arguments.server:
+        lengths = ", ".join(str(apart["tokens"]) for apart in found["function"])
+        text += f", and what it computes with them is transformers' up to rounding, in sequences of {lengths} tokens"
+    return _tell(arguments, found, text, 0)
 
 
 def _prepare_for_vllm() -> None:
@@ -96,10 +110,13 @@ def _holder(arguments: argparse.Namespace, base: Any) -> Iterator[Any]:
 
         yield ServerProbe(arguments.server)
         return
+    from transformers import AutoConfig
+
     from qlora_rl.engine.local import LocalEngine
+    from qlora_rl.sync.function import reach_of
 
     options: dict[str, Any] = {
-        "max_model_length": 64,
+        "max_model_length": reach_of(AutoConfig.from_pretrained(base.path)),
         "max_num_seqs": 4,
         "repair_scales": False,
         "use_tqdm_on_load": False,

@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,14 +28,16 @@ from qlora_rl.base.kinds import drops, image_tokens_of
 from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngine, RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import CanaryError, ConfigConflictError
-from qlora_rl.sync.forward import plain_forward
+from qlora_rl.pieces import is_sharded
+from qlora_rl.sync.forward import bare_model, in_float32, plain_forward, without_adapter
+from qlora_rl.sync.function import FunctionCheck
 from qlora_rl.sync.probe import Probe
 
 logger = logging.getLogger(__name__)
 
 # Mean scaled difference of logprobs (see `_difference`) above which no calibration may let a pair of engines pass. bf16 pairs measure 0.001 to 0.01.
 UPPER_BOUND = 0.1
-# A policy moves away from the base on which the threshold was calibrated, and its rounding noise with it.
+# Times the rounding of the bare base: a policy moves away from it, and its rounding with it.
 FACTOR = 8.0
 # The adapter brings rounding of its own, also to a pair whose base agrees to the last bit.
 FLOORS = {"float32": 1e-4}
@@ -86,6 +88,7 @@ class Canary:
             forward of so few is all overhead: more would cost little, but a small model's step is short), and one after `image`.
         image: prompt of a vision-language model.
         every: score at each n-th push; the digest is compared at every push.
+        function: is asked again where the engine is another one.
         autocast: dtype in which the trainer's forward runs while training (`None`: as the weights are).
     """
 
@@ -97,6 +100,7 @@ class Canary:
         *,
         image: SeenPrompt | None = None,
         every: int = 1,
+        function: FunctionCheck | None = None,
         autocast: torch.dtype | None = None,
     ):
         if every < 1:
@@ -105,6 +109,7 @@ class Canary:
         self.engine = engine
         self.image = image
         self.every = every
+        self.function = function
         self.autocast = autocast
         self.sequences = None if sequences is None else [list(s) for s in sequences]
         self.threshold, self.noise = UPPER_BOUND, 0.0
@@ -120,7 +125,9 @@ class Canary:
         self._has_dropout = any(drops(module) for module in model.modules())
 
     def calibrate(self) -> float:
-        """Set the threshold from the bare base, which both sides must hold; before any push.
+        """Set the threshold from the rounding of the bare base, which both sides must hold; before any push.
+
+        The rounding is what the trainer's own float32 pass differs by, not what the engine does: that would take a fault for normal.
 
         Returns:
             The threshold: mean scaled difference of logprobs.
@@ -128,10 +135,15 @@ class Canary:
         Raises:
             CanaryError: the bare base itself is further apart than any threshold may be.
         """
-        with self._without_adapter():
+        with without_adapter(self.model):
             if self.sequences is None:
                 self.sequences = self._drawn_sequences()
-            noise = self._difference(self.sequences, bare=True)
+            ours = self._score(self.sequences)
+            noise = self._difference(self.sequences, bare=True, ours=ours)
+            rounding = noise
+            if not is_sharded(self.model):
+                with in_float32(self.model, max(map(len, self.sequences))):
+                    rounding = max(ranks().gather(_distance(ours, self._score(self.sequences)), "measuring rounding"))
         if not noise <= UPPER_BOUND:
             raise CanaryError(
                 f"calibrating the canary: trainer and engine differ by {noise:.3g} (scaled) on the bare base, more than {UPPER_BOUND}. "
@@ -139,7 +151,7 @@ class Canary:
             )
         self.noise = noise
         floor = FLOORS.get(self.engine.capabilities().adapter_dtype, FLOOR_16_BIT)
-        self.threshold = min(UPPER_BOUND, max(floor, FACTOR * noise))
+        self.threshold = min(UPPER_BOUND, max(floor, FACTOR * rounding))
         return self.threshold
 
     def state(self) -> dict[str, Any]:
@@ -278,7 +290,7 @@ class Canary:
         probed: list[list[float]] = []
         effects: list[float] = []
         tries = 0
-        with self._without_adapter():
+        with without_adapter(self.model):
             bare = self._score(self.sequences)
             while not is_found and size <= LARGEST_SIZE and all(map(math.isfinite, effects)) and tries < 16:
                 tries += 1
@@ -300,17 +312,6 @@ class Canary:
         # All at once: what was broken off is begun again.
         self._ours_bare, self._ours_probed, self._probe_size = bare, probed, size
         self._probe_shape, self._can_probe = adapter.shape, is_found
-
-    @contextmanager
-    def _without_adapter(self) -> Iterator[None]:
-        # PEFT switches gradients on for the whole adapter when it comes back, also where the caller had switched them off.
-        trained = {p: p.requires_grad for p in self.model.parameters()}
-        try:
-            with self.model.disable_adapter() if hasattr(self.model, "disable_adapter") else nullcontext():
-                yield
-        finally:
-            for parameter, wanted in trained.items():
-                parameter.requires_grad_(wanted)
 
     def _scored(self) -> float:
         if self.sequences is None:
@@ -457,8 +458,7 @@ class Canary:
 
     @property
     def _bare(self) -> Any:
-        """The transformers model, inside PEFT's or as it is."""
-        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        return bare_model(self.model)
 
     def _drawn_sequences(self) -> list[list[int]]:
         """Two sequences, and one after the image, sampled from the model as it is; calibrating switches the adapter off.

@@ -3,7 +3,9 @@
 First what can be verified: the engine must hold the live adapter, byte for byte, and both bases must be what they were at the
 start. Then what can be tried: the same tokens are scored again under what the engine may have multiplied with instead (alpha wrong by
 a factor, the version before, no adapter, one layer lost, another temperature). The one under which the distance falls to noise
-is the cause. This takes some forwards over a few sequences, and runs only when the alarm asks.
+is the cause. Where none explains it, the trainer scores the tokens in float32: if the engine is no further from that than the trainer is in
+training, rounding is that large; if it is, the two compute different functions. This takes some forwards over a few sequences, and runs only
+when the alarm asks.
 
 Shape letters: T sampled tokens of one completion, V vocabulary, R rank, O out-features.
 """
@@ -28,7 +30,8 @@ from qlora_rl.errors import QloraRLError
 from qlora_rl.fidelity import scaled_differences
 from qlora_rl.pieces import is_sharded, put, shape_of, whole
 from qlora_rl.sync.admission import Admission
-from qlora_rl.sync.forward import plain_forward
+from qlora_rl.sync.forward import in_float32, plain_forward
+from qlora_rl.sync.function import FACTOR, FLOOR_16_BIT, FLOORS
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ _EXPLAINED, _DEVIATIONS = 1 / 3, 4.0
 # Logits of one forward: 128 MiB in 16 bit.
 _LOGITS = 1 << 26
 # Faults that were shown to be there, and not merely supposed.
-FAULTS = ("scale", "stale", "layer", "bare", "adapter", "base", "sampling")
+FAULTS = ("scale", "stale", "layer", "bare", "adapter", "base", "sampling", "function")
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,18 @@ class Examiner:
                     f"without autocast to {str(self.autocast).removeprefix('torch.')} the trainer agrees: the two sides compute in different dtypes",
                     distance=now,
                 )
-        return Diagnosis("unknown", self._guess(drawn, limit), distance=now)
+        return self._rounded(drawn, limit, now)
+
+    def _rounded(self, drawn: Drawn, limit: float, now: float) -> Diagnosis:
+        """Tell rounding from another function."""
+        engine, trainer = self._from_float32(drawn) if not drawn.filters and not is_sharded(self.model) else (0.0, 0.0)
+        floor = FLOORS.get(self.engine.capabilities().adapter_dtype, FLOOR_16_BIT)
+        if not trainer:
+            return Diagnosis("unknown", self._guess(drawn, limit), distance=now)
+        said = f"from the trainer's own float32 pass over these tokens the engine is {engine:.2g} (scaled) off, the trainer {trainer:.2g}"
+        if engine <= FACTOR * max(trainer, floor) and trainer <= FACTOR * max(engine, floor):
+            return Diagnosis("noise", f"{said}: rounding is as large as that for this model", distance=now)
+        return Diagnosis("function", f"{self._guess(drawn, limit)}; {said}", distance=now)
 
     def _under_other_adapters(self, drawn: Drawn, now: float) -> list[tuple[torch.Tensor, Diagnosis]]:
         temperature = drawn.temperature
@@ -293,7 +307,7 @@ class Examiner:
                 "the engine scores these tokens as the trainer does, and reported other probabilities when it sampled them: a filter of the "
                 "sampling (top_p, top_k, a penalty), or a cache of an older version"
             )
-        return "adapter and base are right, byte for byte, and no temperature explains it: the two sides compute differently (dtype, kernel)"
+        return "adapter and base are right, byte for byte, and no temperature explains it: the two sides compute different functions of them (positions, a window, an activation) or in different dtypes"
 
     # --- the trainer's side -----------------------------------------------------------------------------------------
 
@@ -305,16 +319,33 @@ class Examiner:
             logger.info("the trainer's model does not run without autocast, which is not asked then: %s", error)
             return None
 
-    @torch.no_grad()
     def _scaled(
         self, drawn: Drawn, temperatures: Sequence[float], *, autocast: bool = True
     ) -> dict[float, torch.Tensor]:
         """Scaled difference of the trainer's logprob of every sampled token, at each temperature, from the one that was reported."""
+        ours, theirs = self._logprobs(drawn, temperatures, autocast=autocast)
+        return {t: scaled_differences(rows - theirs, theirs) for t, rows in ours.items()}
+
+    def _from_float32(self, drawn: Drawn) -> tuple[float, float]:
+        """Mean scaled difference of the engine's reported logprobs, and of the trainer's, from the trainer's in float32."""
+        t = drawn.temperature
+        ours, theirs = self._logprobs(drawn, (t,))
+        longest = max((len(p) + len(c) for p, c in zip(drawn.prompts, drawn.completions, strict=True)), default=0)
+        with in_float32(self.model, longest):
+            exact, _ = self._logprobs(drawn, (t,))
+        engine, trainer = (float(scaled_differences(side - exact[t], exact[t]).mean()) for side in (theirs, ours[t]))
+        return engine, trainer
+
+    @torch.no_grad()
+    def _logprobs(
+        self, drawn: Drawn, temperatures: Sequence[float], *, autocast: bool = True
+    ) -> tuple[dict[float, torch.Tensor], torch.Tensor]:
+        """Of every sampled token the trainer's logprob, at each temperature, and the one that was reported."""
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         uses = autocast and self.autocast is not None
         device = next(base.parameters()).device.type
         context = torch.autocast(device, self.autocast) if uses else contextlib.nullcontext()
-        differences: dict[float, list[torch.Tensor]] = {t: [] for t in temperatures}
+        found: dict[float, list[torch.Tensor]] = {t: [] for t in temperatures}
         reported: list[torch.Tensor] = []
         was_training = self.model.training
         self.model.eval()  # dropout is not what is looked for
@@ -323,17 +354,15 @@ class Examiner:
                 for logits_TV, ids, logprobs in _scored(self.model, drawn):
                     known = [i for i, value in enumerate(logprobs) if value is not None]
                     ids_T = torch.tensor(ids, device=logits_TV.device)[known, None]
-                    theirs_T = torch.tensor([logprobs[i] for i in known], dtype=torch.double)
-                    reported.append(theirs_T)
+                    reported.append(torch.tensor([logprobs[i] for i in known], dtype=torch.double))
                     logits_TV = logits_TV[known].float()
-                    for temperature, rows in differences.items():
+                    for temperature, rows in found.items():
                         ours_T = (logits_TV / temperature).log_softmax(-1).gather(1, ids_T)[:, 0]
-                        rows.append(ours_T.double().cpu() - theirs_T)
+                        rows.append(ours_T.double().cpu())
         finally:
             if was_training:
                 self.model.train()
-        theirs = torch.cat(reported)
-        return {t: scaled_differences(torch.cat(rows), theirs) for t, rows in differences.items()}
+        return {t: torch.cat(rows) for t, rows in found.items()}, torch.cat(reported)
 
     def _bundle(self) -> AdapterBundle:
         adapter = LiveAdapter(self.model, getattr(torch, self.engine.capabilities().adapter_dtype))

@@ -1,20 +1,44 @@
-"""`plain_forward`: the trainer's model as its class has it, without the forward that TRL puts on it, sharded or not."""
+"""The trainer's model as its class has it: as it trains (`plain_forward`), and in float32 (`in_float32`).
+
+What two computations of one function differ by is rounding. The trainer's forward pass in float32 tells how large that is, whatever the
+model, its depth and its dtype: the float32 pass multiplies with the very weights of the 16-bit one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.pieces import is_sharded, outermost
+
+_HALF = (torch.bfloat16, torch.float16)
+# Elements of a 16-bit matrix that are in float32 at once: 256 MiB.
+_AT_ONCE = 1 << 26
+# Up to so many tokens attention is eager, which applies whatever a config asks for; beyond, its scores would need too much memory.
+_EAGER = 1024
+
+
+def bare_model(model: Any) -> Any:
+    """The transformers model, inside PEFT's or as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def plain_forward(model: Any, **inputs: Any) -> Any:
     """The output of the transformers model inside, adapter applied; of a sharded one all ranks call it.
 
+    TRL puts a forward of its own on the model, which returns no logits; this is the one of the model's class.
+
     Args:
         model: the PeftModel, or the bare one.
         inputs: of the model's own `forward`.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = bare_model(model)
     if not is_sharded(model):
         return type(base).forward(base, **inputs)
     # What gathers the layers one by one hangs on the outermost module; TRL's forward hangs on the innermost.
@@ -24,3 +48,129 @@ def plain_forward(model: Any, **inputs: Any) -> Any:
     finally:
         if of_trl is not None:
             base.forward = of_trl
+
+
+@contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """Within it the model is its bare base."""
+    # PEFT switches gradients on for the whole adapter when it comes back, also where the caller had switched them off.
+    trained = {p: p.requires_grad for p in model.parameters()}
+    try:
+        with model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
+            yield
+    finally:
+        for parameter, wanted in trained.items():
+            parameter.requires_grad_(wanted)
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Within it a model has no dropout."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def in_float32(model: Any, tokens: int) -> Iterator[None]:
+    """Within it `plain_forward` of a model computes in float32, whatever autocast is outside; no weight is copied as a whole.
+
+    4-bit weights are dequantised and rounded to the base's compute dtype, as both sides multiply with them.
+
+    Args:
+        model: with whole weights.
+        tokens: of the longest sequence: attention is eager where that takes little memory.
+    """
+    bnb = require_bitsandbytes()
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, bnb.nn.Linear4bit):
+                stack.enter_context(_exchanged(module, "forward", _product_of(module, bnb.functional.dequantize_4bit)))
+        if tokens <= _EAGER:
+            stack.enter_context(_eager_attention(bare_model(model)))
+        stack.enter_context(torch.autocast(next(model.parameters()).device.type, enabled=False))
+        stack.enter_context(_Float32())
+        yield
+
+
+@contextmanager
+def _exchanged(module: Any, name: str, value: Any) -> Iterator[None]:
+    held = vars(module)
+    before = held.get(name)
+    held[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del held[name]
+        else:
+            held[name] = before
+
+
+@contextmanager
+def _eager_attention(base: Any) -> Iterator[None]:
+    """transformers' own attention in plain products; models that fix their attention when they are made keep theirs."""
+    changes = getattr(type(base), "_can_set_attn_implementation", lambda: False)
+    configs = {id(c): c for m in base.modules() if (c := getattr(m, "config", None)) is not None} if changes() else {}
+    known = [(c, c._attn_implementation) for c in configs.values() if getattr(c, "_attn_implementation", None)]
+    try:
+        for config, _ in known:
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config, before in known:
+            config._attn_implementation = before
+
+
+def _product_of(linear: Any, dequantize: Any) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():  # here a cast is a cast
+            weight_OI = dequantize(
+                linear.weight.t() if linear.weight.shape[0] == 1 else linear.weight, linear.weight.quant_state
+            )
+            bias = None if linear.bias is None else linear.bias.float()
+            return torch.nn.functional.linear(x, weight_OI.float(), bias)
+
+    return forward
+
+
+class _Float32(TorchDispatchMode):
+    """Every operation on 16-bit values is one on float32 values, and no cast to 16 bits takes place."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        returned = [value.alias_info for value in func._schema.returns]
+        if any(info is not None and not info.is_write for info in returned):  # a view: of a weight still of 16 bits
+            return func(*args, **kwargs)
+        if any(info is not None for info in returned) and isinstance(args[0], torch.Tensor) and _is_half(args[0]):
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.embedding.default:
+            return _lifted(func(*args, **kwargs))
+        if func is torch.ops.aten.mm.default and args[1].numel() > _AT_ONCE and _is_half(args[1]):
+            columns = max(1, _AT_ONCE // args[1].shape[0])
+            return torch.cat([_lifted(args[0]) @ part.float() for part in args[1].split(columns, dim=1)], dim=1)
+        args, kwargs = tree_map(_lifted, (args, kwargs))
+        return tree_map(_lifted, func(*args, **kwargs))
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in _HALF
+
+
+def _lifted(value: Any) -> Any:
+    if _is_half(value):
+        return value.float()
+    return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
+
+
+def tail_logprobs(model: Any, ids: Sequence[int], count: int) -> torch.Tensor:
+    """Natural logs of the model's probabilities of the last `count` tokens of one sequence, float32; without gradients and dropout."""
+    base = bare_model(model)
+    device = next(base.parameters()).device
+    ids_T = torch.tensor(list(ids), device=device)
+    with torch.no_grad():
+        logits_TV = plain_forward(model, input_ids=ids_T[None], use_cache=False).logits[0, -count - 1 : -1]
+        return logits_TV.float().log_softmax(-1).gather(1, ids_T[-count:, None])[:, 0].cpu()

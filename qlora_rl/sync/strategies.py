@@ -143,8 +143,11 @@ class AdapterSync:
 
         Raises:
             CanaryError: it does not.
+            PolicyMismatchError: it computes another function of the base.
         """
         if self.canary is not None and self._pushed is not None:
+            if self.canary.function is not None:
+                self.canary.function.compare()
             self.canary.doubt()  # it is another engine than was probed: the next push probes it
             self.canary.check(self._pushed, scored=True)
 

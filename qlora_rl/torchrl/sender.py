@@ -14,6 +14,7 @@ from qlora_rl.errors import ConfigConflictError, PeerLostError, QloraRLError, Sy
 from qlora_rl.sync.admission import Admission, verify_base
 from qlora_rl.sync.canary import Canary
 from qlora_rl.sync.dense import DenseSync
+from qlora_rl.sync.function import FunctionCheck
 from qlora_rl.sync.plan import SyncPlan, plan_sync
 from qlora_rl.sync.shared_base import SharedBase
 from qlora_rl.sync.strategies import AdapterSync
@@ -240,8 +241,13 @@ class AdapterSender:
         if not self._scheme.canary_every or not self.admission.is_verified:
             return None
         engine: Any = self._engine
-        canary = Canary(weakref.proxy(model), engine, every=self._scheme.canary_every, autocast=self._scheme.autocast)
+        seen: Any = weakref.proxy(model)
+        function = FunctionCheck(seen, engine, autocast=self._scheme.autocast)
+        canary = Canary(
+            seen, engine, every=self._scheme.canary_every, function=function, autocast=self._scheme.autocast
+        )
         self._asking.stage = "prove"
+        function.compare()
         canary.calibrate()
         return canary
 

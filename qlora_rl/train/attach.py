@@ -185,6 +185,7 @@ def attach(
             sync_dir=sync_dir,
             canary_every=canary_every,
             allow_base_mismatch=allow_base_mismatch,
+            on_mismatch=on_mismatch,
         )
     kind = type(trainer)
     before = {name: trainer.__dict__[name] for name in (*_ATTRIBUTES, "reward_funcs") if name in trainer.__dict__}

@@ -264,6 +264,7 @@ class OnlineTrainer(TrainedRun):
                         sync_dir=options.sync_dir,
                         canary_every=options.canary_every,
                         allow_base_mismatch=options.allow_base_mismatch,
+                        on_mismatch=options.on_mismatch,
                     )
                 self._take(link)
                 self.bridge.install(self)

@@ -144,6 +144,27 @@ def test_another_temperature_and_a_changed_base_are_named(trainer_on):
         norm.data.copy_(kept)
 
 
+def test_a_side_that_computes_another_function_stops_the_run_in_its_second_batch(trainer_on):
+    """Begins after the comparison at the start: weights, adapter and versions stay right."""
+    trainer = trainer_on()
+    rotary = trainer.model.get_base_model().model.rotary_emb
+    rotary.inv_freq.mul_(0.5)
+    with pytest.raises(PolicyMismatchError, match="compute different functions of them") as stopped:
+        trainer.train()
+    assert stopped.value.cause == "function"
+    assert trainer.state.global_step == 1
+
+
+def test_rounding_that_is_larger_than_usual_is_measured_and_no_warning(trainer_on, caplog):
+    """As of a deep model: half of the threshold that a first batch has."""
+    trainer = trainer_on(max_steps=3)
+    trainer.alarm._bounds = {**trainer.alarm._bounds, "usual": 1e-5}
+    trainer.train()
+    first = trainer.alarm.diagnoses[1]
+    assert first.cause == "noise"
+    assert not [r for r in caplog.records if "trainer and engine are" in r.message and r.levelname == "WARNING"]
+
+
 def test_on_mismatch_warn_goes_on(trainer_on, caplog):
     trainer = trainer_on(on_mismatch="warn", max_steps=6)
     break_after(trainer, 3, double_alpha)

@@ -97,6 +97,16 @@ def test_what_was_shown_to_be_wrong_stops_at_once_by_bytes_and_in_the_second_ste
     assert stopped.value.module == ("layers.0" if cause == "layer" else None)
 
 
+def test_another_function_stops_in_the_second_batch_and_filters_may_be_why():
+    alarm, _ = alarm_that_saw(0.02, cause="function")
+    assert alarm.threshold is None  # not learnt as normal
+    with pytest.raises(PolicyMismatchError) as stopped:
+        see(alarm, 0.02)
+    assert stopped.value.cause == "function"
+    alarm, _ = alarm_that_saw(0.02, 0.02, cause="function", expected=("top_p=0.9",))
+    assert alarm.diagnoses[1].cause == "unknown"
+
+
 def test_a_suspicion_that_the_next_batch_does_not_share_is_forgotten():
     alarm, examined = alarm_that_saw(1e-3, 4e-3, 1e-3, 4e-3, cause="scale")
     examined.cause = "stale"

@@ -19,6 +19,7 @@ from qlora_rl.products import Float32Products
 from qlora_rl.sync.admission import Admission, verify_base
 from qlora_rl.sync.canary import Canary, SeenPrompt
 from qlora_rl.sync.dense import DenseSync
+from qlora_rl.sync.function import FunctionCheck
 from qlora_rl.sync.plan import SyncPlan, plan_sync
 from qlora_rl.sync.strategies import AdapterSync
 from qlora_rl.sync.transports import transport_for
@@ -124,8 +125,10 @@ def link_policy(
     sync_dir: str | os.PathLike[str] | None = None,
     canary_every: int = 4,
     allow_base_mismatch: bool = False,
+    on_mismatch: str = "stop",
 ) -> Link:
-    """Judge the adapter, start the engine if there is none, verify the base, calibrate the canary; nothing is pushed yet.
+    """Judge the adapter, start the engine if there is none, verify the base and what is computed with it, calibrate the canary; nothing is
+    pushed yet.
 
     If it fails, the engine is closed where it is ours.
 
@@ -136,10 +139,10 @@ def link_policy(
         engine: that runs already.
         args: of TRL: seed, precision, sleep.
         sampling: how completions are sampled.
-        sync, sync_dir, canary_every, allow_base_mismatch: as the trainers take them.
+        sync, sync_dir, canary_every, allow_base_mismatch, on_mismatch: as the trainers take them.
 
     Raises:
-        AdapterRejectedError, BaseMismatchError, CanaryError, ConfigConflictError: with the way out.
+        AdapterRejectedError, BaseMismatchError, CanaryError, ConfigConflictError, PolicyMismatchError: with the way out.
     """
     strategy = None
     products = products_of(model, base, args)
@@ -153,14 +156,19 @@ def link_policy(
         admission = verify_base(model, engine, allow_base_mismatch=allow_base_mismatch)
         check_common_base(admission.ours.digest)
         plan = plan_sync(verdict, engine.capabilities(), admission.diff, sync, allow_base_mismatch=allow_base_mismatch)
-        canary = None
+        canary = function = None
+        if admission.is_verified:
+            function = FunctionCheck(model, engine, autocast=autocast_dtype(args), on_mismatch=on_mismatch)
+            function.compare()
         if canary_every and admission.is_verified:
             image = canary_image(base) if engine.capabilities().takes_images else None
             if image is None and engine.capabilities().takes_images:
                 logger.warning(
                     "the canary scores text alone: %s has no chat template, which says how an image is written", base
                 )
-            canary = Canary(model, engine, image=image, every=canary_every, autocast=autocast_dtype(args))
+            canary = Canary(
+                model, engine, image=image, every=canary_every, function=function, autocast=autocast_dtype(args)
+            )
             canary.calibrate()
         strategy = (
             DenseSync(model, cast(DenseEngine, engine), canary)

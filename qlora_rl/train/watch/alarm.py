@@ -180,6 +180,8 @@ class MismatchAlarm:
                 self.threshold = max(self._bounds["least"], _FACTOR * distance)
             return None
         found = self._examine(drawn(), limit)
+        if found.cause == "function" and self.expected:  # the filters may be why
+            found = replace(found, cause="unknown")
         if found.cause in ("dtype", "unknown") and distance <= self._bounds["usual"]:
             found = replace(found, cause="noise", sentence="adapter and base are right, and rounding may be this large")
         self.diagnoses[self._looks] = found

@@ -1,0 +1,197 @@
+"""Trainer and engine hold the same weights: that they compute the same function of them is checked on long sequences too, on real vLLM."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support import make_model
+from test_training import make
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from qlora_rl import LocalEngine, PolicyMismatchError, load_base, prepare_base
+from qlora_rl.sync.forward import in_float32, tail_logprobs
+from qlora_rl.sync.function import FACTOR, TAIL, Apart, FunctionCheck, lengths_of, make_sequences
+
+WINDOW = 64
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """A base whose attention has a window."""
+    made = make_model(
+        tmp_path_factory.mktemp("function") / "model", architecture="mistral", sliding_window=WINDOW, positions=512
+    )
+    return prepare_base(made)
+
+
+@pytest.fixture(scope="module")
+def engine(windowed):
+    with LocalEngine(windowed, max_lora_rank=8, max_model_length=300, max_num_seqs=8) as engine:
+        yield engine
+
+
+@pytest.fixture
+def model(windowed):
+    return load_base(windowed)
+
+
+def stretch_positions(model):
+    model.model.rotary_emb.inv_freq.mul_(0.9)
+
+
+def widen_window(model):
+    model.config.sliding_window = WINDOW + 32
+
+
+def change_activation(model):
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+
+
+def scale_attention(model):
+    model.model.layers[0].self_attn.scaling *= 1.3
+
+
+def drop_position(model):
+    """As a layer that has no rotation."""
+    layer = model.model.layers[1].self_attn
+    forward = layer.forward
+
+    def without(hidden_states, position_embeddings, *args, **kwargs):
+        cos, sin = position_embeddings
+        return forward(hidden_states, (torch.ones_like(cos), torch.zeros_like(sin)), *args, **kwargs)
+
+    layer.forward = without
+
+
+def test_two_sides_that_compute_one_function_agree_at_all_lengths(model, engine):
+    found = FunctionCheck(model, engine).compare()
+    assert [apart.tokens for apart in found] == [TAIL + 1, WINDOW + TAIL, 299]
+    assert not any(apart.odd for apart in found)
+    assert all(0.5 < apart.engine / apart.trainer < 2 for apart in found), found  # alarm at 3
+
+
+@pytest.mark.parametrize("fault", [stretch_positions, change_activation, scale_attention, drop_position])
+def test_another_function_of_the_same_weights_is_found(model, engine, fault):
+    fault(model)
+    with pytest.raises(PolicyMismatchError, match=r"the engine's logprobs are .* in sequences of 65 tokens") as raised:
+        FunctionCheck(model, engine).compare()
+    assert raised.value.cause == "function"
+
+
+def test_another_window_is_found_where_it_matters_and_its_field_is_named(model, engine):
+    widen_window(model)
+    with pytest.raises(PolicyMismatchError, match=r"of 160 tokens, not in those of 65 \(sliding_window=96\)"):
+        FunctionCheck(model, engine).compare()
+
+
+def test_a_trainer_whose_attention_drops_what_its_config_asks_for_is_named(model, engine):
+    """Its float32 pass has transformers' own attention, and agrees with the engine."""
+
+    def halved(module, query, key, value, mask, scaling=None, **kwargs):
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling / 2, **kwargs)
+
+    AttentionInterface.register("halved", halved)
+    AttentionMaskInterface.register("halved", sdpa_mask)
+    model.set_attn_implementation("halved")
+    with pytest.raises(PolicyMismatchError, match="the trainer's logprobs are"):
+        FunctionCheck(model, engine).compare()
+    assert model.config._attn_implementation == "halved"
+
+
+def test_a_trainer_asked_to_warn_goes_on(model, engine, caplog):
+    stretch_positions(model)
+    check = FunctionCheck(model, engine, on_mismatch="warn")
+    with caplog.at_level(logging.WARNING):
+        assert any(apart.odd for apart in check.compare())
+    assert "going on" in caplog.text
+
+
+def test_a_default_run_of_another_function_does_not_begin(windowed, engine, tmp_path):
+    faulty = load_base(windowed)
+    stretch_positions(faulty)
+    with pytest.raises(PolicyMismatchError, match="the weights are equal"):
+        make(faulty, tmp_path / "run", rollout=engine, vllm_max_model_length=None)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma", "qwen3_moe"])
+def test_the_float32_pass_is_that_of_a_float32_copy_and_leaves_the_model_as_it_was(tmp_path, architecture):
+    base = prepare_base(make_model(tmp_path / "model", architecture=architecture))
+    model = get_peft_model(
+        load_base(base), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    bare, ids = model.get_base_model(), list(range(5, 45))
+    import bitsandbytes as bnb
+
+    config = copy.deepcopy(bare.config)
+    del config.quantization_config
+    exact = type(bare)._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    weights = {
+        name: bnb.functional.dequantize_4bit(p.data, p.quant_state) if hasattr(p, "quant_state") else p
+        for name, p in load_base(base).named_parameters()
+    }
+    exact.load_state_dict({name: weight.float() for name, weight in weights.items()}, strict=False)
+    exact.tie_weights()
+    buffers = dict(bare.named_buffers())
+    for name, buffer in exact.named_buffers():  # Gemma multiplies embeddings with a rounded root
+        buffer.copy_(buffers[name])
+    before = tail_logprobs(model.eval(), ids, 39)
+    with in_float32(model, len(ids)):
+        adapted = tail_logprobs(model, ids, 39)
+        with model.disable_adapter():
+            found = tail_logprobs(model, ids, 39)
+    torch.testing.assert_close(found, tail_logprobs(exact, ids, 39), atol=2e-5, rtol=0)  # float32's own rounding
+    assert (adapted - found).abs().mean() > 1e-3
+    assert torch.equal(tail_logprobs(model, ids, 39), before)
+    assert bare.config._attn_implementation != "eager"
+
+
+def test_sequences_reach_beyond_each_length_at_which_a_config_computes_something_else():
+    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Phi3Config
+
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "rope_theta": 1e4}
+    phi = Phi3Config(
+        hidden_size=128,
+        num_attention_heads=4,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=1024,
+        rope_parameters={**rope, "original_max_position_embeddings": 1024},
+    )
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 700, "rope_theta": 1e4}
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    for config, wanted in [
+        (MistralConfig(sliding_window=256), {("sliding_window", 256)}),
+        (MistralConfig(sliding_window=None), set()),
+        (phi, {("original_max_position_embeddings", 1024)}),
+        (LlamaConfig(rope_parameters=yarn), {("original_max_position_embeddings", 700)}),
+        (LlamaConfig(rope_parameters=dynamic, max_position_embeddings=900), {("max_position_embeddings", 900)}),
+        (Gemma3TextConfig(sliding_window=512), {("sliding_window", 512)}),
+    ]:
+        assert set(lengths_of(config)) >= wanted, config.model_type
+        assert wanted or not set(lengths_of(config))
+
+
+def test_sequences_are_as_long_as_the_engine_takes(model):
+    assert [len(ids) for ids in make_sequences(model, 4096)] == [65, 128, 1024]
+    assert [len(ids) for ids in make_sequences(model, 100)] == [65, 99]
+    assert [len(ids) for ids in make_sequences(model, 32)] == [31]
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "alike", "odd"),
+    [
+        (1e-3, 1e-3, True, ""),
+        (1e-2, 4e-3, True, ""),  # a deep model's rounding
+        (1.3e-2, 4e-3, True, "engine"),
+        (4e-3, 1.3e-2, True, "trainer"),
+        (1e-6, 1.3e-2, False, ""),  # a 16-bit trainer and an engine in float32
+        (2e-3, 1e-6, True, ""),  # below what 16 bits round in any case
+        (float("nan"), 1e-3, True, "engine"),
+    ],
+)
+def test_a_side_is_odd_when_it_is_several_times_as_far_from_float32_as_the_other(engine, trainer, alike, odd):
+    assert FACTOR == 3.0
+    assert Apart(65, engine, trainer, 1e-3, alike).odd == odd
