@@ -53,11 +53,14 @@ MIXTURES = {
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}),
 }
 
+# Whose checkpoints hold linears as one that vLLM fuses by itself elsewhere.
+FUSED = {"glm": ("GlmConfig", {}), "glm4": ("Glm4Config", {}), "phi3": ("Phi3Config", {})}
+
 # Bases that trainer and engine must both hold.
 MATRIX = [
     # architecture, tied, kv heads, quant, double, blocksize, skip
     ("qwen2", True, 2, "nf4", True, 64, ()),
-    ("qwen3", False, 1, "nf4", True, 128, ("layers.1.mlp.down_proj",)),
+    ("qwen3", False, 1, "nf4", True, 128, ("layers.1.mlp", "o_proj")),
     ("llama-bias", False, 4, "fp4", False, 64, ()),
     ("mistral", False, 2, "nf4", False, 64, ()),
     ("gemma", True, 1, "fp4", True, 64, ()),
@@ -93,7 +96,7 @@ def make_model(
 
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
-    name, extra = (ARCHITECTURES | MIXTURES)[architecture]
+    name, extra = (ARCHITECTURES | MIXTURES | FUSED)[architecture]
     shape = {
         "vocab_size": len(tokenizer),
         "hidden_size": 4 * head_dim,
@@ -119,6 +122,25 @@ def make_model(
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def quantised_in_flight(source: Path, target: Path, *skip: str, auto: str = "AutoModelForCausalLM") -> Path:
+    """A 4-bit checkpoint as others publish them: transformers' own NF4, with `skip` as its `llm_int8_skip_modules`."""
+    import torch
+    import transformers
+
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=[*skip],
+    )
+    model = getattr(transformers, auto).from_pretrained(source, quantization_config=config, dtype=torch.bfloat16)
+    model.save_pretrained(target)
+    kind = "AutoTokenizer" if auto == "AutoModelForCausalLM" else "AutoProcessor"
+    getattr(transformers, kind).from_pretrained(source).save_pretrained(target)
+    return target
 
 
 def move_a_scale(source: Path, target: Path) -> Path:

@@ -28,7 +28,7 @@ from qlora_rl.base.hub import hub_reachable, in_short, why_missing
 from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, digest_parts, digest_tokenizer
 from qlora_rl.base.kinds import auto_class, check_vision_type
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
-from qlora_rl.base.writer import write_checkpoint, write_tokenizer
+from qlora_rl.base.writer import embedding_rows, write_checkpoint, write_tokenizer
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, QloraRLError, UnsupportedQuantError
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def prepare_base(
         double_quant: quantise the block scales too.
         blocksize: weights per scale.
         compute_dtype: dtype of activations and of what is not quantised.
-        skip_modules: name endings of further linears that stay unquantised.
+        skip_modules: further linears that stay unquantised: names, or parts of them such as "down_proj" and "layers.1.mlp"; of linears that
+            vLLM fuses (q, k and v; gate and up) all or none.
         quantize_experts: hold the experts of a mixture in 4 bits too, by default in `compute_dtype`.
         quantize_tower: hold vision tower and projector of a vision-language model in 4 bits too, where their widths are multiples of `blocksize`.
         out: directory to write; by default one in the cache, named after what goes in.
@@ -144,7 +145,7 @@ def prepare_base(
         # A checkpoint that is 4-bit already keeps its bytes; its live layers say what its config may not.
         written = spec if method is None else spec_of(loaded)
         write_checkpoint(loaded, written, directory, is_quantized=method is not None)
-        write_tokenizer(tokenizer, source, directory, trust_remote_code)
+        write_tokenizer(tokenizer, source, directory, trust_remote_code, rows=embedding_rows(loaded))
         for code in source.glob("*.py") if trust_remote_code else ():  # what `auto_map` of the config names
             shutil.copy(code, directory / code.name)
         return written
@@ -200,7 +201,7 @@ def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.P
 
     def write(directory: Path) -> QuantSpec:
         write_checkpoint(base, written, directory, is_quantized=live.is_4bit)
-        write_tokenizer(tokenizer, Path(origin), directory, trust_remote_code=False)
+        write_tokenizer(tokenizer, Path(origin), directory, trust_remote_code=False, rows=embedding_rows(base))
         return written
 
     return _publish(Path(origin).name, written.label, inputs, out, write, source=f"model object ({origin})")
@@ -345,7 +346,7 @@ def adopt(model: PreTrainedModel, base: PreparedBase) -> None:
         parameter.requires_grad_(False)
     model.enable_input_require_grads()
     model.qlora_base = base
-    model.qlora_vocabulary = model.get_input_embeddings().weight.shape[0]
+    model.qlora_vocabulary = embedding_rows(model)
 
 
 def _local_directory(model: str, revision: str | None) -> Path:

@@ -34,7 +34,7 @@ class QuantSpec:
         double_quant: the block scales (absmax) are themselves quantised to 8 bits (QLoRA, arXiv 2305.14314, section 3).
         blocksize: weights that share a scale.
         compute_dtype: torch name of the dtype of activations and of every parameter that is not quantised.
-        skip_modules: name endings of linears that stay unquantised; the output head is always one of them.
+        skip_modules: linears that stay unquantised: names, or parts of them (see `skips`); the output head is always one of them.
         quantize_experts: the experts of a mixture are 4-bit too.
         quantize_tower: the vision tower and projector of a vision-language model are 4-bit too.
 
@@ -84,6 +84,10 @@ class QuantSpec:
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
         return getattr(torch, self.compute_dtype)
+
+    def skips(self, name: str) -> bool:
+        """A linear is named in `skip_modules`, or is in a module that is: "down_proj", "layers.1.mlp", "model.layers.1"."""
+        return any(f".{entry}." in f".{name}." for entry in self.skip_modules)
 
     @property
     def label(self) -> str:
@@ -314,11 +318,12 @@ def spec_of(model: torch.nn.Module) -> QuantSpec:
     """The spec of a model object, read from its live 4-bit layers (not from its config).
 
     Raises:
-        UnsupportedQuantError: 8-bit layers, or 4-bit layers that differ from each other.
+        UnsupportedQuantError: 8-bit layers, a 4-bit output head, or 4-bit layers that differ from each other.
     """
     bnb = require_bitsandbytes()
     found: dict[tuple[str, bool, int], str] = {}
     skipped: list[str] = []
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, module in model.named_modules():
         if isinstance(module, bnb.nn.Linear8bitLt):
             raise UnsupportedQuantError(
@@ -327,6 +332,12 @@ def spec_of(model: torch.nn.Module) -> QuantSpec:
                 module=name,
             )
         if isinstance(module, bnb.nn.Linear4bit):
+            if module is head:  # transformers quantises it wherever llm_int8_skip_modules is given and does not name it
+                raise UnsupportedQuantError(
+                    f"reading the model's quantisation: the output head {name} is 4-bit, and vLLM holds it unquantised. Name it too where "
+                    f"the model is quantised (llm_int8_skip_modules=[{name!r}, ...]), or start from the 16-bit original.",
+                    module=name,
+                )
             state = module.weight.quant_state
             if state is None:
                 raise UnsupportedQuantError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,12 @@ from qlora_rl.base.quant import QuantSpec, plain_name, quantize_linear
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
+# Fields of a generation config without which others have no effect.
+_DECIDES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
 # Linears of one input that vLLM holds as one.
 _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
     ("gate_proj", "up_proj"), "gate_up_proj"
@@ -39,22 +44,17 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
             f"preparing a base: quantize_tower=True, but {model.config.model_type} takes no images. Leave it out."
         )
     stored, tensors = Names(model).stored, dict(base_tensors(model))
-    routers = set(routers_of(model))  # linears of vLLM's, which would quantise them
     if spec.is_4bit and not is_quantized:
         head = model.get_output_embeddings()
-        skip = routers | set(spec.skip_modules)
         vision = [] if spec.quantize_tower else vision_parts(model)
         tower = tuple(f"{part}." for part in vision_parts(model))
-        # transformers matches the beginning of a name, vLLM, which calls these parts otherwise, one component of it.
-        skip |= {*vision, *(part.rpartition(".")[2] for part in vision)}
+        plain: list[str] = []
         for name, module in model.named_modules():
             if not isinstance(module, torch.nn.Linear) or name.startswith(tuple(f"{part}." for part in vision)):
                 continue
-            if module is head or any(name == ending or name.endswith(f".{ending}") for ending in spec.skip_modules):
-                skip.add(name)
-                continue
-            if name.startswith(tower) and module.in_features % spec.blocksize:
-                skip |= {name, *_names_in_vllm(stored(f"{name}.").removesuffix("."))}
+            is_ragged = name.startswith(tower) and module.in_features % spec.blocksize
+            if module is head or is_ragged or spec.skips(name):
+                plain.append(name)
                 continue
             _quantise(tensors, stored(f"{name}.weight"), spec)
         for name in [name for name in tensors if spec.quantize_experts and is_expert_matrix(name)]:
@@ -64,9 +64,8 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
                 f"preparing a base: {spec.label} quantises none of the weights of {type(model).__name__}: it has no torch.nn.Linear, or "
                 "skip_modules names them all. Pass quant='none', or a model whose layers are linears."
             )
-        config_spec = replace(spec, skip_modules=tuple(sorted(skip)))
     else:
-        config_spec = replace(spec, skip_modules=tuple(sorted(routers | set(spec.skip_modules))))
+        plain = list(spec.skip_modules)
     for name, tensor in tensors.items():
         is_state = ".weight." in name
         if tensor.is_floating_point() and not is_state and tensor.dtype != spec.dtype:
@@ -82,17 +81,86 @@ def write_checkpoint(model: PreTrainedModel, spec: QuantSpec, directory: Path, *
     config.pop("_name_or_path", None)
     config.pop("quantization_config", None)
     config["dtype"] = spec.compute_dtype
+    if not config.get("architectures"):  # of a model made from a config; vLLM finds its class by them
+        config["architectures"] = [type(model).__name__]
     if spec.is_4bit:
-        config["quantization_config"] = config_spec.transformers_config()
+        skipped = _skipped(model, plain, tensors, spec.skip_modules if not is_quantized else None)
+        config["quantization_config"] = replace(spec, skip_modules=skipped).transformers_config()
     (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True, default=str))
     if model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
+        _valid(model.generation_config).save_pretrained(directory)
 
 
-def _names_in_vllm(name: str) -> set[str]:
-    """What vLLM may call a linear of a vision tower, by its name in checkpoints: alone, or fused with others of the same width."""
-    path, _, own = name.removeprefix("model.").rpartition(".")
-    return {f"{path}.{own}", f"{path}.{_FUSED.get(own, own)}"}
+def _valid(given: GenerationConfig) -> GenerationConfig:
+    """A generation config without what transformers reads, and then does not write: sampling flags with do_sample=False, a padding id of -1."""
+    from transformers import GenerationConfig
+
+    try:
+        given.validate(strict=True)
+        return given
+    except ValueError:
+        valid, dropped = GenerationConfig(), {}
+    fields = {name: value for name, value in given.to_diff_dict().items() if name != "transformers_version"}
+    for name in sorted(fields, key=lambda name: name not in _DECIDES):
+        before = getattr(valid, name, None)
+        setattr(valid, name, fields[name])
+        try:
+            valid.validate(strict=True)
+        except ValueError:
+            setattr(valid, name, before)
+            dropped[name] = fields[name]
+    logger.warning(
+        "generation_config.json without %s: transformers writes no such file, as they have no effect in it", dropped
+    )
+    return valid
+
+
+def _skipped(
+    model: PreTrainedModel, plain: list[str], tensors: Mapping[str, Any], asked: Sequence[str] | None
+) -> tuple[str, ...]:
+    """What the config lists as unquantised, so that transformers and vLLM read the same in it.
+
+    transformers takes an entry for the beginning or the end of a name, vLLM for one component or the beginning of a name of its own,
+    in which some linears are fused. So each is named whole, as either calls it.
+
+    Args:
+        plain: the linears of transformers' model that are not 4-bit, but for those of vision parts that are so as a whole.
+        tensors: of the base.
+        asked: `skip_modules`; `None` where the model was 4-bit already.
+
+    Raises:
+        UnsupportedQuantError: vLLM fuses some of them with linears that are 4-bit.
+    """
+    stored, vision = Names(model).stored, vision_parts(model)
+    coded = {name.removesuffix(".weight.absmax") for name in tensors if name.endswith(".weight.absmax")}
+    whole = [part for part in vision if not any(name.startswith(stored(f"{part}.")) for name in coded)]
+    skip = {*routers_of(model), *whole, *(part.rpartition(".")[2] for part in whole)}
+    for name in plain:
+        if name.startswith(tuple(f"{part}." for part in whole)):
+            continue
+        path, _, own = stored(f"{name}.").removesuffix(".").rpartition(".")
+        together = _fused_with(own)
+        if split := [part for part in together if f"{path}.{part}" in coded]:
+            wanted = {entry.removesuffix(own) + part for entry in asked or () for part in split if entry.endswith(own)}
+            raise UnsupportedQuantError(
+                f"preparing a base: {name} is not 4-bit and {', '.join(split)} next to it {'is' if len(split) == 1 else 'are'}, but vLLM holds "
+                f"{', '.join(together)} as one linear, which is 4-bit as a whole or not at all. "
+                + (
+                    "Start from the 16-bit original, and skip all of them or none."
+                    if asked is None
+                    else f"Pass skip_modules={sorted({*asked, *wanted})}, or leave them out."
+                ),
+                module=name,
+            )
+        if vision:  # vLLM calls the parts of these models otherwise
+            path = path.removeprefix("model.").replace("language_model", "language_model.model", 1)
+        skip |= {name, f"{path}.{_FUSED.get(own, own)}"} if path else {name}
+    return tuple(sorted(skip))
+
+
+def _fused_with(own: str) -> list[str]:
+    """A linear's last name, with those of the others of which vLLM makes one linear with it."""
+    return [part for part, fused in _FUSED.items() if fused == _FUSED.get(own)] or [own]
 
 
 def _quantise(tensors: dict[str, torch.Tensor], name: str, spec: QuantSpec) -> None:
@@ -104,7 +172,11 @@ def _quantise(tensors: dict[str, torch.Tensor], name: str, spec: QuantSpec) -> N
         raise UnsupportedQuantError(
             f"preparing a base: in_features={weight.shape[1]} is no multiple of blocksize={spec.blocksize} at "
             f"{module}. Use a smaller blocksize, or leave it unquantised: "
-            + ("quantize_experts=False." if is_expert_matrix(name) else f"skip_modules=[{module.split('.')[-1]!r}]."),
+            + (
+                "quantize_experts=False."
+                if is_expert_matrix(name)
+                else f"skip_modules={_fused_with(module.split('.')[-1])}."
+            ),
             module=module,
         )
     if not bool(torch.isfinite(torch.stack(weight.aminmax())).all()):
@@ -187,8 +259,39 @@ def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield stored, part.cpu().contiguous()
 
 
-def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_code: bool) -> None:
-    """Store the tokenizer (with its chat template) next to the weights."""
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Of the model's input embedding: how many ids it takes."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def check_vocabulary(tokenizer: Any, rows: int, doing: str) -> None:
+    """Reject a tokenizer (or a processor with one) that has tokens for which the embedding has no row.
+
+    A text model may have those that stand for images and the like (Gemma 3 1B): it is never given them.
+
+    Args:
+        rows: of the embedding.
+        doing: for the message.
+
+    Raises:
+        ConfigConflictError: names them.
+    """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    media = {getattr(tokenizer, f"{kind}_token", None) for kind in ("image", "video", "audio")}
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= rows and token not in media}
+    if beyond:
+        shown = ", ".join(
+            f"{token!r} ({number})" for token, number in sorted(beyond.items(), key=lambda item: item[1])[:4]
+        )
+        raise ConfigConflictError(
+            f"{doing}: the embedding has {rows} rows, for ids 0 to {rows - 1}, and the tokenizer has {len(beyond)} token(s) beyond them: {shown}. "
+            "Pass a tokenizer without them (pad_token may be the EOS token); or, to use them, resize the model "
+            "(model.resize_token_embeddings(len(tokenizer))), save it, and prepare that as the base."
+        )
+
+
+def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_code: bool, *, rows: int) -> None:
+    """Store the tokenizer (with its chat template) next to the weights, whose embedding has `rows`."""
     if tokenizer is None:
         from transformers import AutoTokenizer
 
@@ -199,6 +302,7 @@ def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_
                 f"preparing a base: {source} has no tokenizer ({type(error).__name__}). The engine needs one next to the "
                 "weights; pass tokenizer= (processing_class= of the trainer)."
             ) from error
+    check_vocabulary(tokenizer, rows, "preparing a base")
     if directory_takes_images(directory):
         from transformers import AutoProcessor
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE, UsageError
+from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE, UsageError, existing
 
 _HELP = "/new starts over, /image FILE shows an image, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
 
@@ -16,7 +15,7 @@ def add(commands: Any) -> None:
     """The command's arguments."""
     chat = commands.add_parser("chat", help="chat with a trained policy; from a pipe: one answer per line")
     chat.add_argument(
-        "trained", type=Path, metavar="RUN", help="run directory, or a checkpoint or exported adapter in it"
+        "trained", type=existing, metavar="RUN", help="run directory, or a checkpoint or exported adapter in it"
     )
     chat.add_argument("--base-only", action="store_true", help="use the base without the adapter, for comparison")
     chat.add_argument("--system", metavar="TEXT", help="system message (default: the run's; '' for none)")
@@ -44,7 +43,7 @@ def add(commands: Any) -> None:
         action="store_true",
         help="continue the text as it is, without chat template, prompt_template and history",
     )
-    chat.add_argument("--base", type=Path, metavar="DIR", help="the base directory, if it was moved")
+    chat.add_argument("--base", type=existing, metavar="DIR", help="the base directory, if it was moved")
     chat.add_argument("--json", action="store_true", help="from a pipe: one JSON object for each line")
     chat.set_defaults(run=run)
 

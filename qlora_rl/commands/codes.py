@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from math import isfinite
+from pathlib import Path
 
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.cards import card_size
@@ -38,6 +39,13 @@ def ranged(
 
     read.__name__ = "whole number" if kind is int else "number"  # in argparse's own message
     return read
+
+
+def existing(text: str) -> Path:
+    """A type for argparse: a file or directory that there is; another path is bad usage, said before anything is loaded."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"there is no such file or directory: {text} (seen from {Path.cwd()})")
+    return Path(text)
 
 
 def card(text: str) -> float:

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE, UsageError
+from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, SHARE, UsageError, existing
 
 
 def add(commands: Any) -> None:
     """The command's arguments."""
     evaluate = commands.add_parser("eval", help="compare the rewards of base and policy on the same prompts")
-    evaluate.add_argument("trained", type=Path, metavar="RUN", help="run directory, or a checkpoint in it")
+    evaluate.add_argument("trained", type=existing, metavar="RUN", help="run directory, or a checkpoint in it")
     evaluate.add_argument(
         "--data",
-        type=Path,
+        type=existing,
         metavar="F",
         help='.jsonl file with "prompt" and the columns that the rewards read, or with the columns of the run (default: [data] eval of the run\'s file)',
     )
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
     evaluate.add_argument("--temperature", type=NOT_NEGATIVE, default=0.0, metavar="T", help="(default: 0, greedy)")
     evaluate.add_argument("--top-p", type=SHARE, default=1.0, metavar="P", help="(default: %(default)s)")
     evaluate.add_argument("--seed", type=int, default=0, metavar="N", help="sampling seed (default: %(default)s)")
-    evaluate.add_argument("--base", type=Path, metavar="DIR", help="the base directory, if it was moved")
+    evaluate.add_argument("--base", type=existing, metavar="DIR", help="the base directory, if it was moved")
     evaluate.add_argument("--no-save", action="store_true", help="write no eval.json into the run directory")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.set_defaults(run=run)

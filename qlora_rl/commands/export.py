@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, POSITIVE
+from qlora_rl.commands.codes import COUNT, NOT_NEGATIVE, POSITIVE, existing
 
 
 def add(commands: Any) -> None:
@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
         "export", help="export the policy of a run: adapter, merged model or GGUF, loaded again and compared"
     )
     export.add_argument(
-        "trained", type=Path, metavar="RUN", help="run directory, or a checkpoint or exported adapter in it"
+        "trained", type=existing, metavar="RUN", help="run directory, or a checkpoint or exported adapter in it"
     )
     export.add_argument(
         "--to",
@@ -39,9 +39,9 @@ def add(commands: Any) -> None:
     export.add_argument(
         "--original", metavar="MODEL", help="original model, for merged-original (default: the base's source)"
     )
-    export.add_argument("--base", type=Path, metavar="DIR", help="the base directory, if it was moved")
+    export.add_argument("--base", type=existing, metavar="DIR", help="the base directory, if it was moved")
     export.add_argument(
-        "--data", type=Path, metavar="F", help=".jsonl file with prompts to compare on (default: the run's samples)"
+        "--data", type=existing, metavar="F", help=".jsonl file with prompts to compare on (default: the run's samples)"
     )
     export.add_argument(
         "--prompts", type=COUNT, default=16, metavar="N", help="number of prompts to compare on (default: %(default)s)"
@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
         "--shard-gb", type=POSITIVE, default=4.0, metavar="GB", help="size limit of a file (default: %(default)s)"
     )
     export.add_argument(
-        "--on", type=Path, metavar="F.gguf", help="with gguf-adapter: another base, on which it is measured as well"
+        "--on", type=existing, metavar="F.gguf", help="with gguf-adapter: another base, on which it is measured as well"
     )
     export.add_argument(
         "--push", metavar="REPO", help="upload the export to this repository on the hub, private if it is new"

@@ -28,7 +28,11 @@ def add(commands: Any) -> None:
         "--compute-dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="(default: %(default)s)"
     )
     prepare.add_argument(
-        "--skip", nargs="*", default=[], metavar="NAME", help="name endings of linears that stay unquantised"
+        "--skip",
+        nargs="*",
+        default=[],
+        metavar="NAME",
+        help="linears that stay unquantised: names, or parts of them, such as layers.1.mlp",
     )
     prepare.add_argument("--quantize-experts", action="store_true", help="of a mixture, experts in 4 bits too")
     prepare.add_argument(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from pathlib import Path
 from typing import Any
 
-from qlora_rl.commands.codes import PORT, UsageError
+from qlora_rl.commands.codes import PORT, UsageError, existing
 from qlora_rl.errors import RunDirectoryError
 
 # One of them is written before anything is trained.
@@ -18,7 +17,7 @@ def add(commands: Any) -> None:
     """The command's arguments."""
     report = commands.add_parser("report", help="write a run as one HTML page, compared with other runs")
     report.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="run directories; the page goes into the first"
+        "runs", type=existing, nargs="+", metavar="RUN", help="run directories; the page goes into the first"
     )
     report.add_argument(
         "--live",

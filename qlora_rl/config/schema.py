@@ -131,7 +131,9 @@ class Base:
     compute_dtype: str = option(
         "of activations and of what is not quantised", "bfloat16", choices=("bfloat16", "float16", "float32")
     )
-    skip_modules: list[str] = option("name endings of linears that stay unquantised", [], example=["down_proj"])
+    skip_modules: list[str] = option(
+        "names of linears that stay unquantised, or parts of them", [], example=["down_proj"]
+    )
     quantize_experts: bool = option("of a mixture, experts in 4 bits too", False)
     quantize_tower: bool = option("of a vision-language model, vision tower and projector in 4 bits too", False)
     revision: str | None = option("branch, tag or commit of a hub model", None, example="main")

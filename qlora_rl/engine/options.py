@@ -38,6 +38,10 @@ _UNKNOWN_CUTS = {
     "quantization": None,
 }
 
+# vLLM's classes of model types whose checkpoints hold gate_up_proj as one, where vLLM 0.31 names gate_proj and up_proj: it would find no
+# adapter for it. To be removed when it names it as they do.
+ONE_GATE_UP = {"glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM"}
+
 _STEP_TOKENS = 4096  # vLLM's own default on a CPU
 
 
@@ -225,6 +229,8 @@ def start_options(
         arguments["worker_cls"] = "qlora_rl.engine.worker.gpu.Worker"
         # Part of the key of vLLM's cache of compiled code: a graph with other linears must not be taken from there.
         arguments["additional_config"] = {"qlora_rl": {"base_compute": base_compute}}
+    elif config.model_type in ONE_GATE_UP:
+        arguments["worker_cls"] = "qlora_rl.engine.worker.fused.Worker"
     if ranks > 1:
         arguments["distributed_executor_backend"] = "mp"  # also where Ray runs, which would place them by itself
     if kv_cache_gib is not None:

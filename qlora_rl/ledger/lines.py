@@ -118,7 +118,7 @@ class Line:
 
 def is_quantised(name: str, spec: QuantSpec) -> bool:
     """The linear `name`, which is no expert (`expert_bytes`), is held in 4 bits."""
-    return spec.is_4bit and not any(name == end or name.endswith(f".{end}") for end in spec.skip_modules)
+    return spec.is_4bit and not spec.skips(name)
 
 
 def width(spec: QuantSpec) -> int:

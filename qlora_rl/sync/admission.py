@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,22 +92,53 @@ def verify_base(
     admission = Admission(ours, theirs, repaired, diff)
     if admission.is_verified:
         return admission
-    message = explain(diff, engine.capabilities().name)
+    other_form = _is_another_form(ours, theirs, diff)
+    message = explain(diff, engine.capabilities().name, same=_same_directory(bare, engine), is_other_form=other_form)
     if not allow_base_mismatch:
         raise BaseMismatchError(message, reasons=[str(entry) for entry in diff.entries], module=diff.modules[0])
     logger.warning("%s (allow_base_mismatch=True: going on, every metric is marked)", message)
     return admission
 
 
-def explain(diff: Diff, engine: str) -> str:
-    """The sentence for people: what differs first, how much more does, and what to do."""
+def _same_directory(model: Any, engine: BaseHolder) -> str:
+    """The base directory that both sides have loaded, where that is known and one."""
+    ours, theirs = getattr(model, "qlora_base", None), getattr(engine, "base", None)
+    is_one = isinstance(theirs, Path) and ours is not None and theirs.resolve() == ours.path.resolve()
+    return str(theirs) if is_one else ""
+
+
+def _is_another_form(ours: BaseFingerprint, theirs: BaseFingerprint, diff: Diff) -> bool:
+    """Two forms of one base: all facts of it and some plain weights are equal, and others differ in name, shape or dtype alone."""
+    is_one_model = "config" in ours.facts and "config" in theirs.facts
+    plain = (leaf == theirs.leaves.get(name) for name, leaf in ours.leaves.items() if leaf.scales is None)
+    forms = {"missing", "unexpected", "shape", "type"}
+    is_coded = any(
+        entry.how == "type" and not {entry.ours, entry.theirs}.isdisjoint({"nf4", "fp4"}) for entry in diff.entries
+    )
+    return is_one_model and any(plain) and not is_coded and forms.issuperset(entry.how for entry in diff.entries)
+
+
+def explain(diff: Diff, engine: str, *, same: str = "", is_other_form: bool = False) -> str:
+    """The sentence for people: what differs first, how much more does, and what to do.
+
+    Args:
+        same: directory that both sides have loaded, if it is one.
+        is_other_form: vLLM holds the same base, and some of it otherwise than transformers.
+    """
     first, more = diff.entries[0], len(diff.modules) - 1
     facts = [entry.how for entry in diff.entries if entry.name == f"({entry.how})"]
     also = f", and so do {more} more" if more else ""
     also += f", among them {', '.join(facts)}" if more and facts else ""
     hint = "Let both sides load one base made by `qlora-rl prepare`"
     types = {entry.how for entry in diff.entries}
-    if "type" in types:
+    if same:
+        hint = (
+            f"Both sides have loaded {same}: something has written to one of them, or vLLM holds this weight in another form. Start the engine again; "
+            "if they differ again, models of this type are not supported: use one of another type"
+        )
+    elif is_other_form:
+        hint = "Both sides hold the same base, and vLLM some of it in a form of its own: models of this type are not supported. Use one of another type"
+    elif "type" in types:
         hint += " (vLLM's own in-flight quantisation is always NF4 with double quantisation, whatever the trainer uses)"
     elif "blocksize" in types or "table" in types:
         hint += "; they were quantised with other settings"

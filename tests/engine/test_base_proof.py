@@ -5,9 +5,22 @@ import os
 
 import pytest
 import torch
-from support import FULL_MATRIX, MATRIX, command, make_model, score
+from peft import LoraConfig, get_peft_model
+from support import FULL_MATRIX, MATRIX, command, make_model, quantised_in_flight, randomise, score
 
-from qlora_rl import BaseMismatchError, LocalEngine, compare, fingerprint_base, load_base, prepare_base, verify_base
+from qlora_rl import (
+    AdapterSync,
+    BaseMismatchError,
+    Canary,
+    EngineUnsupportedError,
+    LocalEngine,
+    compare,
+    fingerprint_base,
+    load_base,
+    prepare_base,
+    verify_base,
+)
+from qlora_rl.sync.transports import transport_for
 
 
 def check(tmp_path, architecture, tied, kv_heads, quant, double, blocksize, skip):
@@ -21,7 +34,8 @@ def check(tmp_path, architecture, tied, kv_heads, quant, double, blocksize, skip
         assert admission.is_verified
         assert set(admission.repaired) == set(as_loaded.modules)
         quantised = [n for n, leaf in admission.ours.leaves.items() if leaf.kind in ("nf4", "fp4")]
-        assert len(quantised) == (0 if quant == "none" else 14 - len(skip))
+        skipped = [name for name in admission.ours.leaves if base.spec.skips(name.removesuffix(".weight"))]
+        assert len(quantised) == (0 if quant == "none" else 14 - len(skipped))
         if double and quant != "none":
             assert set(admission.repaired) <= set(quantised)
             # An offset may happen to be a bf16 number: seen for one of fourteen weights.
@@ -40,6 +54,41 @@ def test_both_sides_agree_on_what_the_base_is(tmp_path, case):
 @pytest.mark.parametrize("case", FULL_MATRIX, ids=lambda case: "-".join(map(str, case)))
 def test_both_sides_agree_on_the_whole_matrix(tmp_path, case):
     check(tmp_path, *case)
+
+
+@pytest.mark.parametrize("kind", ["glm4", "glm", "published"])
+def test_fused_linears_and_skipped_ones_are_held_and_adapted_alike(tmp_path, kind):
+    """GLM's gate_up_proj is one linear in checkpoints too; a published 4-bit checkpoint leaves some MLPs as they were."""
+    source = make_model(tmp_path / "model", architecture="llama" if kind == "published" else kind, tied=False)
+    if kind == "published":
+        source = quantised_in_flight(source, tmp_path / "published", "lm_head", "model.layers.1.mlp")
+    base = prepare_base(source, "none" if kind == "glm" else "nf4")
+    prompts = [[40, 41, 42, 43, 44, 45]] * 4
+    with LocalEngine(base, max_lora_rank=8, max_model_length=32, max_num_seqs=8) as engine:
+        model = load_base(base)
+        assert verify_base(model, engine).is_verified
+        assert score(model, prompts, engine.generate(prompts, max_tokens=8, seed=1)).mean() < 0.02
+        adapted = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+        for seed, transport in enumerate(("in_place", "directory")):
+            randomise(adapted, seed=seed)
+            sync = AdapterSync(adapted, engine, transport_for(transport), Canary(adapted, engine))
+            sync.push()  # the canary compares what each linear holds, and the logprobs
+            assert score(adapted, prompts, engine.generate(prompts, max_tokens=8, seed=1)).mean() < 0.02
+            sync.close()
+
+
+def test_a_fused_linear_whose_parts_vllm_names_is_said_in_a_sentence(tmp_path, monkeypatch):
+    """As in a server that others have started: its worker is not ours."""
+    base = prepare_base(make_model(tmp_path / "model", architecture="glm4", tied=False))
+    from vllm.model_executor.models.glm4 import Glm4ForCausalLM
+
+    with LocalEngine(base, max_model_length=32, max_num_seqs=4, repair_scales=False) as engine:
+        theirs = Glm4ForCausalLM.packed_modules_mapping | {"gate_up_proj": ["gate_proj", "up_proj"]}
+        monkeypatch.setattr(Glm4ForCausalLM, "packed_modules_mapping", theirs)
+        with pytest.raises(
+            EngineUnsupportedError, match=r"1 weight\(s\) for .*gate_up_proj.*start the engine with them"
+        ):
+            engine.describe_base()
 
 
 def test_after_the_repair_the_dequantised_weights_are_equal(base, engine):

@@ -1,5 +1,7 @@
 """What is refused, each with what was wrong and the way out: docs/trl-arguments.md."""
 
+import re
+
 import numpy
 import peft
 import pytest
@@ -275,6 +277,14 @@ def test_a_model_that_is_nowhere_is_refused(make_trainer):
     for name in ("/nowhere/at/all", "nobody/nothing"):
         with pytest.raises(QloraRLError, match=name):
             make_trainer(model=name)
+
+
+@pytest.mark.parametrize("token", ["<think>", "[PAD]"])
+def test_a_tokenizer_with_tokens_that_the_base_has_no_row_for_is_rejected_by_name(make_trainer, base, token):
+    tokenizer = AutoTokenizer.from_pretrained(base.path)
+    tokenizer.add_special_tokens({"pad_token": token} if token == "[PAD]" else {"additional_special_tokens": [token]})
+    with pytest.raises(ConfigConflictError, match=f"reading processing_class: the embedding has .*{re.escape(token)}"):
+        make_trainer(processing_class=tokenizer)
 
 
 def test_a_model_object_without_any_tokenizer_is_refused(make_trainer, model_dir):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from support import make_model
+from support import make_model, quantised_in_flight
 
 from qlora_rl import BaseIncompleteError, ConfigConflictError, QuantSpec, UnsupportedQuantError, load_base, prepare_base
 from qlora_rl.base.checkpoint import MANIFEST, open_base
@@ -103,6 +103,105 @@ def test_skipped_modules_stay_unquantised(model_dir):
     model = load_base(prepare_base(model_dir, skip_modules=["layers.1.mlp.down_proj"]))
     assert model.model.layers[1].mlp.down_proj.weight.dtype == torch.bfloat16
     assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.uint8
+
+
+def listed(base):
+    return json.loads((base.path / "config.json").read_text())["quantization_config"]["llm_int8_skip_modules"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("entry", ["model.layers.1.mlp", "layers.1.mlp", "1.mlp"])
+def test_a_skipped_module_is_listed_as_transformers_and_as_vllm_name_its_linears(tmp_path, tied, entry):
+    source = make_model(tmp_path / "model", tied=tied)
+    mlp = [f"model.layers.1.mlp.{own}_proj" for own in ("down", "gate", "gate_up", "up")]
+    skipping = prepare_base(source, skip_modules=[entry])
+    assert listed(skipping) == ["lm_head", *mlp]
+    plain = [name for name, module in load_base(skipping).named_modules() if type(module) is torch.nn.Linear]
+    assert sorted(plain) == ["lm_head", *(name for name in mlp if "gate_up" not in name)]
+    if entry.startswith("model."):  # as transformers reads it
+        published = quantised_in_flight(source, tmp_path / "published", "lm_head", entry)
+        assert listed(prepare_base(published)) == listed(skipping)
+
+
+def test_a_linear_that_vllm_fuses_with_4_bit_ones_is_not_skipped_alone(tmp_path):
+    source = make_model(tmp_path / "model", tied=False)
+    with pytest.raises(UnsupportedQuantError, match=re.escape("Pass skip_modules=['k_proj', 'q_proj', 'v_proj'], or")):
+        prepare_base(source, skip_modules=["q_proj"])
+    with pytest.raises(UnsupportedQuantError, match=re.escape("['1.mlp.gate_proj', '1.mlp.up_proj', 'o_proj']")):
+        prepare_base(source, skip_modules=["o_proj", "1.mlp.up_proj"])
+    published = quantised_in_flight(source, tmp_path / "published", "lm_head", "model.layers.1.mlp.up_proj")
+    with pytest.raises(
+        UnsupportedQuantError, match=r"layers\.1\.mlp\.up_proj is not 4-bit.*Start from the 16-bit original"
+    ):
+        prepare_base(published)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_4_bit_output_head_is_rejected(tmp_path, tied):
+    """transformers makes it 4-bit wherever a list of skipped modules does not name it."""
+    source = make_model(tmp_path / "model", tied=tied)
+    with pytest.raises(UnsupportedQuantError, match="the output head lm_head is 4-bit") as caught:
+        prepare_base(quantised_in_flight(source, tmp_path / "published", "model.layers.1.mlp"))
+    assert caught.value.module == "lm_head"
+
+
+@pytest.mark.parametrize("architecture", ["glm4", "phi3"])
+def test_a_linear_that_a_checkpoint_holds_as_one_is_skipped_by_its_name(tmp_path, architecture):
+    source = make_model(tmp_path / "model", architecture=architecture, tied=False)
+    skipping = prepare_base(source, skip_modules=["layers.1.mlp"])
+    assert listed(skipping) == ["lm_head", "model.layers.1.mlp.down_proj", "model.layers.1.mlp.gate_up_proj"]
+
+
+@pytest.mark.parametrize("form", ["directory", "object"])
+@pytest.mark.parametrize(
+    ("invalid", "kept"),
+    [
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9, "pad_token_id": -1}, {"do_sample": False}),
+        ({"temperature": 0.6, "length_penalty": 2.0, "max_length": 64}, {"max_length": 64}),
+        ({"do_sample": True, "temperature": 0.6, "early_stopping": True}, {"do_sample": True, "temperature": 0.6}),
+    ],
+)
+def test_a_generation_config_that_transformers_would_not_write_keeps_what_is_valid(
+    model_dir, tmp_path, caplog, form, invalid, kept
+):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = shutil.copytree(model_dir, tmp_path / "old")
+    ends = {"eos_token_id": [1, 5], "bos_token_id": 2}
+    (source / "generation_config.json").write_text(json.dumps(ends | invalid))
+    if form == "directory":
+        base = prepare_base(source, out=tmp_path / "base")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+        base = prepare_base(model, tokenizer=AutoTokenizer.from_pretrained(source), out=tmp_path / "base")
+    written = json.loads((base.path / "generation_config.json").read_text())
+    written.pop("transformers_version")
+    assert written == ends | kept
+    assert all(name in caplog.text for name in invalid if name not in kept)
+    load_base(base).generation_config.save_pretrained(tmp_path / "again")
+
+
+def test_tokens_without_an_embedding_are_rejected_by_name(model_dir, tmp_path):
+    tokenizer = _tokenizer(prepare_base(model_dir))
+    tokenizer.add_tokens(["<picture>"], special_tokens=True)
+    rows = len(tokenizer) - 1
+    tokenizer.image_token = "<picture>"  # as Gemma 3's text models have one
+    prepare_base(model_dir, tokenizer=tokenizer, out=tmp_path / "base")
+    tokenizer.add_tokens(["<think>"], special_tokens=True)
+    with pytest.raises(
+        ConfigConflictError, match=rf"has {rows} rows.* 1 token\(s\) beyond them: '<think>' \({rows + 1}\)"
+    ):
+        prepare_base(model_dir, tokenizer=tokenizer)
+
+
+def test_a_model_made_from_a_config_names_its_class_for_vllm(model_dir, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_dir)
+    config.architectures = None
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    base = prepare_base(model, tokenizer=make_tokenizer(), out=tmp_path / "base")
+    assert json.loads((base.path / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
 
 
 def test_untied_heads_are_stored_and_tied_ones_once(model_dir, base, tmp_path):

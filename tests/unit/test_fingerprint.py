@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,6 +158,37 @@ def test_another_base_is_refused_with_name_values_and_way_out(model_dir, loaded)
     admission = verify_base(loaded, engine, allow_base_mismatch=True)
     assert not admission.is_verified
     assert admission.as_dict()["differences"]
+
+
+def test_where_vllm_holds_the_same_base_otherwise_the_advice_is_another_model(base, loaded):
+    """As of StableLM and Apertus: both sides have loaded one directory already."""
+    ours = fingerprint_base(loaded)
+
+    class Held(FakeEngine):
+        def describe_base(self):
+            return BaseFingerprint(leaves, ours.facts)
+
+    engine, norm = Held(loaded), "model.norm.weight"
+    for change in ({"kind": "float32"}, {"shape": (1, 128)}, None):
+        leaves = {name: leaf for name, leaf in ours.leaves.items() if name != norm}
+        leaves |= {norm: replace(ours.leaves[norm], **change)} if change else {"model.norm.scale": ours.leaves[norm]}
+        with pytest.raises(
+            BaseMismatchError, match="some of it in a form of its own: models of this type are not supp"
+        ):
+            verify_base(loaded, engine)
+    leaves = ours.leaves | {norm: replace(ours.leaves[norm], values="0" * 32)}
+    with pytest.raises(BaseMismatchError, match="Let both sides load one base made by"):
+        verify_base(loaded, engine)
+    engine.base = base.path
+    with pytest.raises(
+        BaseMismatchError, match=f"Both sides have loaded {base.path}.*or vLLM holds this weight in anoth"
+    ):
+        verify_base(loaded, engine)
+    # Another model, and another dtype of all that is not 4-bit, are the base's doing.
+    engine.base = None
+    leaves = {name: leaf if leaf.scales else replace(leaf, kind="float16") for name, leaf in ours.leaves.items()}
+    with pytest.raises(BaseMismatchError, match="Let both sides load one base made by"):
+        verify_base(loaded, engine)
 
 
 def test_one_changed_norm_is_enough(base, loaded):

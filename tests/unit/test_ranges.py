@@ -1,4 +1,4 @@
-"""Numbers on the command line that are outside of their range are bad usage: exit code 2, before anything is loaded."""
+"""Numbers that are outside of their range, and paths that do not exist, are bad usage: exit code 2, before anything is loaded."""
 
 import pytest
 
@@ -8,17 +8,17 @@ from qlora_rl.cli import main
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("chat RUN --temperature -1", "argument --temperature: -1 is not at least 0"),
-        ("chat RUN --top-p nan", "argument --top-p: nan is not finite and above 0 and at most 1"),
-        ("eval RUN --data F --samples 0", "argument --samples: 0 is not at least 1"),
-        ("eval RUN --data F --max-tokens ten", "argument --max-tokens: invalid whole number value: 'ten'"),
-        ("export RUN --shard-gb 0", "argument --shard-gb: 0 is not above 0"),
+        ("chat . --temperature -1", "argument --temperature: -1 is not at least 0"),
+        ("chat . --top-p nan", "argument --top-p: nan is not finite and above 0 and at most 1"),
+        ("eval . --data . --samples 0", "argument --samples: 0 is not at least 1"),
+        ("eval . --data . --max-tokens ten", "argument --max-tokens: invalid whole number value: 'ten'"),
+        ("export . --shard-gb 0", "argument --shard-gb: 0 is not above 0"),
         ("plan M --rank 0", "argument --rank: 0 is not at least 1"),
         ("plan M --gpu-memory 24gbb", "argument --gpu-memory: '24gbb' is not a size such as 24 or '24GB'"),
         ("recommend M --gpu-memory 0", "argument --gpu-memory: '0' is not a size such as 24 or '24GB'"),
         ("recommend M --max-length 0", "argument --max-length: 0 is not at least 1"),
         ("serve B --gpu-memory-utilization 1.5", "argument --gpu-memory-utilization: 1.5 is not at most 1"),
-        ("report RUN --live --port 70000", "argument --port: 70000 is not at most 65535"),
+        ("report . --live --port 70000", "argument --port: 70000 is not at most 65535"),
         ("bench sync --steps 0", "argument --steps: 0 is not at least 1"),
         ("demo --temperature 0", "argument --temperature: 0 is not above 0"),
     ],
@@ -28,3 +28,23 @@ def test_a_number_out_of_range_is_bad_usage(words, said, capsys):
         main(words.split())
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "judge X", "judge . --base X", "export X", "export . --base X", "export . --data X", "export . --on X", "report . X", "chat X", "chat . --base X",
+        "eval X", "eval . --data X", "eval . --base X",
+    ],
+)  # fmt: skip
+def test_a_path_that_does_not_exist_is_bad_usage(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert f"there is no such file or directory: X (seen from {tmp_path})" in capsys.readouterr().err
+
+
+def test_verifying_a_base_that_does_not_exist_could_not_tell(capsys, tmp_path):
+    assert main(["verify", str(tmp_path / "nothing"), "--local"]) == 2
+    assert "could not tell" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from qlora_rl.engine.linears.base_compute import BaseCompute
 from qlora_rl.engine.linears.gpu_compute import install_on_gpu, table_of_this_gpu
 from qlora_rl.engine.linears.ways import RuledLinear
 from qlora_rl.engine.worker.extension import BaseExtension
+from qlora_rl.engine.worker.held import name_as_stored
 
 
 class Measuring:
@@ -29,6 +30,7 @@ class Measuring:
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """As vLLM's, then `qlora_install`."""
         worker: Any = self
+        name_as_stored(worker.vllm_config.model_config.hf_config)
         super().load_model(*arguments, **options)  # type: ignore[misc]
         self.qlora_installed = self.qlora_install(
             worker.model_runner.get_model(), worker.vllm_config.scheduler_config.max_num_seqs

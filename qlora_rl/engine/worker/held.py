@@ -5,22 +5,36 @@ Runs inside vLLM's worker.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from qlora_rl.engine.options import ONE_GATE_UP
 from qlora_rl.engine.worker.experts import expert_matrices, expert_names, is_of_experts, unpacked
+from qlora_rl.errors import EngineUnsupportedError
 
 
 def quantised(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Any]]:
-    """Name, packed codes and QuantState of every 4-bit weight; fused ones split back into their shards."""
+    """Name, packed codes and QuantState of every 4-bit weight; fused ones split back into their shards.
+
+    Raises:
+        EngineUnsupportedError: vLLM names other shards than the checkpoint has.
+    """
     for name, parameter in model.named_parameters():
         states = getattr(parameter, "bnb_quant_state", None)
         if states is None:
             continue
-        offsets = parameter.bnb_shard_offsets.tolist()
-        for i, shard in enumerate(shard_names(model, name)):
+        offsets, shards = parameter.bnb_shard_offsets.tolist(), shard_names(model, name)
+        if len(shards) != len(states):
+            raise EngineUnsupportedError(
+                f"reading vLLM's base: the checkpoint has {len(states)} weight(s) for {name}, and vLLM takes it for {', '.join(shards)}. "
+                "LocalEngine and `qlora-rl serve` correct that for the models in which it is known: start the engine with them, or use a "
+                "model of another type.",
+                module=name,
+            )
+        for i, shard in enumerate(shards):
             yield shard, parameter.data[offsets[i] : offsets[i + 1]], states[i]
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -68,6 +82,18 @@ def shard_names(model: torch.nn.Module, name: str) -> list[str]:
     parent, _, own = path.rpartition(".")
     packed = _packed(model).get(own)
     return [f"{parent}.{part}.{what}" for part in packed] if packed else [f"{path}.{what}" if path else what]
+
+
+def name_as_stored(config: Any) -> None:
+    """Before vLLM loads a model: have its class name a fused linear as checkpoints do (`ONE_GATE_UP`), and so take adapters for it.
+
+    Args:
+        config: transformers', of the model.
+    """
+    if config.model_type in ONE_GATE_UP:
+        home = importlib.import_module(f"vllm.model_executor.models.{config.model_type}")
+        kind = getattr(home, ONE_GATE_UP[config.model_type])
+        kind.packed_modules_mapping = {**kind.packed_modules_mapping, "gate_up_proj": ["gate_up_proj"]}
 
 
 def _packed(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:

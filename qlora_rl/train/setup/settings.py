@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from qlora_rl.base.kinds import directory_takes_images
+from qlora_rl.base.writer import check_vocabulary
 from qlora_rl.contracts import RolloutEngine, SamplingSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.fidelity import CORRECTION
@@ -294,11 +296,16 @@ def _parts(datasets: Sequence[Any]) -> list[Any]:
 
 
 def check_processor(processing_class: Any, base: Path) -> None:
-    """Reject an image processor that is not the one stored with the base, with which the engine processes images.
+    """Reject a tokenizer with tokens that the base has no embedding for, and an image processor that is not the one stored with the base, with
+    which the engine processes images.
 
     Raises:
-        ConfigConflictError: names what differs.
+        ConfigConflictError: names the tokens, or what differs.
     """
+    config = json.loads((base / "config.json").read_text())
+    rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    if rows:
+        check_vocabulary(processing_class, rows, "reading processing_class")
     given = getattr(processing_class, "image_processor", None)
     if given is None or not directory_takes_images(base):
         return
