@@ -221,7 +221,6 @@ class OnlineTrainer(TrainedRun):
                 before = {} if is_whole else trained_values(model_of_trl["model"])
                 if is_whole:
                     unfreeze(pair.model)
-                sampling = settings.sampling_spec(args)
                 reward_funcs = as_list(reward_funcs)
                 if isinstance(reward_processing_classes, list):
                     reward_processing_classes = list(reward_processing_classes)  # TRL fills it in
@@ -259,7 +258,7 @@ class OnlineTrainer(TrainedRun):
                         choice,
                         owned,
                         args,
-                        sampling,
+                        settings.sampling_spec(args, self.eos_token_ids),
                         sync=options.sync,
                         sync_dir=options.sync_dir,
                         canary_every=options.canary_every,

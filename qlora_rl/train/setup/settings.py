@@ -339,8 +339,13 @@ def _completions(args: Any) -> int:
     return getattr(args, "steps_per_generation", None) or PAIR
 
 
-def sampling_spec(args: GRPOConfig) -> SamplingSpec:
-    """How TRL's config wants completions sampled; without a seed, which the bridge gives to each call."""
+def sampling_spec(args: GRPOConfig, ends: Sequence[int] = ()) -> SamplingSpec:
+    """How TRL's config wants completions sampled; without a seed, which the bridge gives to each call.
+
+    Args:
+        args: of the trainer.
+        ends: tokens that end a completion for TRL; the engine knows those of the base alone.
+    """
     extra: Mapping[str, Any] = args.generation_kwargs or {}
     return SamplingSpec(
         max_tokens=args.max_new_tokens if hasattr(args, "max_new_tokens") else args.max_completion_length,
@@ -351,6 +356,7 @@ def sampling_spec(args: GRPOConfig) -> SamplingSpec:
         repetition_penalty=args.repetition_penalty,
         regex=args.vllm_structured_outputs_regex,
         extra=dict(extra),
+        stop_token_ids=tuple(ends),
     )
 
 
