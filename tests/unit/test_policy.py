@@ -176,6 +176,15 @@ def test_an_answer_that_was_cut_off_says_so(run, monkeypatch, capsys):
         assert f"[cut off {told}]" in capsys.readouterr().out
 
 
+def test_messages_that_the_template_does_not_take_are_said(run):
+    talk = Conversation(open_trained(run), system="Be brief.", max_tokens=1)
+    talk.tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(
+        ConfigConflictError, match=r"messages with the roles system, user: TemplateError: no system role"
+    ):
+        list(talk.answer("1+1="))
+
+
 def test_a_system_message_needs_a_template(run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["chat", str(run), "--system", "be brief", "--raw"]) == 2
