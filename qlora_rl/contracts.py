@@ -29,6 +29,7 @@ class SamplingSpec:
         top_k: 0 switches it off.
         seed: base of the seeds per request; request i of a call gets its own, derived from it. `None`: sampled without seeds.
         regex: completions must match it (structured output).
+        stop_token_ids: tokens that end a completion besides the engine's own: the trainer's EOS. Not with `ignore_eos` in `extra`.
         first_place: index of the call's first request in the whole batch, if the call is a part of it; decides the seeds.
         extra: further fields of vLLM's SamplingParams.
     """
@@ -43,6 +44,7 @@ class SamplingSpec:
     regex: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     first_place: int = 0
+    stop_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Rollout:
         seconds: wall time of the call.
         routing: of a mixture with `gives_routing`: the experts chosen for each token of prompt and completion but the last, [tokens, layers that
             are mixtures, chosen], int16, and their `routing_weights`, of a float dtype. -1 and NaN, or `None`, where not known.
+        has_ended: of each completion: an end, a stop token or a stop text has ended it, and no limit of length; `None` where not known.
     """
 
     completion_ids: list[list[int]]
@@ -65,6 +68,7 @@ class Rollout:
     seconds: float
     routing: Sequence[torch.Tensor | None] | None = field(default=None, compare=False, repr=False)
     routing_weights: Sequence[torch.Tensor | None] | None = field(default=None, compare=False, repr=False)
+    has_ended: Sequence[bool] | None = field(default=None, compare=False)
 
     @property
     def tokens(self) -> int:
@@ -359,13 +363,7 @@ class ByteEngine(RolloutEngine, Protocol):
 
 
 class VersionedEngine(RolloutEngine, Protocol):
-    """An engine that several threads may ask, also during a push: what has begun with a version ends with it."""
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec, *, version: int | None = None
-    ) -> Rollout:
-        """As `RolloutEngine.generate`, with the version that serves or the one before it."""
-        ...
+    """An engine that several threads may ask, also during a push: what has begun with a version ends with it, that which serves or the one before it."""
 
 
 @runtime_checkable

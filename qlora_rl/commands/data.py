@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     datasets.disable_progress_bars()
     from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
-    from qlora_rl.config.launch import load_tokenizer, trl_config
+    from qlora_rl.config.launch import check_talks, load_tokenizer, trl_config
     from qlora_rl.config.read import read_config
     from qlora_rl.config.schema import METHODS
 
@@ -49,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     args = trl_config(config)
     tokenizer = load_tokenizer(config)
     loaded = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
+    if config.data.format == "chat":
+        check_talks(config, tokenizer, *loaded)
     given, draws = _template_arguments(config, tokenizer), METHODS[config.method].draws
     for name, dataset in zip(("train", "eval"), loaded, strict=True):
         if dataset is None:

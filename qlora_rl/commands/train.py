@@ -61,10 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
         quieten()
         transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
         config = read_config(arguments.file, arguments.overrides, trains=True)
-    from qlora_rl.config.launch import check_model, find_trainer, launch, unchecked
+    from qlora_rl.config.launch import check_model, check_rows, find_trainer, launch, unchecked
 
     if arguments.check:
-        left = [each for each in (check_model(config), *unchecked(config)) if each]
+        import datasets
+
+        datasets.disable_progress_bars()
+        left = [each for each in (check_model(config), *unchecked(config, check_rows(config))) if each]
         print(resolved_toml(config), end="")
         print(f"qlora-rl: {arguments.file} can run. Not checked: {', '.join(left)}", file=sys.stderr)
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 RESOLVED = "run.toml"
 _DIGEST = "# sha256 of "
 _OURS = ("kind", "start_from", "dtype")
+_LOOKED_AT = 1000  # rows of a dataset, by `check_rows`
 # What of [rollout] is no option of the engine.
 _NO_ENGINE = {"where", "api_key_file", "share_base", "max_staleness", "rollout_threads"}
 
@@ -52,8 +53,10 @@ def launch(config: RunConfig) -> Path:
     train, held_out = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
     if config.data.images is not None:
         check_image_counts(config, train, held_out)
-    if config.data.format == "chat":
-        load_tokenizer(config)  # before the base is made: is there a template, and does it know tools?
+    if (
+        config.data.format == "chat"
+    ):  # before the base is made: is there a template, and does it know tools and these messages?
+        check_talks(config, load_tokenizer(config), train, held_out)
     for rows in (train, held_out):
         if (
             isinstance(config.environment.use, dict)
@@ -166,14 +169,59 @@ def check_image_counts(config: RunConfig, *datasets: Any) -> None:
                 )
 
 
-def unchecked(config: RunConfig) -> list[str]:
-    """What of a run `check_model` and the check of its file have not looked at, for people."""
+def check_talks(config: RunConfig, tokenizer: Any, *datasets: Any) -> None:
+    """The chat template takes the messages of the rows.
+
+    Raises:
+        ConfigConflictError: names the row.
+    """
+    from qlora_rl.train.setup.settings import check_messages
+
+    if config.data.images is None:  # images become parts of the messages
+        draws = METHODS[config.method].draws
+        check_messages(tokenizer, *datasets, given=config.data.chat_template_kwargs, draws=draws)
+
+
+def check_rows(config: RunConfig) -> bool:
+    """Put the first rows of files through the chat template.
+
+    Returns:
+        They were looked at: it is a chat, of files, and the tokenizer is at hand.
+
+    Raises:
+        ConfigConflictError: a row cannot be read, or the template does not take it.
+    """
+    data = config.data
+    names = [
+        each
+        for held in (data.train, data.eval)
+        if held is not None
+        for each in ([held] if isinstance(held, str) else held)
+    ]
+    if data.format != "chat" or data.images is not None or not all(map(is_file, names)):
+        return False
+    try:
+        tokenizer = load_tokenizer(config)
+    except ConfigConflictError:
+        if is_local(config.base.model):
+            raise
+        return False
+    few = replace(data, limit=min(data.limit or _LOOKED_AT, _LOOKED_AT))
+    check_talks(config, tokenizer, *load_data(few, has_template_field=True))
+    return True
+
+
+def unchecked(config: RunConfig, has_rows: bool = False) -> list[str]:
+    """What of a run `check_model`, the check of its file and, where it `has_rows`, `check_rows` have not looked at, for people."""
     names = [config.data.train, config.data.eval]
     files = [each for name in names if name is not None for each in ([name] if isinstance(name, str) else name)]
-    rows = [f"rows of {Path(each).name} after the first" if is_file(each) else f"the dataset {each}" for each in files]
+    first = f"first {_LOOKED_AT:,}" if has_rows else "first"
+    rows = [
+        f"rows of {Path(each).name} after the {first}" if is_file(each) else f"the dataset {each}" for each in files
+    ]
     rewards = [f"what {Path(path).name} does" for each in config.rewards if (path := split_reward(each.use)[0])]
     fits = f"whether it fits (`qlora-rl plan {shlex.quote(config.base.model)}`)"
-    return list(dict.fromkeys([*rows, *rewards, "the weights and the tokenizer", fits]))
+    return list(dict.fromkeys([*rows, *rewards, "the weights" if has_rows else "the weights and the tokenizer", fits]))
 
 
 def find_trainer(method: str) -> type:

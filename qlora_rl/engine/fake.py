@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,16 +30,22 @@ class FakeEngine:
         model: a causal LM of its own (it must not be the one that is trained); 4-bit or not.
         max_lora_rank: largest rank that it takes.
         max_model_length: prompt plus completion, in tokens.
-        eos_token_id: ends a completion; by default the model's.
+        eos_token_id: ends a completion, or several that do; by default the model's.
     """
 
     def __init__(
-        self, model: Any, *, max_lora_rank: int = 64, max_model_length: int = 64, eos_token_id: int | None = None
+        self,
+        model: Any,
+        *,
+        max_lora_rank: int = 64,
+        max_model_length: int = 64,
+        eos_token_id: int | Sequence[int] | None = None,
     ):
         self.model = model.train()  # train mode keeps bitsandbytes from repacking; tiny models have no dropout
         self.max_lora_rank = max_lora_rank
         self.max_model_length = max_model_length
-        self.eos_token_id = model.config.get_text_config().eos_token_id if eos_token_id is None else eos_token_id
+        ends = model.config.get_text_config().eos_token_id if eos_token_id is None else eos_token_id
+        self._ends = set(ends) if isinstance(ends, Sequence) else {ends}
         self._version = 0
         self._hooks: list[Any] = []
         self._bare = False
@@ -113,7 +120,7 @@ class FakeEngine:
         places: Sequence[int] | None = None,
         **fields: Any,
     ) -> Rollout:
-        """One completion for each of B prompts (token ids); temperature, greedy, seeds and the length limit are honoured.
+        """One completion for each of B prompts (token ids); temperature, greedy, seeds, stop tokens and the length limit are honoured.
 
         `places`: number of each prompt in the whole of which these are a part; decides its seed.
         """
@@ -122,10 +129,11 @@ class FakeEngine:
         if self._lost:
             raise EngineBrokenError(f"generating: {self._lost}. Push the adapter again, or call drop_adapter().")
         spec = sampling or SamplingSpec(**fields)
-        plain = SamplingSpec(spec.max_tokens, spec.temperature, seed=spec.seed, first_place=spec.first_place)
-        if spec != plain:
+        known = ("max_tokens", "temperature", "seed", "first_place", "stop_token_ids")
+        plain = SamplingSpec(**{name: getattr(spec, name) for name in known})
+        if replace(spec, extra={}) != plain or spec.extra.keys() - {"stop_token_ids"}:
             raise NotYetSupportedError(
-                f"generating: {spec}: the fake engine knows max_tokens, temperature and seed only. Use LocalEngine."
+                f"generating: {spec}: the fake engine knows max_tokens, temperature, seed and stop tokens only. Use LocalEngine."
             )
         prompts = as_ids(several(prompts))
         too_long = [i for i, p in enumerate(prompts) if not 0 < len(p) < self.max_model_length]
@@ -137,10 +145,17 @@ class FakeEngine:
         numbers = range(len(prompts)) if places is None else places
         drawn = [self._complete(list(p), spec, spec.first_place + i) for i, p in zip(numbers, prompts, strict=True)]
         return Rollout(
-            [ids for ids, _ in drawn], [logprobs for _, logprobs in drawn], self._version, time.perf_counter() - started
+            [ids for ids, _, _ in drawn],
+            [logprobs for _, logprobs, _ in drawn],
+            self._version,
+            time.perf_counter() - started,
+            has_ended=[has_ended for _, _, has_ended in drawn],
         )
 
-    def _complete(self, prompt: list[int], spec: SamplingSpec, index: int) -> tuple[list[int], list[float | None]]:
+    def _complete(
+        self, prompt: list[int], spec: SamplingSpec, index: int
+    ) -> tuple[list[int], list[float | None], bool]:
+        ends = {*self._ends, *spec.stop_token_ids, *(spec.extra.get("stop_token_ids") or ())}
         generator = None if spec.seed is None else torch.Generator().manual_seed(spec.seed + index)
         ids: list[int] = []
         logprobs: list[float | None] = []
@@ -154,9 +169,9 @@ class FakeEngine:
                 token = int(torch.multinomial(logprobs_V.exp(), 1, generator=generator))
             ids.append(token)
             logprobs.append(float(logprobs_V[token]))
-            if token == self.eos_token_id:
-                break
-        return ids, logprobs
+            if token in ends:
+                return ids, logprobs, True
+        return ids, logprobs, False
 
     def load_adapter(self, directory: Path, version: int) -> None:
         """Serve a canonical PEFT directory as `version`; all of its modules must exist here."""

@@ -103,6 +103,8 @@ def _params(spec: SamplingSpec, index: int) -> Any:
         fields["structured_outputs"] = StructuredOutputsParams(**structured)
     if spec.regex is not None:
         fields["structured_outputs"] = StructuredOutputsParams(regex=spec.regex)
+    if spec.stop_token_ids and not fields.get("ignore_eos"):
+        fields["stop_token_ids"] = sorted({*spec.stop_token_ids, *(fields.get("stop_token_ids") or ())})
     if fields.get("stop"):
         fields["detokenize"] = True  # stop strings are looked for in the text
     return SamplingParams(**fields)
@@ -116,6 +118,16 @@ def request_seed(seed: int, index: int) -> int:
 def are_cut_off(outputs: Iterable[Any]) -> bool:
     """One of vLLM's request outputs (`None`: it gave none) was not generated to its end: vLLM ends, or has dropped it."""
     return any(output is None or output.outputs[0].finish_reason in _CUT_OFF for output in outputs)
+
+
+def sampled(outputs: Sequence[Any]) -> dict[str, list[Any]]:
+    """The fields of a `Rollout` that vLLM's request outputs hold."""
+    drawn = [output.outputs[0] for output in outputs]
+    return {
+        "completion_ids": [list(each.token_ids) for each in drawn],
+        "logprobs": [sampled_logprobs(each) for each in drawn],
+        "has_ended": [each.finish_reason == "stop" for each in drawn],
+    }
 
 
 def holds_nan(outputs: Iterable[Any]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from qlora_rl.contracts import Rollout, SamplingSpec
 from qlora_rl.engine import compat
 from qlora_rl.engine.options import start_options
-from qlora_rl.engine.sampling import sampled_logprobs, sampling_params
+from qlora_rl.engine.sampling import sampled, sampling_params
 from qlora_rl.products import torchs_own
 
 
@@ -52,12 +52,8 @@ class StockEngine:
                 lora_request=self._request,
                 use_tqdm=False,
             )
-        drawn = [output.outputs[0] for output in outputs]
         return Rollout(
-            completion_ids=[list(o.token_ids) for o in drawn],
-            logprobs=[sampled_logprobs(o) for o in drawn],
-            version=int(self._request is not None),
-            seconds=time.perf_counter() - started,
+            **sampled(outputs), version=int(self._request is not None), seconds=time.perf_counter() - started
         )
 
     def close(self) -> None:

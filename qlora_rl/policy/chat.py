@@ -62,6 +62,7 @@ class Conversation:
             uses_template = bool(self.tokenizer.chat_template) and not is_text
         self.uses_template = uses_template
         self._sampling = (temperature, top_p)
+        self._ends = end_tokens(self._model.generation_config) | set(trained.ends)
         self._autocast, self._template_kwargs = trained.autocast, trained.template_kwargs
         self._generator = torch.Generator()
         if seed is None:
@@ -115,7 +116,7 @@ class Conversation:
         rest = self.tokenizer.decode(drawn, skip_special_tokens=True)[len(shown) :]
         if rest:
             yield rest
-        if drawn and drawn[-1] not in end_tokens(self._model.generation_config):
+        if drawn and drawn[-1] not in self._ends:
             self.cut_off_after = len(drawn)
 
     def _draw(self, inputs: dict[str, Any]) -> Iterator[int]:
@@ -136,4 +137,5 @@ class Conversation:
             top_p=top_p,
             autocast=self._autocast,
             inputs=inputs,
+            ends=self._ends,
         )

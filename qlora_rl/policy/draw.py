@@ -6,7 +6,7 @@ Shape letter: V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ def draw(
     top_p: float = 1.0,
     autocast: str | None = None,
     inputs: Mapping[str, Any] | None = None,
+    ends: Collection[int] | None = None,
 ) -> Iterator[int]:
     """What the model says after a prompt; the token that ends it is the last one.
 
@@ -37,9 +38,10 @@ def draw(
         top_p: see `choose`.
         autocast: see `precision`.
         inputs: what the model is given with the prompt besides its ids: images, as its processor makes them.
+        ends: tokens that end it; by default those of the model.
     """
     device = next(model.parameters()).device
-    ends = end_tokens(model.generation_config)
+    ends = end_tokens(model.generation_config) if ends is None else ends
     room = model.config.get_text_config().max_position_embeddings - len(prompt)
     cache, new = None, list(prompt)
     given = {name: value.to(device) for name, value in (inputs or {}).items()}

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, cast
@@ -135,7 +135,9 @@ def evaluate(
     """
     from qlora_rl.train.watch.rewards import guard
 
-    sampling = sampling or SamplingSpec(trained.max_tokens, temperature=0.0, seed=0)
+    sampling = replace(
+        sampling or SamplingSpec(trained.max_tokens, temperature=0.0, seed=0), stop_token_ids=trained.ends
+    )
     rows = [dict(row) for row in rows] if are_as_trained else as_trained(rows, trained.data)
     if not rows or any(not isinstance(row.get("prompt"), str | list) for row in rows):
         raise ConfigConflictError(
@@ -161,7 +163,7 @@ def evaluate(
             drawn.append(engine.generate([each for each in ids for _ in range(samples)], sampling).completion_ids)
         positions = engine.capabilities().max_model_length
     lengths = [len(token_ids(each)) for each in ids for _ in range(samples)]
-    ends = _ends(trained.base.path, tokenizer)
+    ends = _ends(trained.base.path, tokenizer) | set(trained.ends)
     cut_off = [share_cut_off(lengths, side, ends, sampling.max_tokens, positions) for side in drawn]
     texts = [tokenizer.batch_decode(completions, skip_special_tokens=True) for completions in drawn]
     scored = [

@@ -20,7 +20,7 @@ def encode(tokenizer: Any, prompt: str | Messages, **template_kwargs: Any) -> Pr
         template_kwargs: further arguments of the chat template, such as `enable_thinking`.
 
     Raises:
-        ConfigConflictError: messages, and the tokenizer has no chat template; or images, and the model takes none.
+        ConfigConflictError: messages, and the tokenizer has no chat template, or one that does not take them; or images, and the model takes none.
     """
     made = model_inputs(tokenizer, prompt, **template_kwargs)
     ids = made["input_ids"][0].tolist()
@@ -43,14 +43,21 @@ def model_inputs(tokenizer: Any, prompt: str | Messages, **template_kwargs: Any)
         )
     if any(True for _ in images_in(prompt)) and not hasattr(tokenizer, "image_processor"):
         raise ConfigConflictError("reading a prompt: it has images, and the model takes none. Leave them out.")
-    made = tokenizer.apply_chat_template(
-        [list(prompt)],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        **template_kwargs,
-    )
+    try:
+        made = tokenizer.apply_chat_template(
+            [list(prompt)],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **template_kwargs,
+        )
+    except Exception as error:  # jinja's, or whatever else a template comes to
+        roles = ", ".join(str(message.get("role")) for message in prompt)
+        raise ConfigConflictError(
+            f"reading a prompt: the chat template does not take messages with the roles {roles}: {type(error).__name__}: {error}. Leave out "
+            "what it does not take, such as a system message."
+        ) from error
     return {name: value for name, value in made.items() if name != "attention_mask"}
 
 

@@ -75,6 +75,11 @@ class TrainedRun:
         return int(found or SamplingSpec.max_tokens)
 
     @property
+    def ends(self) -> list[int]:
+        """Tokens that ended a completion when it was trained; those of the base alone where that is not recorded."""
+        return list(self.config.get("ends", ()))
+
+    @property
     def template_kwargs(self) -> dict[str, Any]:
         """What the chat template was given when it was trained, such as `enable_thinking`."""
         given = arguments_of(self.config).get("chat_template_kwargs")

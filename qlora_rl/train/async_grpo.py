@@ -231,6 +231,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
             self._pending_extra_logs[name].extend(values)
         for name, values in drawn.extra_metrics.items():
             self._pending_metrics[name].extend(values)
+        self._are_cut = drawn.are_cut
         return drawn.generated
 
     def _calculate_rewards(self, *_: Any) -> torch.Tensor:

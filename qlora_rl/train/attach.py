@@ -16,6 +16,7 @@ from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFun
 from qlora_rl.fidelity import FidelityMonitor
 from qlora_rl.pieces import is_sharded
 from qlora_rl.train.rloo import SampledLogprobs
+from qlora_rl.train.rollouts.endings import EndedCompletions
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.rollouts.link import Link, link_policy
 from qlora_rl.train.run.wrapped import WrappedModel
@@ -180,7 +181,7 @@ def attach(
             choice,
             choice.engine,
             trainer.args,
-            settings.sampling_spec(trainer.args),
+            settings.sampling_spec(trainer.args, trainer.eos_token_ids),
             sync=sync,
             sync_dir=sync_dir,
             canary_every=canary_every,
@@ -192,7 +193,8 @@ def attach(
     parts = (
         (Attached, MeasuredSteps, SampledLogprobs) if isinstance(trainer, RLOOTrainer) else (Attached, MeasuredSteps)
     )
-    trainer.__class__ = type(kind.__name__, (*parts, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    parts = (*parts, EndedCompletions, kind)
+    trainer.__class__ = type(kind.__name__, parts, {"__module__": kind.__module__, "__doc__": kind.__doc__})
     trainer._link, trainer.bridge, trainer.engine = link, link.bridge, link.engine
     if ranks().size > 1:
         trainer._failures = []

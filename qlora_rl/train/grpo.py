@@ -12,6 +12,7 @@ from qlora_rl.contracts import RolloutEngine
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.train.one_pass import OnePass
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
+from qlora_rl.train.rollouts.endings import EndedCompletions
 from qlora_rl.train.rollouts.groups import GroupedPrompts
 from qlora_rl.train.rollouts.image_rows import ImageRows
 from qlora_rl.train.setup import settings
@@ -19,7 +20,9 @@ from qlora_rl.train.watch.measure import MeasuredSteps
 from qlora_rl.train.watch.routing import RoutedSteps
 
 
-class QLoRAGRPOTrainer(RoutedSteps, OnlineTrainer, OnePass, MeasuredSteps, GroupedPrompts, ImageRows, GRPOTrainer):
+class QLoRAGRPOTrainer(
+    RoutedSteps, OnlineTrainer, OnePass, MeasuredSteps, EndedCompletions, GroupedPrompts, ImageRows, GRPOTrainer
+):
     """GRPO on a 4-bit base. TRL's arguments and config, unchanged, and these:
 
     ::

@@ -31,6 +31,7 @@ from qlora_rl.train.run.trained_run import (
 from qlora_rl.train.scoring.logprobs import use_small_tiles
 from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
+from qlora_rl.train.setup.entry import check_cloned, check_tokens
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.linears import settle_linears
 from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
@@ -92,6 +93,15 @@ class OfflineTrainer(TrainedRun):
             check_common_base(self.base.identity)
             if processing_class is None:
                 processing_class = load_tokenizer(self.base, args)
+            else:
+                check_tokens(processing_class, self.base.path, args)
+            check_cloned(args, processing_class, self.base.path)
+            if (
+                getattr(args, "chat_template_path", None) is None
+                and of_trl.get("formatting_func") is None
+                and not images
+            ):
+                settings.check_messages(processing_class, train_dataset, eval_dataset, draws=False)
             settings.check_processor(processing_class, self.base.path)
             before = trained_values(loaded)
             init, args.model_init_kwargs = args.model_init_kwargs, None  # the model is loaded already

@@ -38,6 +38,7 @@ from qlora_rl.train.scoring.logprobs import use_small_tiles
 from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
+from qlora_rl.train.setup.entry import check_tokens
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.linears import settle_linears
 from qlora_rl.train.setup.pairing import SHARE, Pair, expects_one_copy, make_pair
@@ -153,7 +154,7 @@ class OnlineTrainer(TrainedRun):
             why = "" if self._takes_images else f"{type(self).__name__} samples from text prompts only"
             if ranks().size > 1:
                 why = "in several processes it is sampled from text prompts only"
-            settings.check_prompts(train_dataset, eval_dataset)
+            settings.check_prompts(args, train_dataset, eval_dataset)
             images = settings.check_datasets(train_dataset, eval_dataset, why=why)
             if images and not may_take_images(model):
                 settings.reject_images(images, f"{model} takes none")
@@ -195,10 +196,15 @@ class OnlineTrainer(TrainedRun):
                 check_whole(self.base, options.share_base)
             if processing_class is None:
                 processing_class = load_tokenizer(self.base, args)
+            else:
+                check_tokens(processing_class, self.base.path, args)
             settings.check_processor(processing_class, self.base.path)
-            has_own = "chat_template" in (getattr(args, "chat_template_kwargs", None) or {})
-            if of_trl.get("rollout_func") is None and not has_own:
-                settings.check_template(processing_class, train_dataset, eval_dataset)
+            given = getattr(args, "chat_template_kwargs", None) or {}
+            if of_trl.get("rollout_func") is None:
+                if "chat_template" not in given:
+                    settings.check_template(processing_class, train_dataset, eval_dataset)
+                if not images:  # which become parts of the messages
+                    settings.check_messages(processing_class, train_dataset, eval_dataset, given=given)
             # The base verification below finds what was rounded, repairs it, and says so.
             engine_options = {
                 "repair_scales": False,
@@ -221,7 +227,6 @@ class OnlineTrainer(TrainedRun):
                 before = {} if is_whole else trained_values(model_of_trl["model"])
                 if is_whole:
                     unfreeze(pair.model)
-                sampling = settings.sampling_spec(args)
                 reward_funcs = as_list(reward_funcs)
                 if isinstance(reward_processing_classes, list):
                     reward_processing_classes = list(reward_processing_classes)  # TRL fills it in
@@ -259,7 +264,7 @@ class OnlineTrainer(TrainedRun):
                         choice,
                         owned,
                         args,
-                        sampling,
+                        settings.sampling_spec(args, self.eos_token_ids),
                         sync=options.sync,
                         sync_dir=options.sync_dir,
                         canary_every=options.canary_every,

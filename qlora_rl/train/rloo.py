@@ -14,6 +14,7 @@ from trl import RLOOConfig, RLOOTrainer
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.bridge import EngineBridge
+from qlora_rl.train.rollouts.endings import EndedCompletions
 from qlora_rl.train.rollouts.groups import GroupedPrompts
 from qlora_rl.train.rollouts.image_rows import ImageRows
 from qlora_rl.train.setup import settings
@@ -59,7 +60,7 @@ class SampledLogprobs:
 
 
 class QLoRARLOOTrainer(
-    RoutedSteps, OnlineTrainer, MeasuredSteps, SampledLogprobs, GroupedPrompts, ImageRows, RLOOTrainer
+    RoutedSteps, OnlineTrainer, MeasuredSteps, SampledLogprobs, EndedCompletions, GroupedPrompts, ImageRows, RLOOTrainer
 ):
     """RLOO on a 4-bit base: TRL's RLOOTrainer as `QLoRAGRPOTrainer` is TRL's GRPOTrainer, with the same further arguments.
 

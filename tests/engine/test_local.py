@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,6 +82,22 @@ def test_a_seed_per_request_gives_the_same_tokens_in_any_company(engine, prompts
     assert again.completion_ids == together.completion_ids
     assert again.logprobs == together.logprobs
     assert fewer.completion_ids == together.completion_ids[:3]
+
+
+def test_it_stops_at_an_end_that_only_the_trainer_knows_and_says_which_completions_have_ended(engine, prompts):
+    """As for a base model that is trained with a chat's EOS."""
+    spec = SamplingSpec(max_tokens=12, seed=3)
+    whole = engine.generate(prompts, spec)
+    assert whole.has_ended == [ids[-1] == 1 for ids in whole.completion_ids]
+    end = next(token for ids in whole.completion_ids for token in ids[1:-1] if chr(token).isalnum())
+    rollout = engine.generate(prompts, replace(spec, stop_token_ids=(end,)))
+    expected = [ids[: ids.index(end) + 1] if end in ids else ids for ids in whole.completion_ids]
+    assert rollout.completion_ids == expected
+    assert rollout.has_ended == [ids[-1] in (1, end) for ids in expected]
+    by_text = engine.generate(prompts, replace(spec, extra={"stop": [chr(end)]}))
+    assert by_text.has_ended == rollout.has_ended
+    ignoring = {"ignore_eos": True}  # a wish
+    assert not any(engine.generate(prompts, replace(spec, stop_token_ids=(end,), extra=ignoring)).has_ended)
 
 
 def test_equal_prompts_of_one_call_get_different_completions(engine, prompts):

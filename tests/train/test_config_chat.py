@@ -76,6 +76,24 @@ def shown(config, dataset):
     return [{name: _ids(tokenizer, name, value, given) for name, value in _sequences(row).items()} for row in dataset]
 
 
+def test_a_template_without_a_system_role_is_said_before_a_base_is_made(source, read, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("qlora_rl.base.checkpoint.prepare_base", lambda *_, **__: pytest.fail("a base was made"))
+    strict, file = shutil.copytree(source, tmp_path / "strict"), str(tmp_path / "run.toml")
+    tokenizer = AutoTokenizer.from_pretrained(strict)
+    tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(strict)
+    read("grpo", CHAT, base={"model": str(strict)})
+    for words in (["train", file, "--check"], ["data", file], ["train", file]):
+        assert main(words) == 1
+        said = capsys.readouterr().err
+        assert "prompt of row 0, whose roles are system, user: TemplateError: no system here" in said
+        assert "prompt_template in place of system_prompt" in said
+    asked = {name: value for name, value in CHAT.items() if name != "system_prompt"}
+    read("grpo", asked | {"prompt_template": SYSTEM + " {question}"}, base={"model": str(strict)})
+    assert main(["train", file, "--check"]) == 0
+    assert "Not checked: rows of train-128.jsonl after the first 1,000, the weights," in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("thinks", [True, False, None])
 def test_the_prompts_of_ten_rows_are_tokenised_as_trl_does(thinks, read, source, make_trainer):
     given = {} if thinks is None else {"enable_thinking": thinks}

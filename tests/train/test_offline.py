@@ -8,7 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from support import tiny_training
 from test_models import adapter, as_form, assert_same, bytes_of_the_base
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import DPOConfig, SFTConfig
 
 from qlora_rl import (
@@ -43,6 +43,39 @@ def make(base, tmp_path):
         return trainer(**usual | arguments)
 
     return build
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_would_change_the_vocabulary_is_rejected(kind, make, base, tmp_path):
+    """TRL resizes the model to the tokens of both tokenizers: its adapter fits no base."""
+    tokenizer = AutoTokenizer.from_pretrained(base.path)
+    same = tokenizer.save_pretrained(tmp_path / "same") and str(tmp_path / "same")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|stop|>"]})
+    tokenizer.save_pretrained(tmp_path / "more")
+    with pytest.raises(ConfigConflictError, match=r"tokens that the base does not have: '<\|start\|>', '<\|stop\|>'"):
+        make(kind, processing_class=tokenizer)
+    if kind == "sft":
+        with pytest.raises(
+            ConfigConflictError, match=r"resize the model's embedding from 128 to 130 rows.*chat\.jinja"
+        ):
+            make(kind, {"chat_template_path": str(tmp_path / "more")})
+        (tmp_path / "chat.jinja").write_text(tokenizer.chat_template)
+        for number, path in enumerate((same, str(tmp_path / "chat.jinja"))):
+            make(kind, {"chat_template_path": path, "output_dir": str(tmp_path / f"run-{number}")}).close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_that_the_chat_template_does_not_take_are_rejected(kind, make, base):
+    tokenizer = AutoTokenizer.from_pretrained(base.path)
+    tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    user, system, answer = ({"role": role, "content": "1"} for role in ("user", "system", "assistant"))
+    names = ("chosen", "rejected") if kind == "dpo" else ("completion",)
+    rows = [{"prompt": asked, **{name: [answer] for name in names}} for asked in ([user], [user], [system, user])]
+    with pytest.raises(ConfigConflictError, match=r"prompt of row 2, whose roles are system, user: .*no system"):
+        make(kind, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    whole = [{name: [*row["prompt"], answer] for name in (names if kind == "dpo" else ("messages",))} for row in rows]
+    with pytest.raises(ConfigConflictError, match="of row 2, whose roles are system, user, assistant"):
+        make(kind, train_dataset=Dataset.from_list(whole), processing_class=tokenizer)
 
 
 def lines(path):

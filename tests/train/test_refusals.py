@@ -380,6 +380,66 @@ def test_a_reward_that_takes_messages_for_text_is_told_where_the_text_is():
     assert "messages" not in str(caught.value)
 
 
+def test_a_reward_whose_column_was_removed_is_told_of_the_switch(make_trainer, config):
+    def reward(completions, answer, **_):
+        return [float(len(each)) for each in answer]
+
+    def by_name(completions, **columns):
+        return [float(len(each)) for each in columns["answer"]]
+
+    for each in (reward, by_name):
+        trainer = make_trainer(reward_funcs=each, args=config(remove_unused_columns=True), existing_run="overwrite")
+        with pytest.raises(RewardFunctionError, match="It got no column: with remove_unused_columns=True"):
+            trainer.train()
+        with pytest.raises(RewardFunctionError, match="The columns that it got: solution"):
+            guard(each)(completions=["a"], solution=["b"], trainer_state=None)
+
+
+# A template of a model without a system role, whose roles alternate: Gemma 2, Mistral.
+STRICT = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}{{ message['content'] }}{% endfor %}"
+)
+
+
+@pytest.fixture
+def strict(base):
+    tokenizer = AutoTokenizer.from_pretrained(base.path, padding_side="left")
+    tokenizer.chat_template = STRICT
+    return tokenizer
+
+
+def said(*roles):
+    return [{"role": role, "content": "1+1="} for role in roles]
+
+
+@pytest.mark.parametrize(
+    ("roles", "told"),
+    [
+        (("system", "user"), r"row 3, whose roles are system, user: .*System role not supported.*prompt_template"),
+        (("user", "user"), r"row 3, whose roles are user, user: .*roles must alternate"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["train_dataset", "eval_dataset"])
+def test_messages_that_the_chat_template_does_not_take_are_rejected_before_an_engine_starts(
+    kind, roles, told, make_trainer, strict, plain
+):
+    rows = Dataset.from_list([{"prompt": said("user")}] * 3 + [{"prompt": said(*roles)}] * 2)
+    with pytest.raises(ConfigConflictError, match=told):
+        make_trainer(**{kind: rows}, processing_class=strict, rollout="colocate")
+    make_trainer(**{kind: rows.select(range(3))}, processing_class=strict)
+
+
+def test_tokens_that_somebody_has_added_are_rejected(make_trainer, base):
+    tokenizer = AutoTokenizer.from_pretrained(base.path, padding_side="left")
+    tokenizer.add_special_tokens({"pad_token": "<|mine|>"})
+    with pytest.raises(
+        ConfigConflictError, match=r"tokens that the base does not have: '<\|mine\|>'; the base has rows for 128"
+    ):
+        make_trainer(processing_class=tokenizer)
+
+
 def test_without_any_reward_there_is_nothing_to_learn(make_trainer):
     with pytest.raises(ValueError, match="No reward source"):
         make_trainer(reward_funcs=None)

@@ -153,6 +153,11 @@ def test_vespo_with_a_token_correction_trains(make_trainer, config):
         ({"vllm_importance_sampling_mode": "sentence_mask"}, "sentence_mask"),
         ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
         ({"generation_kwargs": {"n": 2}}, "num_generations"),
+        ({"generation_kwargs": {"temperature": 0.7}}, r"temperature=0\.7, .* temperature=1\.0: set temperature alone"),
+        (
+            {"generation_kwargs": {"max_tokens": 9}},
+            "max_tokens=9, .* max_completion_length=3: set max_completion_length alone",
+        ),
         ({"generation_kwargs": {"seed": 1}}, r"GRPOConfig\(seed"),
     ],
 )
@@ -325,6 +330,25 @@ def test_a_dataset_without_prompts_is_rejected_with_the_columns_it_has(make_trai
     renamed = plain.rename_column("prompt", "question")
     with pytest.raises(ConfigConflictError, match="no column prompt, but answer, question"):
         make_trainer(**{kind: {"one": renamed} if kind == "eval_dataset" else renamed})
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state", "log_extra", "log_metric"])
+def test_columns_that_reward_functions_cannot_be_given_are_rejected(name, make_trainer, plain, config):
+    named = plain.rename_column("answer", name)
+    with pytest.raises(
+        ConfigConflictError, match=rf"its columns {name} have names of arguments .*rename_column\('{name}'"
+    ):
+        make_trainer(train_dataset=named)
+    make_trainer(train_dataset=named, args=config(remove_unused_columns=True)).train()
+
+
+def test_a_row_without_a_prompt_is_named(make_trainer, plain):
+    rows = [*plain, {"prompt": None, "answer": "1"}, *plain]
+    with pytest.raises(ConfigConflictError, match="row 8 has no prompt"):
+        make_trainer(train_dataset=Dataset.from_list(rows))
+    chats = [row | {"prompt": row["prompt"] and [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    with pytest.raises(ConfigConflictError, match="row 2 has no prompt"):
+        make_trainer(eval_dataset={"one": Dataset.from_list(chats).select(range(6, 12))})
 
 
 def test_a_seed_gives_the_same_adapter_again(make_trainer, config, tmp_path):

@@ -88,7 +88,7 @@ class Replica:
             assert wanted == (self.digest, self.version) or (asked.get("held") and wanted == self.before)
             drawn = [f"{asked['sampling']['seed']}{p}{wanted[0]}" for p in asked["places"]]
             return {"completion_ids": [list(d.encode()) for d in drawn], "logprobs": [[-1.0] for _ in drawn],
-                    "version": wanted[1]}  # fmt: skip
+                    "version": wanted[1], "has_ended": [place % 2 == 0 for place in asked["places"]]}  # fmt: skip
         if path == "/score":
             return {"logprobs": [[-1.0 - self.lies] for _ in asked["sequences"]]}
         if path == "/held":
@@ -145,6 +145,7 @@ def test_what_is_drawn_does_not_depend_on_the_number_of_replicas(connect, replic
     one, three = drawn(connect("a")), drawn(connect("abc"))
     assert one == three
     assert len({tuple(row) for row in one}) == len(PROMPTS)
+    assert connect("abc").generate(PROMPTS, seed=5).has_ended == [place % 2 == 0 for place in range(len(PROMPTS))]
     assert all(("POST", "/generate") in each.asked for each in replicas.values())
 
 

@@ -93,6 +93,19 @@ def test_greedy_answers_are_those_of_the_policy_and_of_the_base(run):
         assert "".join(talk.answer("12+34=")) == talk.tokenizer.decode(drawn[0, len(ids) :], skip_special_tokens=True)
 
 
+def test_an_answer_ends_where_the_run_s_completions_did(run, tmp_path):
+    """Its tokenizer may have had another EOS than the base's, which the run records."""
+    path = shutil.copytree(run, tmp_path / "run")
+    ask = {"temperature": 0.0, "max_tokens": 6, "uses_template": False}
+    talk = Conversation(open_trained(path), **ask)
+    whole = talk.tokenizer("".join(talk.answer("12+34="))).input_ids
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"ends": [1, whole[0]]}))
+    talk = Conversation(open_trained(path), **ask)
+    assert talk.tokenizer("".join(talk.answer("12+34="))).input_ids == whole[:1] != whole
+    assert talk.cut_off_after is None
+
+
 def test_a_talk_remembers_what_was_said_and_forgets_it(run, monkeypatch):
     talk = Conversation(open_trained(run), temperature=0.0, max_tokens=4)
     assert talk.uses_template
@@ -161,6 +174,15 @@ def test_an_answer_that_was_cut_off_says_so(run, monkeypatch, capsys):
         monkeypatch.setattr("builtins.input", lambda _, typed=typed: next(typed))
         assert main(["chat", str(run), "--max-tokens", limit]) == 0
         assert f"[cut off {told}]" in capsys.readouterr().out
+
+
+def test_messages_that_the_template_does_not_take_are_said(run):
+    talk = Conversation(open_trained(run), system="Be brief.", max_tokens=1)
+    talk.tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(
+        ConfigConflictError, match=r"messages with the roles system, user: TemplateError: no system role"
+    ):
+        list(talk.answer("1+1="))
 
 
 def test_a_system_message_needs_a_template(run, monkeypatch, capsys):

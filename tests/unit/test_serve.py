@@ -157,6 +157,15 @@ def test_what_the_engine_sets_itself_cannot_be_set(name):
         sampling_params(SamplingSpec(extra={name: 2}), [0])
 
 
+@pytest.mark.parametrize(
+    ("extra", "stops"), [({}, [1, 7]), ({"stop_token_ids": [3, 7]}, [1, 3, 7]), ({"ignore_eos": True}, [])]
+)
+def test_the_trainers_ends_are_added_to_those_that_the_user_names(extra, stops):
+    pytest.importorskip("vllm")
+    (params,) = sampling_params(SamplingSpec(stop_token_ids=[7, 1], extra=extra), [0])
+    assert params.stop_token_ids == stops
+
+
 def drawn_token(logprob, finish_reason="length"):
     return SimpleNamespace(token_ids=[1], logprobs=[{1: SimpleNamespace(logprob=logprob)}], finish_reason=finish_reason)
 

@@ -241,7 +241,9 @@ class ServerEngine:
             asked["places"] = list(places)
         found = self._ask("POST", "/generate", lambda: asked | self._expected(version))
         seconds = time.perf_counter() - started
-        return Rollout(found["completion_ids"], found["logprobs"], found["version"], seconds)
+        return Rollout(
+            found["completion_ids"], found["logprobs"], found["version"], seconds, has_ended=found.get("has_ended")
+        )
 
     def score(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[float]]:
         """Natural logs of the probabilities of every token but the first; with `bare` under the base alone."""

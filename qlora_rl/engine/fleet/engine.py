@@ -189,6 +189,7 @@ class Fleet:
         versions = {} if ids else {self._version if version is None else version: ""}
         tokens: list[list[int]] = [[] for _ in ids]
         logprobs: list[list[float | None]] = [[] for _ in ids]
+        has_ended: dict[int, bool] = {}
         left, end = list(range(len(ids))), time.monotonic() + self.wait_s
         without: dict[Replica, VersionGoneError] = {}
         has_waited = False
@@ -223,9 +224,11 @@ class Fleet:
                 self._shares.note(each, rollout.tokens, rollout.seconds)
                 for i, drawn, values in zip(shares[each], rollout.completion_ids, rollout.logprobs, strict=True):
                     tokens[i], logprobs[i] = drawn, values
+                has_ended |= zip(shares[each], rollout.has_ended or (), strict=False)
             drawn_now = {i for each in done for i in shares[each]}
             left = [i for i in left if i not in drawn_now]
-        return Rollout(tokens, logprobs, next(iter(versions)), time.perf_counter() - started)
+        are_known = [has_ended[i] for i in range(len(ids))] if len(has_ended) == len(ids) else None
+        return Rollout(tokens, logprobs, next(iter(versions)), time.perf_counter() - started, has_ended=are_known)
 
     def cancel(self) -> None:
         """Have the calls of other threads end with `RolloutCancelledError`."""

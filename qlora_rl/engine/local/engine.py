@@ -23,7 +23,7 @@ from qlora_rl.engine.local.drive import Driver, alone
 from qlora_rl.engine.local.ranks import watched
 from qlora_rl.engine.local.routing import Routing, choices_of
 from qlora_rl.engine.options import start_options
-from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled_logprobs, sampling_params
+from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled, sampling_params
 from qlora_rl.engine.worker.extension import Lending
 from qlora_rl.engine.worker.parallel import IN_PROCESSES, described
 from qlora_rl.errors import EngineClosedError, EngineUnsupportedError
@@ -256,8 +256,7 @@ class LocalEngine:
         version, outputs = self._run(asked, params, version=version)
         routing = choices_of([token_ids(p) for p in asked], outputs) if self._routing.is_on else (None, None)
         return Rollout(
-            completion_ids=[list(o.outputs[0].token_ids) for o in outputs],
-            logprobs=[sampled_logprobs(o.outputs[0]) for o in outputs],
+            **sampled(outputs),
             version=version,
             seconds=time.perf_counter() - started,
             routing=routing[0],

@@ -29,7 +29,7 @@ from qlora_rl.engine.sampling import (
     are_cut_off,
     check_lengths,
     holds_nan,
-    sampled_logprobs,
+    sampled,
     sampling_params,
     scored_logprobs,
 )
@@ -255,13 +255,7 @@ class ServedPolicy:
             raise ConfigConflictError(f"generating: {error}. Send the fields of SamplingSpec.") from error
         started = time.perf_counter()
         version, outputs = await self._run(prompts, spec, places, wanted=wanted)
-        drawn = [output.outputs[0] for output in outputs]
-        return {
-            "completion_ids": [list(o.token_ids) for o in drawn],
-            "logprobs": [sampled_logprobs(o) for o in drawn],
-            "version": version,
-            "seconds": time.perf_counter() - started,
-        }
+        return {**sampled(outputs), "version": version, "seconds": time.perf_counter() - started}
 
     async def score(
         self, sequences: Sequence[Prompt], bare: bool, wanted: Wanted = (None, None, False)

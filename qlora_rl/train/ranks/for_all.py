@@ -129,7 +129,8 @@ class EngineForAll:
         first = sum(len(part) for part, _ in parts[: self._ranks.rank - self._first])
         mine = slice(first, first + len(prompts))
         logprobs = rollout.logprobs[mine] if rollout.logprobs else rollout.logprobs  # `None` where it gives none
-        return Rollout(rollout.completion_ids[mine], logprobs, rollout.version, rollout.seconds)
+        has_ended = rollout.has_ended and rollout.has_ended[mine]
+        return Rollout(rollout.completion_ids[mine], logprobs, rollout.version, rollout.seconds, has_ended=has_ended)
 
     def score(self, sequences: Sequence[Sequence[int]], *, bare: bool = False) -> list[list[float]]:
         """Of the sequences of the owner, which all ranks hold."""

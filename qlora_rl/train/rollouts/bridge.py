@@ -19,6 +19,7 @@ from qlora_rl.contracts import Rollout, RolloutEngine, SamplingSpec, SyncReport,
 from qlora_rl.distributed import ranks
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.errors import EngineBrokenError, EngineUnsupportedError, NotYetSupportedError
+from qlora_rl.train.rollouts.endings import Endings
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class EngineBridge:
 
     Attributes:
         last: the newest rollout; RLOO of TRL drops its logprobs.
+        endings: of what has begun.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class EngineBridge:
         # Of the newest batch of each kind, by all token ids of a sequence; `None` where nobody asks.
         self._routing: dict[bool, dict[tuple[int, ...], Any]] | None = None
         self.last: Rollout | None = None
+        self.endings = Endings()
 
     def install(self, trainer: Any) -> None:
         """Make `trainer` (built with use_vllm=False) generate through this bridge."""
@@ -90,7 +93,7 @@ class EngineBridge:
         """What is sampled from now on belongs to this optimizer step."""
         if step != self._step:
             self._calls = {False: 0, True: 0}
-        self._step, self._is_evaluation, self._width = step, is_evaluation, 0
+        self._step, self._is_evaluation, self._width, self.endings = step, is_evaluation, 0, Endings()
         if self._routing is not None:
             self._routing[is_evaluation] = {}
 
@@ -198,6 +201,7 @@ class EngineBridge:
                 "this engine in the middle of a rollout. Give each trainer that runs at the same time an engine of its own."
             )
         self.last = rollout
+        self.endings.note(prompts, rollout)
         return self.as_trl_wants(prompts, rollout)
 
     def draw(

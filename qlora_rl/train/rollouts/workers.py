@@ -15,7 +15,7 @@ import logging
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from qlora_rl.distributed import ranks
 from qlora_rl.errors import EngineBrokenError, VersionGoneError
 from qlora_rl.train.rollouts.ahead import Batch
 from qlora_rl.train.rollouts.bridge import EngineBridge
+from qlora_rl.train.rollouts.endings import EndedCompletions, Endings
 from qlora_rl.train.rollouts.one_rank import OneRank, rewards_of_one_rank
 from qlora_rl.train.rollouts.turnstile import Turnstile
 
@@ -42,6 +43,7 @@ class Drawn:
         number: of the batch, from 0; -1 where it is evaluated.
         rows: of the dataset, with the prompts that the environments have made of theirs.
         generated: what TRL's `_generate` has returned.
+        are_cut: of each completion: it was not generated to its end.
         rewards: [B, reward functions].
         policy: the number of the policy that was trained when the batch began.
         version: of the adapter that sampled every token.
@@ -54,6 +56,7 @@ class Drawn:
     number: int
     rows: list[dict[str, Any]]
     generated: tuple[Any, ...] = ()
+    are_cut: Sequence[bool] = ()
     rewards: torch.Tensor | None = None
     policy: int = 0
     version: int = 0
@@ -80,6 +83,7 @@ class Front:
 
     Attributes:
         tokens, seconds: generated so far, and how long the engine took.
+        endings: of the turns so far.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class Front:
         self._bridge, self._number = bridge, number
         self._seed_of, self._refuse_stopped, self._width = seed_of, refuse_stopped, width
         self.version = version
-        self.tokens, self.seconds = 0, 0.0
+        self.tokens, self.seconds, self.endings = 0, 0.0, Endings()
         self._turn = 0
 
     @property
@@ -121,10 +125,11 @@ class Front:
                 "else has pushed to this engine. Give each trainer that runs at the same time an engine of its own."
             )
         self.tokens, self.seconds = self.tokens + rollout.tokens, self.seconds + rollout.seconds
+        self.endings.note(prompts, rollout)
         return EngineBridge.as_trl_wants(prompts, rollout)
 
 
-class Drawing(GRPOTrainer):
+class Drawing(EndedCompletions, GRPOTrainer):
     """A shallow copy of a trainer for one batch: TRL's rollout code, with nothing that it shares with the training but what is only read.
 
     A `rollout_func`, tools and reward models may read any attribute of the trainer, so no list of some would do. Reading the trainer
@@ -156,7 +161,7 @@ class Drawing(GRPOTrainer):
                     row[name] = values[i] if isinstance(values, list) else values
         _, completion_ids, _, completions, _ = generated
         drawn.rewards = self._calculate_rewards(drawn.rows, prompts, completions, completion_ids)
-        drawn.generated = (*generated, {}, images, tool_images)
+        drawn.generated, drawn.are_cut = (*generated, {}, images, tool_images), self._are_cut
         drawn.rows = [{**row, "prompt": prompt} for row, prompt in zip(drawn.rows, prompts, strict=True)]
         drawn.tokens_seen = self.state.num_input_tokens_seen - seen
         metrics = self._metrics[self._mode]

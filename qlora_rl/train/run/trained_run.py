@@ -169,6 +169,7 @@ class TrainedRun(Resumable, WrappedModel):
             "model": self.base.path.name,
             "base": {"path": str(self.base.path), "identity": self.base.identity, **self.base.spec.as_dict()},
             **facts,
+            "ends": self._ends(),
             "seed": self.args.seed,
             "adapter_dtype": adapter_dtype,
             "lora": {k: sorted(v) if isinstance(v, set) else v for k, v in adapter.items() if v is not None},
@@ -176,6 +177,12 @@ class TrainedRun(Resumable, WrappedModel):
             "versions": describe_versions(),
             "machine": describe_machine(is_4bit=self.base.spec.is_4bit),
         }
+
+    def _ends(self) -> list[int]:
+        """The tokens that end what the policy says: those of the model, and the tokenizer's."""
+        held = bare_model(self.model).generation_config.eos_token_id
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        return sorted({*(held if isinstance(held, list) else [held]), tokenizer.eos_token_id} - {None})
 
 
 def open_run(output_dir: str, existing: str) -> RunDirectory | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
 from qlora_rl.base.fingerprint import base_parameters
+from qlora_rl.base.kinds import load_processor
 from qlora_rl.base.quant import QuantSpec, spec_of, store_as
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, UnsupportedQuantError, collected
 from qlora_rl.ledger.shape import model_and_adapter, read_config
@@ -141,6 +143,56 @@ def base_of(model: Any, args: Any, processing_class: Any = None) -> PreparedBase
         for bias in biases:  # of the base, and trained with the adapter
             bias.requires_grad_(True)
     return base
+
+
+def check_tokens(processing_class: Any, base: Path, args: Any) -> None:
+    """Reject a tokenizer that somebody has added tokens to for which the base has no row.
+
+    Raises:
+        ConfigConflictError: names them.
+    """
+    vocabulary, own = (_tokenizer(each).get_vocab() for each in (processing_class, load_processor(base)))
+    rows = _rows(base, args)
+    if added := sorted(token for token, number in vocabulary.items() if number >= rows and token not in own):
+        raise ConfigConflictError(
+            f"reading processing_class: it has tokens that the base does not have: {', '.join(map(repr, added[:5]))}; the base has rows for {rows}, and "
+            "is not changed. Use tokens of its own: a pad token is tokenizer.pad_token = tokenizer.eos_token, and a chat template may write "
+            "its marks as text."
+        )
+
+
+def check_cloned(args: Any, processing_class: Any, base: Path) -> None:
+    """Reject a `chat_template_path` of SFT with which TRL would resize the model: to the tokens of that tokenizer and its own.
+
+    Raises:
+        ConfigConflictError: says how to take the template alone.
+    """
+    path = getattr(args, "chat_template_path", None)
+    if path is None or (path.endswith((".jinja", ".j2")) and Path(path).is_file()):
+        return
+    from transformers import AutoTokenizer
+
+    known, rows = _tokenizer(processing_class).get_vocab(), _rows(base, args)
+    added = {each.content for each in AutoTokenizer.from_pretrained(path).added_tokens_decoder.values()} - set(known)
+    if len(known) + len(added) != rows:
+        raise ConfigConflictError(
+            f"reading the config: chat_template_path={path!r}: TRL would resize the model's embedding from {rows} to {len(known) + len(added)} rows, "
+            "one for each token of both tokenizers: another base, on which nothing could open the adapter. Take the template alone: write "
+            "AutoTokenizer.from_pretrained(...).chat_template into a file chat.jinja, and pass that."
+        )
+
+
+def _tokenizer(processing_class: Any) -> Any:
+    """Of a processor the tokenizer in it."""
+    return getattr(processing_class, "tokenizer", processing_class)
+
+
+def _rows(base: Path, args: Any) -> int:
+    """Of the base's embedding."""
+    from transformers import AutoConfig
+
+    trust = getattr(args, "trust_remote_code", False)
+    return int(AutoConfig.from_pretrained(base, trust_remote_code=trust).get_text_config().vocab_size)
 
 
 def _check_trainable(model: Any, args: Any, refers: bool) -> None:

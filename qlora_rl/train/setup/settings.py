@@ -50,6 +50,11 @@ _OWN_SAMPLING = {
     "logprobs": "those of the sampled tokens are needed, no others",
     "output_kind": "whole completions are needed",
 }
+# Arguments that TRL gives reward functions itself: a column of that name is given twice (the first two), or is lost.
+_OF_REWARDS = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
+# Columns that hold conversations.
+_SAID = ("prompt", "completion", "chosen", "rejected", "messages")
+_LOOKED_AT = 10_000  # rows whose messages are looked at
 _CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -151,6 +156,13 @@ def check(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -> None:
         reasons.append(
             f"generation_kwargs sets {', '.join(taken)}, which the trainer sets itself ({ways}): leave it out"
         )
+    longest = "max_new_tokens" if hasattr(args, "max_new_tokens") else "max_completion_length"
+    for name, field in {"temperature": "temperature", "max_tokens": longest}.items():
+        given = (args.generation_kwargs or {}).get(name, getattr(args, field))
+        if given != getattr(args, field):
+            reasons.append(
+                f"generation_kwargs sets {name}={given!r}, and the trainer computes with {field}={getattr(args, field)!r}: set {field} alone"
+            )
     corrects = getattr(args, "vllm_importance_sampling_correction", False)  # GRPO alone
     if corrects and args.vllm_importance_sampling_mode not in _CORRECTIONS:
         # TRL says so only after the first rollout.
@@ -199,7 +211,7 @@ def check_sampling(args: GRPOConfig, rollout: str | list[str] | RolloutEngine) -
     Raises:
         ConfigConflictError: what vLLM says of them; or a temperature with which nothing is learned.
     """
-    temperature = (args.generation_kwargs or {}).get("temperature", args.temperature)
+    temperature = args.temperature
     if isinstance(temperature, int | float) and temperature <= 0:  # what is no number vLLM rejects
         raise ConfigConflictError(
             f"reading the config: temperature={temperature:g} is greedy: all completions of a prompt are the same, and nothing can be "
@@ -246,19 +258,32 @@ def check_datasets(*datasets: Any, why: str = "this trainer takes text prompts o
     return found
 
 
-def check_prompts(*datasets: Any) -> None:
-    """Every dataset has the column that all online trainers read; a stream may not say which columns it has.
+def check_prompts(args: Any, *datasets: Any) -> None:
+    """Every dataset has the column that all online trainers read, in every row; a stream may not say which columns it has.
 
     Raises:
-        ConfigConflictError: names the columns that there are.
+        ConfigConflictError: names the columns that there are, the row without a prompt, or columns that reward functions cannot be given.
     """
     for part in _parts(datasets):
         columns = getattr(part, "column_names", None)
+        taken = [name for name in _OF_REWARDS if name in (columns or ())]
+        if taken and not args.remove_unused_columns:
+            raise ConfigConflictError(
+                f"reading the dataset: its columns {', '.join(taken)} have names of arguments that TRL gives reward functions itself. Rename them: "
+                f"dataset.rename_column({taken[0]!r}, 'given_{taken[0]}'), or in a run's file [data] columns."
+            )
         if columns and "prompt" not in columns:
             raise ConfigConflictError(
                 f"reading the dataset: it has no column prompt, but {', '.join(sorted(columns))}. Rename the one that holds the prompts: "
                 "dataset.rename_column(name, 'prompt')."
             )
+        if columns and hasattr(part, "select_columns") and hasattr(part, "__len__"):
+            prompts = part.select_columns(["prompt"]).with_format("arrow")[:]["prompt"]
+            if prompts.null_count:
+                raise ConfigConflictError(
+                    f"reading the dataset: row {prompts.is_null().to_pylist().index(True)} has no prompt. Fill it in, or remove the row: "
+                    "dataset.filter(lambda row: row['prompt'] is not None)."
+                )
 
 
 def check_template(processing_class: Any, *datasets: Any) -> None:
@@ -276,6 +301,66 @@ def check_template(processing_class: Any, *datasets: Any) -> None:
                 "reading the dataset: its prompts are messages, and the base has no chat template. Pass text prompts, or a tokenizer with a "
                 "template as processing_class."
             )
+
+
+def check_messages(
+    processing_class: Any, *datasets: Any, given: Mapping[str, Any] | None = None, draws: bool = True
+) -> None:
+    """The chat template takes the messages: those of the first rows are rendered, of each sequence of roles one. A stream is not looked at.
+
+    Args:
+        processing_class: a tokenizer or a processor.
+        given: arguments of the chat template; those of a row come from its columns `chat_template_kwargs` and `tools`, as TRL has it.
+        draws: the prompts alone are rendered, and completions sampled.
+
+    Raises:
+        ConfigConflictError: names the row, and what the template says.
+    """
+    for part in _parts(datasets):
+        if not hasattr(part, "__len__"):
+            continue
+        seen = set()
+        columns = getattr(part, "column_names", None)
+        known = [name for name in (*_SAID, "chat_template_kwargs", "tools") if name in (columns or ())]
+        rows = part.select_columns(known) if known and hasattr(part, "select_columns") else part
+        for number in range(min(len(rows), _LOOKED_AT)):
+            row = rows[number]
+            for name, messages, asks in _talks(row, draws):
+                shape = (name, *(message.get("role") for message in messages))
+                if shape in seen:
+                    continue
+                seen.add(shape)
+                of_row = {} if draws else {"tools": _tools(row.get("tools")), **(row.get("chat_template_kwargs") or {})}
+                try:
+                    processing_class.apply_chat_template(
+                        list(messages), tokenize=False, add_generation_prompt=asks, **{**(given or {}), **of_row}
+                    )
+                except Exception as error:  # jinja's, or whatever else a template comes to
+                    roles = ", ".join(map(str, shape[1:]))
+                    system = (
+                        " A template without a system role takes the instruction in the user's message: in a run's file [data] prompt_template "
+                        "in place of system_prompt."
+                    )
+                    raise ConfigConflictError(
+                        f"reading the dataset: the chat template does not take the {name} of row {number}, whose roles are {roles}: "
+                        f"{type(error).__name__}: {error}. Change the messages to what it takes, or use another template (processing_class)."
+                        f"{system if 'system' in shape else ''}"
+                    ) from error
+
+
+def _talks(row: Mapping[str, Any], draws: bool) -> Iterator[tuple[str, Sequence[Mapping[str, Any]], bool]]:
+    """The conversations of a row that are rendered: name, messages, whether an answer follows."""
+    prompt, answers = row.get("prompt"), {name: row.get(name) for name in _SAID[1:]}
+    is_talk = isinstance(prompt, list) and bool(prompt)
+    if is_talk:
+        yield "prompt", prompt, True
+    for name, said in answers.items():
+        if not draws and isinstance(said, list) and said:
+            yield name, [*prompt, *said] if is_talk and name != "messages" else said, False
+
+
+def _tools(given: Any) -> Any:
+    return json.loads(given) if isinstance(given, str) else given
 
 
 def why_no_step(args: Any, dataset: Any) -> str:
@@ -346,8 +431,13 @@ def _completions(args: Any) -> int:
     return getattr(args, "steps_per_generation", None) or PAIR
 
 
-def sampling_spec(args: GRPOConfig) -> SamplingSpec:
-    """How TRL's config wants completions sampled; without a seed, which the bridge gives to each call."""
+def sampling_spec(args: GRPOConfig, ends: Sequence[int] = ()) -> SamplingSpec:
+    """How TRL's config wants completions sampled; without a seed, which the bridge gives to each call.
+
+    Args:
+        args: of the trainer.
+        ends: tokens that end a completion for TRL; the engine knows those of the base alone.
+    """
     extra: Mapping[str, Any] = args.generation_kwargs or {}
     return SamplingSpec(
         max_tokens=args.max_new_tokens if hasattr(args, "max_new_tokens") else args.max_completion_length,
@@ -358,6 +448,7 @@ def sampling_spec(args: GRPOConfig) -> SamplingSpec:
         repetition_penalty=args.repetition_penalty,
         regex=args.vllm_structured_outputs_regex,
         extra=dict(extra),
+        stop_token_ids=tuple(ends),
     )
 
 

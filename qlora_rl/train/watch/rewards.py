@@ -13,6 +13,9 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import RewardFunctionError
 
+# Arguments that are no columns.
+_OF_TRL = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
+
 
 def guard(reward: Any, name: str | None = None, failures: list[RewardFunctionError] | None = None) -> Any:
     """Wrap a reward function so that an exception or a wrong result names it; reward models pass through.
@@ -82,10 +85,15 @@ def _kept(failures: list[RewardFunctionError] | None, kwargs: dict[str, Any]) ->
 def _failed(name: str, error: Exception, kwargs: Mapping[str, Any]) -> RewardFunctionError:
     first = next(iter(kwargs.get("completions") or ()), None)
     form = " In a chat each completion is a list of messages: its text is completion[0]['content']."
+    columns = ", ".join(sorted(set(kwargs) - _OF_TRL))
+    lost = " It got no column: with remove_unused_columns=True in the config TRL removes them. Set it to False."
+    if columns or "trainer_state" not in kwargs:  # `eval` calls without it
+        lost = f" The columns that it got: {columns or 'none'}."
+    is_missing = isinstance(error, KeyError) or (isinstance(error, TypeError) and "argument" in str(error))
     return RewardFunctionError(
         f"scoring completions: the reward function {name!r} raised {type(error).__name__}: {error}. It gets prompts, "
         "completions, completion_ids and the dataset's columns as keyword lists, and must return one number (or None) per "
-        f"completion, whatever the completion holds.{form if isinstance(first, list) else ''}"
+        f"completion, whatever the completion holds.{lost if is_missing else ''}{form if isinstance(first, list) else ''}"
     )
 
 

@@ -1,0 +1,150 @@
+"""Where a completion ends: at the trainer's EOS as at the engine's own, and TRL hears from the engine which ones were cut off."""
+
+import pytest
+import torch
+from online_kinds import KINDS, by_place
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOTrainer
+
+from qlora_rl import FakeEngine, QLoRAAsyncGRPOTrainer, SamplingSpec, attach, load_base
+from qlora_rl.policy.trained import open_trained
+from qlora_rl.train.watch.measure import MeasuredSteps
+
+TOKENS = 8
+COLD = 0.1
+COLDEST = SamplingSpec(TOKENS, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def drawn(engine, plain):
+    """What the base says after the prompts of the dataset, nearly as at `COLD`: tokens in the middle of it make good ends."""
+    engine.drop_adapter()
+    return engine.generate([list(prompt.encode()) for prompt in plain["prompt"]], COLDEST).completion_ids
+
+
+def common(completions):
+    """The token that stands in most of them before the last place."""
+    counts = {}
+    for token in (token for ids in completions for token in set(ids[:-1])):
+        counts[token] = counts.get(token, 0) + 1
+    return max(counts, key=counts.get)
+
+
+def with_end(base, token):
+    """The base's tokenizer with this token as its end."""
+    tokenizer = AutoTokenizer.from_pretrained(base.path, padding_side="left")
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(token)
+    return tokenizer
+
+
+@pytest.fixture
+def heard(engine, monkeypatch):
+    """All completions that the engine gives, and their ends."""
+    found, real = [], FakeEngine.generate
+
+    def generate(self, *args, **kwargs):
+        rollout = real(self, *args, **kwargs)
+        found.append(rollout)
+        return rollout
+
+    monkeypatch.setattr(FakeEngine, "generate", generate)
+    return found
+
+
+def test_a_fake_engine_stops_at_each_of_several_ends(base, plain, drawn):
+    end = common(drawn)
+    model = load_base(base)
+    model.config.eos_token_id = [1, end]
+    with FakeEngine(model, max_model_length=64) as engine:
+        rollout = engine.generate([list(prompt.encode()) for prompt in plain["prompt"]], COLDEST)
+    expected = [ids[: ids.index(end) + 1] if end in ids else ids for ids in drawn]
+    assert rollout.completion_ids == expected != drawn
+    assert rollout.has_ended == [ids[-1] in (1, end) for ids in expected]
+
+
+@pytest.fixture
+def make(make_trainer, make_online, config, base, engine, plain, lora):
+    """A trainer of each kind; `fields` of its config, completions of up to `TOKENS`."""
+    made = []
+
+    def build(kind, fields=None, **arguments):
+        length = "max_new_tokens" if kind == "online_dpo" else "max_completion_length"
+        fields = {length: TOKENS, "temperature": COLD} | (fields or {})
+        if kind == "grpo":
+            return make_trainer(args=config(**fields), **arguments)
+        if kind in KINDS:
+            return make_online(kind, fields, **arguments)
+        usual = {"model": base, "reward_funcs": by_place, "train_dataset": plain, "peft_config": lora}
+        if kind == "async":
+            made.append(QLoRAAsyncGRPOTrainer(args=config(**fields), rollout=engine, **usual | arguments))
+            return made[-1]
+        arguments = {name: value for name, value in usual.items() if name != "model"} | arguments
+        trainer = GRPOTrainer(model=AutoModelForCausalLM.from_pretrained(base.path), args=config(**fields), **arguments)
+        made.append(attach(trainer, rollout=engine))
+        return trainer
+
+    yield build
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "online_dpo", "async"])
+def test_rollouts_end_at_the_eos_of_the_processing_class(kind, make, base, drawn, heard):
+    end = common(drawn)
+    make(kind, processing_class=with_end(base, end)).train()
+    completions = [ids for rollout in heard for ids in rollout.completion_ids]
+    assert any(ids[-1] == end for ids in completions)
+    assert not any(end in ids[:-1] for ids in completions)
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """What TRL has made of each rollout."""
+    found, real = [], MeasuredSteps._generate_and_score_completions
+
+    def generate(self, inputs):
+        found.append(real(self, inputs))
+        return found[-1]
+
+    monkeypatch.setattr(MeasuredSteps, "_generate_and_score_completions", generate)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "async", "attached"])
+def test_completions_that_the_engine_has_ended_are_not_masked_as_truncated(kind, make, drawn, heard, batches):
+    """TRL looks for the EOS, which a completion does not have that a stop token or text ends."""
+    fields = {"mask_truncated_completions": True, "generation_kwargs": {"stop_token_ids": [common(drawn)]}}
+    trainer = make(kind, fields)
+    trainer.train()
+    has_ended = torch.tensor(heard[0].has_ended)
+    assert has_ended.any()
+    assert not has_ended.all()
+    lengths = torch.tensor([len(ids) for ids in heard[0].completion_ids])
+    assert batches[0]["completion_mask"].sum(1).tolist() == (lengths * has_ended).tolist()
+    if "num_items_in_batch" in batches[0]:
+        assert batches[0]["num_items_in_batch"] == (lengths * has_ended).sum()
+    step = trainer.state.log_history[0]
+    assert step["completions/clipped_ratio"] == 1 - has_ended.float().mean()
+    ended = lengths[has_ended].float()
+    for name, value in {"mean": ended.mean(), "min": ended.min(), "max": ended.max()}.items():
+        assert step[f"completions/{name}_terminated_length"] == pytest.approx(value.item())
+    assert step["grad_norm"] > 0
+    assert trainer.mask_truncated_completions
+
+
+def test_a_rollout_func_is_masked_by_trls_own_rule(make, heard, batches):
+    """Nobody says how its completions ended."""
+
+    def roll(prompts, trainer):
+        ids = trainer.processing_class(prompts)["input_ids"]
+        return {"prompt_ids": ids, "completion_ids": [[65, 1], [65, 66]] * 2, "logprobs": [[-1.0, -1.0]] * 4}
+
+    make("grpo", {"mask_truncated_completions": True}, rollout_func=roll).train()
+    assert batches[0]["completion_mask"].tolist() == [[1, 1], [0, 0]] * 2
+
+
+def test_a_run_records_its_ends(make, base, drawn):
+    end = common(drawn)
+    trainer = make("grpo", processing_class=with_end(base, end))
+    trainer.train()
+    assert set(open_trained(trainer.args.output_dir).ends) == {1, end}
