@@ -40,6 +40,9 @@ ARCHITECTURES = {
     "gemma": ("GemmaConfig", {"hidden_activation": "gelu_pytorch_tanh"}),
 }
 
+# vLLM has no code of its own for it, and runs it with transformers'.
+WITHOUT_OWN_CODE = {"smollm3": ("SmolLM3Config", {})}
+
 MIXTURES = {
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -96,7 +99,7 @@ def make_model(
 
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
-    name, extra = (ARCHITECTURES | MIXTURES | FUSED)[architecture]
+    name, extra = (ARCHITECTURES | WITHOUT_OWN_CODE | MIXTURES | FUSED)[architecture]
     shape = {
         "vocab_size": len(tokenizer),
         "hidden_size": 4 * head_dim,

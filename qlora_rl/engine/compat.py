@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from qlora_rl.engine import leftovers
 from qlora_rl.engine.leftovers import FirstThing, note_store, remove_stores
 from qlora_rl.engine.leftovers import held_for_sleep as held_for_sleep
 from qlora_rl.engine.leftovers import trim_memory as trim_memory
@@ -127,6 +128,7 @@ def construction(ranks: int = 1) -> Iterator[None]:
     - vLLM seeds the global random generators; the trainer's state is kept out of that.
     - Its CPU worker replaces `torch.set_num_threads` by a function that does nothing, for the rest of the process. The number of
       threads that it chose stays: they are bound to cores.
+    - On the CPU it sets `LD_PRELOAD` and `LOCAL_WORLD_SIZE` for its ranks: other processes that are started later must not get them.
     """
     import numpy
     from vllm import envs
@@ -138,7 +140,8 @@ def construction(ranks: int = 1) -> Iterator[None]:
     # It remembers what an engine before has seen (since 0.31); without the function it remembers nothing.
     getattr(envs, "disable_envs_cache", lambda: None)()
     try:
-        with restored_environment(key), room_for(ranks):
+        kept = restored_environment(key, "LD_PRELOAD", "LOCAL_WORLD_SIZE")
+        with kept, room_for(ranks), leftovers.transformers_classes_kept(), leftovers.log_handlers_kept():
             os.environ[key] = "0"
             yield
     finally:

@@ -1,13 +1,15 @@
-"""What an engine must not leave behind: processes of a killed server, memory. Directories are the business of `held`."""
+"""What an engine must not leave behind: processes of a killed server, memory, changed classes and loggers. Directories are the business of `held`."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,67 @@ class FirstThing:
     def compute_hash(self) -> str:
         """What vLLM compiles does not depend on it."""
         return ""
+
+
+@contextlib.contextmanager
+def transformers_classes_kept() -> Iterator[None]:
+    """While an engine is built: where vLLM decorates a class of transformers, its own model gets a decorated subclass instead.
+
+    A model that vLLM has no code for (SmolLM3, OLMo) runs there with transformers' code, and vLLM decorates its decoder's class for torch's
+    compiler, in place: for the rest of the process no other model of that class, the trainer's among them, could be made or called
+    without vLLM's config. Remove when `_decorate_cls_for_torch_compile` decorates a class of vLLM's own.
+    """
+    from transformers import PreTrainedModel
+    from vllm.compilation import decorators
+
+    decorate = decorators._support_torch_compile
+    before: dict[Any, Any] = {}
+
+    def decorate_subclass(cls: Any, *arguments: Any, **named: Any) -> Any:
+        if not issubclass(cls, PreTrainedModel):
+            return decorate(cls, *arguments, **named)
+        if cls in before:
+            return cls
+        of_engine: Any = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+        decorate(of_engine, *arguments, **named)
+        before[cls], begin = vars(cls).get("__init__"), cls.__init__
+
+        def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+            if type(self) is cls:
+                self.__class__, begin_self = of_engine, of_engine.__init__
+            else:
+                begin_self = begin
+            begin_self(self, *arguments, **named)
+
+        cls.__init__ = __init__
+        return cls
+
+    decorators._support_torch_compile = decorate_subclass
+    try:
+        yield
+    finally:
+        decorators._support_torch_compile = decorate
+        for cls, own in before.items():
+            if own is None:
+                del cls.__init__
+            else:
+                cls.__init__ = own
+
+
+@contextlib.contextmanager
+def log_handlers_kept() -> Iterator[None]:
+    """While an engine is built: `dictConfig`, with which vLLM sets up its logger, finds no handler of this process.
+
+    It closes all that it finds, and a log file that was opened with "w" takes no line after that. Remove when vLLM adds its own handler alone.
+    """
+    every, by_name = logging._handlerList[:], dict(logging._handlers)  # type: ignore[attr-defined]
+    logging._handlerList.clear()  # type: ignore[attr-defined]
+    logging._handlers.clear()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        logging._handlerList[:0] = every  # type: ignore[attr-defined]
+        logging._handlers.update(by_name)  # type: ignore[attr-defined]
 
 
 # Files through which the ranks of torch's process group find each other.

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 import signal
 import threading
@@ -363,12 +364,22 @@ def test_closing_is_final_and_repeatable(base):
         engine.generate([[40]], max_tokens=1)
 
 
-def test_building_an_engine_leaves_environment_and_random_state_alone(base):
+def test_building_an_engine_leaves_environment_random_state_and_logs_alone(base, tmp_path, monkeypatch):
+    for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE"):  # an engine before may have changed them
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(
+        "vllm.logger._last_configured_logging_config", None, raising=False
+    )  # as the first engine of a process
+    own = logging.getLogger("of.the.caller")
+    own.addHandler(logging.FileHandler(tmp_path / "log", mode="w"))
     before, state = dict(os.environ), torch.get_rng_state()
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     with LocalEngine(base, max_model_length=32, max_num_seqs=4):
         changed = {k for k in {*before, *os.environ} if before.get(k) != os.environ.get(k)}
-    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in changed
+    assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "LD_PRELOAD", "LOCAL_WORLD_SIZE"} & changed
+    own.warning("written after the engine")
+    assert "written after the engine" in (tmp_path / "log").read_text()
+    own.handlers.pop().close()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     assert torch.set_num_threads is set_threads  # vLLM puts one in its place that does nothing

@@ -9,6 +9,7 @@ from support import make_model
 from test_shared import own
 from test_training import lines, make
 from transformers import TrainerCallback
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3Model
 
 from qlora_rl import (
     BaseMismatchError,
@@ -88,6 +89,22 @@ def test_a_hundred_steps_on_one_copy_are_those_on_two(tmp_path, architecture):
     base = prepare_base(make_model(tmp_path / "model", architecture=architecture, tied=architecture == "qwen2"))
     # At the 1e-2 of the short tests the policy of this random model collapses, and the canary's tolerance does not fit it.
     assert_equal_runs(base, tmp_path, 100, beta=0.02, learning_rate=2e-3)
+
+
+def test_a_model_that_vllm_runs_with_transformers_code_is_trained_twice_and_its_class_stays_as_it_was(tmp_path):
+    base = prepare_base(make_model(tmp_path / "model", architecture="smollm3"))
+    functions, bases = (SmolLM3Model.__init__, SmolLM3Model.__call__, SmolLM3Model.forward), SmolLM3Model.__bases__
+    for share in (True, False):  # the model is made after the engine, and before it
+        with make(base, tmp_path / str(share), share_base=share) as trainer:
+            assert trainer.admission.is_verified
+            trainer.train()
+        assert held(tmp_path / str(share))["copies"] == 2 - share
+        found = lines(tmp_path / str(share))
+        assert [m["policy_version"] for m in found] == [1, 2, 3]
+        assert max(m["mismatch_kl"] for m in found) < 5e-3  # bf16 against bf16: measured 2e-4 to 7e-4
+        assert lines(tmp_path / str(share), "sync.jsonl")[-1]["transport"] == "in_place"
+        assert (SmolLM3Model.__init__, SmolLM3Model.__call__, SmolLM3Model.forward) == functions
+        assert SmolLM3Model.__bases__ == bases
 
 
 def test_one_copy_is_the_default_and_the_run_says_what_was_repaired(base, tmp_path):
