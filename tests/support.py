@@ -39,6 +39,8 @@ ARCHITECTURES = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "gemma": ("GemmaConfig", {"hidden_activation": "gelu_pytorch_tanh"}),
 }
+# Its scores are bounded. The length of its window must be that of the engine, or longer.
+SOFTCAPPED = ("Gemma2Config", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 1, "sliding_window": 4096})
 
 MIXTURES = {
     "qwen3_moe": (
@@ -93,7 +95,7 @@ def make_model(
 
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
-    name, extra = (ARCHITECTURES | MIXTURES)[architecture]
+    name, extra = (ARCHITECTURES | MIXTURES | {"gemma2": SOFTCAPPED})[architecture]
     shape = {
         "vocab_size": len(tokenizer),
         "hidden_size": 4 * head_dim,
