@@ -39,9 +39,15 @@ ARCHITECTURES = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "gemma": ("GemmaConfig", {"hidden_activation": "gelu_pytorch_tanh"}),
 }
-
-# vLLM has no code of its own for it, and runs it with transformers'.
-WITHOUT_OWN_CODE = {"smollm3": ("SmolLM3Config", {})}
+# The length of Gemma 2's window must be that of the engine, or longer. vLLM has no code of its own for SmolLM3, and runs it with transformers'.
+OTHERS = {
+    "gemma2": ("Gemma2Config", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 1, "sliding_window": 4096}),
+    "smollm3": ("SmolLM3Config", {}),
+    # Their checkpoints hold linears as one that vLLM fuses by itself elsewhere.
+    "glm": ("GlmConfig", {}),
+    "glm4": ("Glm4Config", {}),
+    "phi3": ("Phi3Config", {}),
+}
 
 MIXTURES = {
     "qwen3_moe": (
@@ -55,9 +61,6 @@ MIXTURES = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}),
 }
-
-# Whose checkpoints hold linears as one that vLLM fuses by itself elsewhere.
-FUSED = {"glm": ("GlmConfig", {}), "glm4": ("Glm4Config", {}), "phi3": ("Phi3Config", {})}
 
 # Bases that trainer and engine must both hold.
 MATRIX = [
@@ -99,7 +102,7 @@ def make_model(
 
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
-    name, extra = (ARCHITECTURES | WITHOUT_OWN_CODE | MIXTURES | FUSED)[architecture]
+    name, extra = (ARCHITECTURES | OTHERS | MIXTURES)[architecture]
     shape = {
         "vocab_size": len(tokenizer),
         "hidden_size": 4 * head_dim,

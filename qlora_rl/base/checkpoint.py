@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.experts import check_mixture_type, experts_as_linears
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
 from qlora_rl.base.hub import hub_reachable, in_short, why_missing
@@ -270,21 +271,26 @@ def load_base(
     Args:
         base: directory made by `prepare_base`.
         device: where to; by default the current GPU, or the CPU where there is none.
-        attn_implementation: handed to transformers.
+        attn_implementation: handed to transformers. By default its choice; ours, "sdpa_per_sequence", where that would leave out the
+            `attn_logit_softcapping` of the config.
         trust_remote_code: handed to transformers.
 
     Raises:
         BaseIncompleteError: see `open_base`.
+        ConfigConflictError: `attn_implementation` leaves that out.
     """
+    from transformers import AutoConfig
+
     prepared = open_base(base)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    config = AutoConfig.from_pretrained(prepared.path, trust_remote_code=trust_remote_code)
     with building(prepared):
-        model = auto_class(json.loads((prepared.path / "config.json").read_text())).from_pretrained(
+        model = auto_class(config).from_pretrained(
             prepared.path,
             dtype=prepared.spec.dtype,
             device_map={"": device},
-            attn_implementation=attn_implementation,
+            attn_implementation=attention_for(config, attn_implementation, "loading a base"),
             trust_remote_code=trust_remote_code,
         )
     adopt(model, prepared)

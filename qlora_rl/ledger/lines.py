@@ -34,6 +34,8 @@ SMALL_TILE = 128
 ON_DEVICE = 2
 # Tokens that MLPs and norms work on at a time under gradient checkpointing (train/setup/tiles.py).
 TILE = {"cpu": 1024, "cuda": 4096}
+# Matrices of softcapped scores that their backward pass holds at once (base/attention/softcap.py), read off a tensor tracker.
+SCORE_COPIES = 6
 # The linears of the MLPs that do, those of Llama, Qwen, Mistral, Gemma and others.
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 # vLLM's default of tokens in one engine step.

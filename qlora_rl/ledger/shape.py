@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.shape import adapter_shapes
+from qlora_rl.base.attention.choice import softcap_of
 from qlora_rl.base.checkpoint import MANIFEST, models_are_whole, open_base
 from qlora_rl.base.experts import NAMINGS, experts_as_linears, is_mixture
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
@@ -82,6 +83,7 @@ class ModelShape:
         inner: width of the feed-forward part that one token passes through (all chosen experts together).
         chosen: experts that one token passes through; 0 in a dense model.
         float_weights: outputs of fused experts are weighted in float32.
+        softcapped: query heads whose scores are bounded; 0 where none are.
         layers: decoder layers.
         attention: query heads x head size.
         norms: elements per token and layer that norms lift to float32.
@@ -112,6 +114,7 @@ class ModelShape:
     kv_heads: int
     tower: Tower | None = None
     float_weights: bool = False
+    softcapped: int = 0
 
     @property
     def parameters(self) -> int:
@@ -338,6 +341,7 @@ def read_shape(config: Any, model: torch.nn.Module | None = None) -> ModelShape:
         kv_heads=_kv_heads(text),
         tower=_tower(config, model, all_linears.keys() - linears.keys()) if seen else None,
         float_weights=naming is not None and not naming.rounds_weights,
+        softcapped=heads if softcap_of(config) else 0,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qlora_rl.adapter.shape import adapted_inputs
+from qlora_rl.base.attention.softcap import SCORES
 from qlora_rl.base.experts import of_expert
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.ledger.lines import (
@@ -15,6 +16,7 @@ from qlora_rl.ledger.lines import (
     HEAD_VOCABULARY,
     MLP_LINEARS,
     ON_DEVICE,
+    SCORE_COPIES,
     SMALL_TILE,
     TILE,
     Line,
@@ -138,6 +140,10 @@ def activation_lines(
             "one layer's work", int(tokens * working), f"{tokens} tokens x {working:,.0f} bytes{words}", "layer", False
         ),
     ]
+    if shape.softcapped:
+        scores = min(SCORES[device], shape.softcapped * length * length)
+        why = f"{scores} x 4 bytes x {SCORE_COPIES}"
+        lines.append(Line("softcapped scores", scores * 4 * SCORE_COPIES, why, "layer", False))
     if offload and checkpointing:
         lines.append(host_line(shape, spec, tokens=tokens))
     if padded:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from support import make_model
+from support import make_model, score
 from test_shared import own
 from test_training import lines, make
 from transformers import TrainerCallback
@@ -17,6 +17,7 @@ from qlora_rl import (
     CannotShareError,
     EngineBusyError,
     LocalEngine,
+    SamplingSpec,
     compare,
     fingerprint_base,
     prepare_base,
@@ -124,6 +125,22 @@ def test_one_copy_is_the_default_and_the_run_says_what_was_repaired(base, tmp_pa
     with make(base, tmp_path, existing_run="continue") as trainer:
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
         assert own(trainer.model, trainer.engine) == set()
+
+
+def test_softcapped_attention_is_the_engines(tmp_path, prompts):
+    """By default, on one copy: transformers' choice, SDPA, computes without the bound."""
+    base = prepare_base(make_model(tmp_path / "model", architecture="gemma2"), out=tmp_path / "base")
+    with make(base, tmp_path / "run", max_steps=2) as trainer:
+        trainer.train()
+        model = trainer.model.get_base_model()
+        trainer.sync()
+        rollout = trainer.engine.generate(prompts, SamplingSpec(max_tokens=8))
+        assert model.config._attn_implementation == "sdpa_per_sequence"
+        ours = score(trainer.model, prompts, rollout)
+        model.set_attn_implementation("sdpa")
+        assert score(trainer.model, prompts, rollout).mean() > 5 * ours.mean()
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["padding"]["removed"]
+    assert max(step["mismatch_kl"] for step in lines(tmp_path / "run")) < 5e-3
 
 
 def test_the_model_outlives_the_engine_of_a_closed_trainer(base, tmp_path):

@@ -9,11 +9,13 @@ from datasets import Dataset
 from online_kinds import by_place
 from peft import LoraConfig
 from support import STEPS, tiny_training
+from support import make_model as tiny_model
 from trl import DPOConfig, SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from qlora_rl import ConfigConflictError, FakeEngine, QLoRADPOTrainer, QLoRASFTTrainer, load_base, prepare_base
-from qlora_rl.train.scoring import attention
+from qlora_rl.base.attention import attend as attention
+from qlora_rl.base.attention.choice import settle_attention
 from qlora_rl.train.scoring.padding import micro_batches, remove_padding, settle_padding
 from qlora_rl.train.scoring.row import make_row
 
@@ -45,6 +47,7 @@ def make_model(kind="Llama", **fields):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3 if parameter.ndim > 1 else 1)
+    settle_attention(model)
     add_fused_lm_head(model, temperature=0.8, outputs=("log_probs", "entropy", "is_top1"))
     return model
 
@@ -444,6 +447,53 @@ def test_steps_of_rloo_end_with_the_same_adapter(steps, make_online, exact, tmp_
 
 SENTENCES = Dataset.from_list([{"text": row["prompt"] + str(i)} for i, row in enumerate(MIXED)])
 PAIRS = Dataset.from_list([row | {"chosen": str(i), "rejected": f"{i}+{i}"} for i, row in enumerate(MIXED)])
+
+
+@pytest.fixture(scope="module")
+def softcapped(tmp_path_factory):
+    """A float32 base whose scores reach their bound: without it the losses are others."""
+    root = tmp_path_factory.mktemp("softcapped")
+    return prepare_base(tiny_model(root / "model", architecture="gemma2"), "none", compute_dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo", "an object"])
+def test_a_model_with_softcapped_attention_trains_as_with_eager(
+    kind, softcapped, make_trainer, config, tmp_path, caplog
+):
+    """By default, and a model that transformers has loaded with SDPA; as a row, which eager is not."""
+
+    def make(directory, **init):
+        usual = {"output_dir": str(directory), "max_steps": 2, "learning_rate": 1e-3, "bf16": False}
+        model, usual["model_init_kwargs"] = softcapped, init or None
+        if kind == "an object" and not init:
+            model, usual["model_init_kwargs"] = transformers.AutoModelForCausalLM.from_pretrained(softcapped.path), None
+            assert model.config._attn_implementation == "sdpa"
+        lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+        given = {"model": model, "peft_config": lora}
+        if kind == "grpo":
+            with FakeEngine(load_base(softcapped, attn_implementation="eager"), max_model_length=64) as engine:
+                return trained(
+                    lambda _: make_trainer(args=config(**FIELDS | usual), rollout=engine, train_dataset=MIXED, **given),
+                    0,
+                )
+        trainer, kind_of_config, rows = (
+            (QLoRADPOTrainer, DPOConfig, PAIRS) if kind == "dpo" else (QLoRASFTTrainer, SFTConfig, SENTENCES)
+        )
+        args = kind_of_config(**tiny_training(**usual))
+        return trained(lambda _: trainer(args=args, train_dataset=rows, **given), 0)
+
+    adapter, log, padding = make(tmp_path / "ours")
+    assert ("attn_logit_softcapping=2.0" in caplog.text) == (kind == "an object")
+    wanted, wanted_log, other = make(tmp_path / "eager", attn_implementation="eager")
+    assert padding == {"removed": True, "shares_prompts": True}
+    assert not other["removed"]
+    assert [row["loss"] for row in log] == pytest.approx([row["loss"] for row in wanted_log], rel=1e-4, abs=1e-5)
+    assert (adapter - wanted).norm() < 1e-4 * wanted.norm()
+    if kind == "sft":
+        with pytest.raises(ConfigConflictError, match=r"attn_implementation='sdpa' with attn_logit_softcapping=2\.0"):
+            make(tmp_path / "sdpa", attn_implementation="sdpa")
+        with pytest.raises(ConfigConflictError, match="loading a base"):
+            load_base(softcapped, attn_implementation="sdpa")
 
 
 @pytest.mark.parametrize("steps", STEPS)

@@ -14,6 +14,7 @@ from vision import SERVED, make_vision_config, make_vision_model
 
 from qlora_rl import ConfigConflictError, MemoryBudgetError, QuantSpec, load_base, plan_memory, prepare_base
 from qlora_rl.adapter.subject import shorten_lora
+from qlora_rl.base.attention.attend import without_masks
 from qlora_rl.base.experts import ATTENTION
 from qlora_rl.base.kinds import vision_parts
 from qlora_rl.bench.live import Live
@@ -28,7 +29,6 @@ from qlora_rl.ledger.published import models, published
 from qlora_rl.ledger.request import MemoryRequest
 from qlora_rl.ledger.shape import Cache, read_config, read_shape, skeleton
 from qlora_rl.processor import Processor, processor
-from qlora_rl.train.scoring.attention import without_masks
 from qlora_rl.train.scoring.padding import remove_padding
 from qlora_rl.train.scoring.row import row_inputs
 

@@ -16,6 +16,7 @@ from qlora_rl.adapter.subject import shorten_lora
 from qlora_rl.base.checkpoint import prepare_base
 from qlora_rl.bench.memory import Step
 from qlora_rl.bench.shapes import Shape, make_model
+from qlora_rl.ledger.lines import MLP_LINEARS
 from qlora_rl.processor import processor
 from qlora_rl.train.setup.linears import Coded, has_kernel, settle_linears
 from qlora_rl.train.setup.tiles import _Tiled, tile_layers
@@ -296,21 +297,70 @@ def test_an_adapted_linear_keeps_its_input_itself_under_autocast_with_the_same_b
         assert torch.equal(again(x), found[0])
 
 
+def watch(model, rows):
+    """Note the tokens that the first MLP works on at a time."""
+    function = model.get_base_model().model.layers[0].mlp.act_fn
+    own = function.forward
+    function.forward = lambda x: rows.append(x.shape[:-1].numel()) or own(x)
+
+
+def test_a_hook_of_a_weight_is_called_once_with_the_gradient_of_all_tiles():
+    model, seen = small(), []
+    parts = model.get_base_model().model.layers[0].mlp
+    halved, after, other = (getattr(parts, name).lora_B.default.weight for name in MLP_LINEARS)
+    right = gradients(model)[1]
+    names = {p: n for n, p in model.named_parameters()}
+    tile_layers(model.get_base_model(), 40)
+    handle = halved.register_hook(lambda gradient: seen.append(gradient) or gradient / 2)
+
+    def halve(p):
+        p.grad /= 2
+
+    after.register_post_accumulate_grad_hook(halve)
+    found = gradients(model)[1]
+    assert len(seen) == 1
+    for weight, part in ((halved, 0.5), (after, 0.5), (other, 1)):
+        wanted = part * right[names[weight]]
+        assert (found[names[weight]] - wanted).norm() <= 1e-5 * wanted.norm()
+    handle.remove()
+    assert (gradients(model)[1][names[halved]] - right[names[halved]]).norm() <= 1e-5 * right[names[halved]].norm()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_an_mlp_with_hooks_within_stays_whole_and_one_with_hooks_of_its_own_does_not(kind):
+    model, rows, seen = small(), [], []
+    tile_layers(model.get_base_model(), 40)
+    watch(model, rows)
+    mlp = model.get_base_model().model.layers[0].mlp
+    getattr(mlp, f"register_{kind}")(lambda module, *given: seen.append(given[-1]))
+    gradients(model)
+    assert max(rows) == 40
+    handle = getattr(mlp.up_proj, f"register_{kind}")(lambda *_: None)
+    rows.clear()
+    gradients(model)
+    assert set(rows) == {100}
+    handle.remove()
+    rows.clear()
+    gradients(model)
+    assert max(rows) == 40
+    whole = [each[0] if isinstance(each, tuple) else each for each in seen]
+    assert {each.shape[:-1].numel() for each in whole} == {100}
+
+
 def test_each_tile_is_computed_in_the_forward_pass_and_once_in_the_backward_pass():
     model, calls = small(), []
     tile_layers(model.get_base_model(), 40)  # tiles of 40, 40 and 20
-    model.get_base_model().model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: calls.append(1))
+    watch(model, calls)
     gradients(model)
-    assert len(calls) == 6
+    assert calls == [40, 40, 20, 40, 40, 20]
 
 
 def test_without_gradients_tiles_are_used_too_and_without_checkpointing_only_then():
     model, rows = small(), []
     whole = model(input_ids=torch.ones(B, T, dtype=torch.long)).logits
     tile_layers(model.get_base_model(), 40)
-    model.get_base_model().model.layers[0].mlp.down_proj.register_forward_hook(
-        lambda module, given, out: rows.append(out.shape[:-1].numel())
-    )
+    watch(model, rows)
     with torch.no_grad():
         assert torch.allclose(model(input_ids=torch.ones(B, T, dtype=torch.long)).logits, whole, atol=1e-5)
     assert rows == [40, 40, 20]

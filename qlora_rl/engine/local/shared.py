@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.checkpoint import PreparedBase, adopt, building, open_base, outline
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.engine.local.borrowers import point
@@ -55,7 +56,7 @@ def borrow_base(
 
     Args:
         engine: a LocalEngine in this process.
-        attn_implementation: handed to transformers.
+        attn_implementation: as `load_base` takes it.
         trust_remote_code: handed to transformers.
 
     Raises:
@@ -148,7 +149,8 @@ def _build(
 
     kind = type(outline(base, trust_remote_code=trust_remote_code))
     config = AutoConfig.from_pretrained(base.path, trust_remote_code=trust_remote_code)
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    attention = attention_for(config, attn_implementation, "borrowing the base")
+    options = {} if attention is None else {"attn_implementation": attention}
     # On the CPU whatever the engine runs on: for a GPU, transformers would first allocate room for a second copy.
     with building(base):
         model = kind.from_pretrained(

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from trl.trainer.utils import FusedCausalLMOutput
 
+from qlora_rl.base.attention.attend import NAME, register, without_masks
 from qlora_rl.base.experts import mixtures_in
 from qlora_rl.base.kinds import has_dropout
 from qlora_rl.ledger.shape import layer_kinds, layer_window
-from qlora_rl.train.scoring.attention import NAME, register, without_masks
 from qlora_rl.train.scoring.row import HANDED_ON, make_row
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 GRPO samples G completions of a prompt, and DPO compares two. What comes before the token that the first scored one follows is then the same for
 all of them, and so is what every layer computes there. With `shares_prompts` those tokens are in the row once, before all sequences, and
-attention finds them by `sources` (`qlora_rl.train.scoring.attention`). A sequence's last token, after which nothing is scored, is then left out,
+attention finds them by `sources` (`qlora_rl.base.attention.attend`). A sequence's last token, after which nothing is scored, is then left out,
 and so are sequences of which nothing is scored.
 
 Letters: B sequences, T tokens with padding, N without, of all sequences together; M tokens of the row, N or fewer.

@@ -13,6 +13,7 @@ import torch
 from qlora_rl.adapter.shape import finds_nothing, warn_of_unmatched
 from qlora_rl.adapter.subject import active_adapter
 from qlora_rl.adapter.verdict import judge_adapter
+from qlora_rl.base.attention.choice import attention_for, settle_attention
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
 from qlora_rl.base.fingerprint import base_parameters
 from qlora_rl.base.kinds import load_processor
@@ -120,7 +121,7 @@ def base_of(model: Any, args: Any, processing_class: Any = None) -> PreparedBase
         processing_class: stored with the base; by default the tokenizer of the model's name.
 
     Raises:
-        ConfigConflictError: no tokenizer is found, or its weights were lifted to float32.
+        ConfigConflictError: no tokenizer is found, its weights were lifted to float32, or its attention leaves something out.
     """
     is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     bare = model.get_base_model() if is_peft else model
@@ -136,6 +137,7 @@ def base_of(model: Any, args: Any, processing_class: Any = None) -> PreparedBase
                 f"({type(error).__name__}). The engine needs one: pass processing_class=."
             ) from error
     _refuse_lifted(bare)
+    settle_attention(bare)
     base = prepare_base(model, "none", compute_dtype=_dtype_name(bare), tokenizer=processing_class)
     biases = [p for n, p in bare.named_parameters() if p.requires_grad and n.endswith("bias")]
     adopt(bare, base)
@@ -239,6 +241,7 @@ def _from_path(path: str, args: GRPOConfig, quantization_config: Any, peft_confi
             "Leave it out (attn_implementation, device_map, dtype, quantization_config, revision and trust_remote_code are "
             "taken), or load the model yourself and pass it."
         )
+    _check_attention(path, options["attn_implementation"], trust)
     if os.path.isfile(os.path.join(path, MANIFEST)):
         if config is not None:
             raise ConfigConflictError(
@@ -301,6 +304,22 @@ def _check_modules(path: str, spec: QuantSpec, peft_config: Any, trust_remote_co
         if finds_nothing(error):
             raise
         logger.debug("the modules of the adapter are not known yet: %s", error)
+
+
+def _check_attention(path: str, wish: Any, trust_remote_code: bool) -> None:
+    """Reject an `attn_implementation` that leaves something out, before a base is prepared.
+
+    Raises:
+        ConfigConflictError: says what.
+    """
+    if wish is None:
+        return
+    try:
+        config = read_config(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # said where the model is prepared
+        logger.debug("the attention of the model is not known yet: %s", error)
+    else:
+        attention_for(config, wish, "reading the model")
 
 
 def check_autocast(spec: QuantSpec, args: Any) -> None:

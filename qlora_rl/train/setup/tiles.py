@@ -15,8 +15,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -107,19 +107,20 @@ class _Tiled:
     def __init__(self, layer: Any, module: Any, numbers: int) -> None:
         self._layer, self._module, self._whole, self._numbers = layer, module, module.forward, numbers
         self._last = getattr(module, MLP_LINEARS[-1], None)
+        self._is_told = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Tiled:
         """With a copy of the module alone, as PEFT makes it of what it trains, the layer stays the one that it is in."""
         new = object.__new__(type(self))
         memo[id(self)] = new
-        new._layer, new._numbers = memo.get(id(self._layer), self._layer), self._numbers
+        new._layer, new._numbers, new._is_told = memo.get(id(self._layer), self._layer), self._numbers, self._is_told
         new._module, new._whole = copy.deepcopy(self._module, memo), copy.deepcopy(self._whole, memo)
         new._last = copy.deepcopy(self._last, memo)
         return new
 
     def __call__(self, x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         """x [..., H]; the same shape comes back. With anything else given, which may be of all tokens, the module stays whole."""
-        if more or named or x.shape[:-1].numel() <= self.rows(x):
+        if more or named or x.shape[:-1].numel() <= self.rows(x) or self._is_watched():
             return self._whole(x, *more, **named)
         trained = [p for p in self._module.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and (x.requires_grad or trained)):
@@ -128,6 +129,14 @@ class _Tiled:
             return self._whole(x)
         saved = _Save.apply(torch.empty(0, requires_grad=True), x)
         return _Tiles.apply(self, saved.grad_fn, x, *trained)
+
+    def _is_watched(self) -> bool:
+        """A module within has hooks, which would be called for each tile, and with what nobody is to read."""
+        watched = [name for name, part in self._module.named_modules() if name and _has_hooks(part)]
+        if watched and not self._is_told:
+            self._is_told = True
+            logger.info("%s works on all tokens at once: %s has hooks", type(self._module).__name__, watched[0])
+        return bool(watched)
 
     def take_off(self) -> None:
         """Give the module back the forward that it had."""
@@ -216,7 +225,8 @@ class _Tiles(torch.autograd.Function):
             with torch.enable_grad():
                 out = ctx.tiled.again(tile, ctx.autocast)
             wanted = [*([tile] if needs_x else []), *ctx.trained]
-            found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
+            with _without_hooks(ctx.trained):  # they are called with the sum of all tiles
+                found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
             del out
             if gradient_x is not None:
                 gradient_x[:, start : start + tile.shape[1]] = found.pop(0)
@@ -227,6 +237,24 @@ class _Tiles(torch.autograd.Function):
             del found
         given = [each if each is None else each.to(p.dtype) for each, p in zip(sums, ctx.trained, strict=True)]
         return None, None, None if gradient_x is None else gradient_x.view_as(x), *given
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in hooks)
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """While it lasts gradients of these are computed without calling their hooks (`register_hook`)."""
+    held = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
+    for parameter, _ in held:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in held:
+            parameter._backward_hooks = hooks
 
 
 def _can_be_unread(linear: Any) -> bool:
