@@ -178,8 +178,8 @@ def check_talks(config: RunConfig, tokenizer: Any, *datasets: Any) -> None:
     from qlora_rl.train.setup.settings import check_messages
 
     if config.data.images is None:  # images become parts of the messages
-        draws = METHODS[config.method].draws
-        check_messages(tokenizer, *datasets, given=config.data.chat_template_kwargs, draws=draws)
+        is_online = METHODS[config.method].draws
+        check_messages(tokenizer, *datasets, given=config.data.chat_template_kwargs, is_online=is_online)
 
 
 def check_rows(config: RunConfig) -> bool:

@@ -101,7 +101,7 @@ class OfflineTrainer(TrainedRun):
                 and of_trl.get("formatting_func") is None
                 and not images
             ):
-                settings.check_messages(processing_class, train_dataset, eval_dataset, draws=False)
+                settings.check_messages(processing_class, train_dataset, eval_dataset, is_online=False)
             settings.check_processor(processing_class, self.base.path)
             before = trained_values(loaded)
             init, args.model_init_kwargs = args.model_init_kwargs, None  # the model is loaded already

@@ -304,14 +304,14 @@ def check_template(processing_class: Any, *datasets: Any) -> None:
 
 
 def check_messages(
-    processing_class: Any, *datasets: Any, given: Mapping[str, Any] | None = None, draws: bool = True
+    processing_class: Any, *datasets: Any, given: Mapping[str, Any] | None = None, is_online: bool = True
 ) -> None:
     """The chat template takes the messages: those of the first rows are rendered, of each sequence of roles one. A stream is not looked at.
 
     Args:
         processing_class: a tokenizer or a processor.
         given: arguments of the chat template; those of a row come from its columns `chat_template_kwargs` and `tools`, as TRL has it.
-        draws: the prompts alone are rendered, and completions sampled.
+        is_online: the prompts alone are rendered, and completions sampled.
 
     Raises:
         ConfigConflictError: names the row, and what the template says.
@@ -325,12 +325,14 @@ def check_messages(
         rows = part.select_columns(known) if known and hasattr(part, "select_columns") else part
         for number in range(min(len(rows), _LOOKED_AT)):
             row = rows[number]
-            for name, messages, asks in _talks(row, draws):
+            for name, messages, asks in _talks(row, is_online):
                 shape = (name, *(message.get("role") for message in messages))
                 if shape in seen:
                     continue
                 seen.add(shape)
-                of_row = {} if draws else {"tools": _tools(row.get("tools")), **(row.get("chat_template_kwargs") or {})}
+                of_row = (
+                    {} if is_online else {"tools": _tools(row.get("tools")), **(row.get("chat_template_kwargs") or {})}
+                )
                 try:
                     processing_class.apply_chat_template(
                         list(messages), tokenize=False, add_generation_prompt=asks, **{**(given or {}), **of_row}
@@ -348,14 +350,14 @@ def check_messages(
                     ) from error
 
 
-def _talks(row: Mapping[str, Any], draws: bool) -> Iterator[tuple[str, Sequence[Mapping[str, Any]], bool]]:
+def _talks(row: Mapping[str, Any], is_online: bool) -> Iterator[tuple[str, Sequence[Mapping[str, Any]], bool]]:
     """The conversations of a row that are rendered: name, messages, whether an answer follows."""
     prompt, answers = row.get("prompt"), {name: row.get(name) for name in _SAID[1:]}
     is_talk = isinstance(prompt, list) and bool(prompt)
     if is_talk:
         yield "prompt", prompt, True
     for name, said in answers.items():
-        if not draws and isinstance(said, list) and said:
+        if not is_online and isinstance(said, list) and said:
             yield name, [*prompt, *said] if is_talk and name != "messages" else said, False
 
 
