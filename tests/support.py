@@ -83,6 +83,18 @@ FULL_MATRIX = [
 ]
 
 
+def since_vllm(version: str, what: str) -> pytest.MarkDecorator:
+    """A mark: skipped on an older vLLM, which lacks `what`. Where we reject it ourselves, conftest.py skips with that message."""
+    from qlora_rl.engine.compat import MissingDependencyError, release, vllm_version
+
+    try:
+        installed = vllm_version()
+    except MissingDependencyError:
+        installed = version
+    is_older = release(installed) < release(version)
+    return pytest.mark.skipif(is_older, reason=f"vLLM {installed} is older than {version}, the first with {what}")
+
+
 def make_model(
     directory: Path,
     *,

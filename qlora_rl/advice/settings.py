@@ -17,6 +17,7 @@ from typing import Any
 from qlora_rl.base.kinds import adaptable
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import LEARNING_RATES
+from qlora_rl.engine.compat import may_sleep
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.ledger.cards import card_size
@@ -144,6 +145,7 @@ def recommend(
         "gpu_memory_gib": gpu_memory,
         "device": device,
         "has_engine": task in _SAMPLING,
+        "can_sleep": may_sleep(lends=True),
     }
     ledger = _fitted(config_of_model, task, max_length, request)
     if (

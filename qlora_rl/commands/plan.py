@@ -131,6 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
         check_supported(config)
+    from qlora_rl.engine.compat import may_sleep
     from qlora_rl.processor import copies_dtype, processor
 
     targets = arguments.target_modules
@@ -154,6 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
         offload=arguments.offload if arguments.base_compute is None else False,
         shared=not arguments.two_copies,
         sleeps=arguments.sleep,
+        can_sleep=bool(arguments.sleep) or may_sleep(lends=not arguments.two_copies),
         padded=arguments.padded,
         device="cuda" if arguments.base_compute is None else "cpu",
         copies_dtype=copies_dtype() if arguments.base_compute == "baked" else None,

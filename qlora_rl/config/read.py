@@ -158,11 +158,11 @@ def _ask_vllm(document: Mapping[str, Any]) -> list[Finding]:
         return []
     if rollout.get("where", "colocate") not in ("colocate", "server", "ray"):
         return []
-    from qlora_rl.engine.compat import vllm_version
+    from qlora_rl.engine.compat import require_server, vllm_version
     from qlora_rl.engine.options import OWN, vllm_arguments
 
     try:
-        vllm_version()
+        (require_server if rollout.get("where") == "server" else vllm_version)()
     except MissingDependencyError as error:
         return [Finding("[rollout] where", str(error))]
     given = rollout.get("vllm")

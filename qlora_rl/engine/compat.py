@@ -1,7 +1,7 @@
 """vLLM's moved and version-dependent names, and private ones, each with its reason and the condition of its removal.
 
 Which other files have private names says CONTRIBUTING.md, under "a vLLM release".
-Versions: vLLM 0.26 to 0.31 (0.31.0 is what the tests run). Nothing here runs at import.
+Versions: vLLM 0.26 to 0.31; the tests run on these two (`QLORA_RL_VLLM` of scripts/setup.sh). Nothing here runs at import.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import importlib.util
 import multiprocessing
 import os
 import random
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from qlora_rl.engine import leftovers
-from qlora_rl.engine.leftovers import FirstThing, note_store, remove_stores
+from qlora_rl.engine.leftovers import FirstThing, forget_adapter_places, note_store, remove_stores
 from qlora_rl.engine.leftovers import held_for_sleep as held_for_sleep
 from qlora_rl.engine.leftovers import trim_memory as trim_memory
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError, MissingDependencyError
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 OLDEST = (0, 26)
 PLUGIN_SINCE = (0, 28)
+LENT_SLEEP_SINCE = (0, 31)
 
 
 def vllm_version() -> str:
@@ -160,11 +160,9 @@ def restored_environment(*names: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 # What a launcher like torchrun tells each of its processes; the ranks of an engine that one of them starts are none of these.
@@ -216,10 +214,8 @@ def room_for(ranks: int) -> Iterator[None]:
                 forget()
             yield
     finally:
-        if (
-            forget is not None and remember is not None and remembers()
-        ):  # an engine has begun to; what was put back counts
-            forget()
+        if forget is not None and remember is not None and remembers():
+            forget()  # an engine has begun to; what was put back counts
             remember()
         set_threads(count)
 
@@ -311,7 +307,9 @@ def _shut_down(llm: LLM, *, owns_process_group: bool) -> None:
         multiprocessing.active_children()  # ranks that have ended are forgotten by the system only when they are asked for
         remove_stores()
         return
-    client._finalizer.detach()
+    # 0.31 shuts down an engine that nobody refers to any more, and with it all process groups; 0.26 does not. Remove when 0.30 is dropped.
+    if (finalizer := getattr(client, "_finalizer", None)) is not None:
+        finalizer.detach()
     core = client.engine_core
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
@@ -322,35 +320,39 @@ def _shut_down(llm: LLM, *, owns_process_group: bool) -> None:
         destroy_model_parallel()
 
 
-def forget_adapter_places() -> None:
-    """Empty what vLLM's Triton kernels for adapters remember of their buffers, when no engine of this process is left.
-
-    0.31 remembers strides by address alone, for the life of the process, and with them some of the buffers: another engine at the same
-    addresses with another `max_lora_rank` would be multiplied with wrong strides, and an engine that can sleep could not start again.
-    Captured graphs read those tables, so they stay while an engine lives. Remove when `_get_lora_a_ptr` knows its engine.
-    """
-    tables = sys.modules.get("vllm.lora.ops.triton_ops.utils")
-    for name in ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT"):
-        getattr(tables, name, {}).clear()
+def may_sleep(*, lends: bool) -> bool:
+    """An engine that lends its base gives back the KV cache alone, which 0.31 was the first to do. Without vLLM (a plan for elsewhere) true."""
+    try:
+        return not lends or release(vllm_version()) >= LENT_SLEEP_SINCE
+    except MissingDependencyError:
+        return True
 
 
-def release_kv_cache(llm: LLM) -> bool:
-    """Give back the KV cache; the weights, which are lent, stay where they are. `LLM.wake_up` undoes it. False: vLLM before 0.31 cannot."""
-    if not hasattr(llm, "release_kv_cache_memory"):
-        return False
+def release_kv_cache(llm: LLM) -> None:
+    """Give back the KV cache; the weights, which are lent, stay where they are. `LLM.wake_up` undoes it. See `may_sleep`."""
     core = llm.llm_engine.engine_core.engine_core
     while core.scheduler.has_requests() or core.batch_queue:  # it forgets a request in the step after its last one
         llm.llm_engine.step()
     llm.sleep(level=0)
     llm.release_kv_cache_memory()
-    return True
 
 
-def _require_launchers() -> None:
-    # The server's parts have moved between releases; here they are 0.31's. Remove when older ones are dropped.
-    if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
+def require_server() -> None:
+    """Raise a MissingDependencyError where vLLM's server is not in the modules that have it in 0.31. Remove when 0.28 is dropped."""
+    _require(
+        (0, 29), "starting a server", ", or use an engine in the trainer's process (rollout='colocate', LocalEngine)"
+    )
+
+
+def require_mixtures() -> None:
+    """The same for mixtures of experts. Remove when 0.30 is dropped."""
+    _require((0, 31), "starting vLLM on a mixture of experts", "")
+
+
+def _require(since: tuple[int, int], doing: str, instead: str) -> None:
+    if release(version := vllm_version()) < since:
         raise MissingDependencyError(
-            f"starting a server: vLLM {vllm_version()} has its server in other modules than 0.31. Upgrade: pip install 'vllm>=0.31,<0.32'"
+            f"{doing}: vLLM {version} has the modules for that elsewhere than 0.31. Upgrade: pip install 'vllm>=0.31,<0.32'{instead}"
         )
 
 
@@ -412,15 +414,13 @@ def server_arguments(
 
     Args:
         arguments: of the engine.
-        host: to listen on.
-        port: to listen on.
+        host, port: to listen on.
         more: options of vLLM's own command line.
         dtypes: of matrices that are multiplied on the CPU.
 
     Raises:
         ConfigConflictError: an option sets what is ours, or vLLM does not take it.
     """
-    _require_launchers()
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -447,8 +447,7 @@ def server_arguments(
         )
     if "additional_config" not in changed:
         own["additional_config"] = FirstThing(*dtypes)  # an object of any class, handed to every process
-    for name, value in own.items():
-        setattr(asked, name, value)
+    vars(asked).update(own)
     validate_parsed_serve_args(asked)
     return asked
 

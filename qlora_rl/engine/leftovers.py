@@ -133,6 +133,18 @@ def remove_stores() -> None:
         _stores.pop().unlink(missing_ok=True)
 
 
+def forget_adapter_places() -> None:
+    """Empty what vLLM's Triton kernels for adapters remember of their buffers, when no engine of this process is left.
+
+    0.31 remembers strides by address alone, for the life of the process, and with them some of the buffers: another engine at the same
+    addresses with another `max_lora_rank` would be multiplied with wrong strides, and an engine that can sleep could not start again.
+    Captured graphs read those tables, so they stay while an engine lives. Remove when `_get_lora_a_ptr` knows its engine.
+    """
+    tables = sys.modules.get("vllm.lora.ops.triton_ops.utils")
+    for name in ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT"):
+        getattr(tables, name, {}).clear()
+
+
 def held_for_sleep() -> int:
     """Bytes in the pool of vLLM's sleep mode, of which a process has one: while any are in use, no engine with sleep mode can start.
 

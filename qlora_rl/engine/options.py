@@ -42,6 +42,7 @@ _UNKNOWN_CUTS = {
 # adapter for it. To be removed when it names it as they do.
 ONE_GATE_UP = {"glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM"}
 
+_LEAST_SHARE = 0.01  # of the card; vLLM takes no 0
 _STEP_TOKENS = 4096  # vLLM's own default on a CPU
 
 
@@ -158,6 +159,7 @@ def start_options(
     compat.require_head_size(config)
     if mixture := is_mixture(config):
         check_mixture_type(config)
+        compat.require_mixtures()
     if both_ways := attends_both_ways(prepared.path):
         check_both_ways(config, vllm_options)
     if ranks > 1:
@@ -235,6 +237,9 @@ def start_options(
         arguments["distributed_executor_backend"] = "mp"  # also where Ray runs, which would place them by itself
     if kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+    if "kv_cache_memory_bytes" in arguments | vllm_options:
+        # vLLM asks of the share then only whether so much is free, also of an engine that is rebuilt while the trainer fills the card.
+        arguments["gpu_memory_utilization"] = _LEAST_SHARE
     if images := image_tokens(base):
         if ranks > 1:
             raise EngineUnsupportedError(

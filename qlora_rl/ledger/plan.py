@@ -361,7 +361,7 @@ def _left_open(asked: MemoryRequest) -> list[Way]:
     """What the plan may turn on."""
     if asked.device != "cuda":
         return []
-    works = ((SLEEPS, asked.has_engine), (OFFLOAD, asked.gradient_checkpointing))
+    works = ((SLEEPS, asked.has_engine and asked.can_sleep), (OFFLOAD, asked.gradient_checkpointing))
     return [way for way, does in works if does and getattr(asked, way.field) is None]
 
 
@@ -473,7 +473,7 @@ def _changes(ledger: MemoryLedger) -> list[tuple[str, Any]]:
         changes.append(("logits in tiles", {"chunked_logits": True}))
     if count.OPTIMIZERS.get(request.optimizer, (2, 0))[0]:
         changes.append(("optim='adamw_8bit'", {"optimizer": "adamw_8bit"}))
-    if not request.sleeps and request.device == "cuda":
+    if not request.sleeps and request.can_sleep and request.device == "cuda":
         changes.append((SLEEPS.setting, {SLEEPS.field: True}))
     if request.kv_cache_gib is not None:
         half = request.kv_cache_gib / 2

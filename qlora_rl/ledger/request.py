@@ -35,6 +35,7 @@ class MemoryRequest:
         copies_dtype: torch name of the dtype of dequantised copies of the 4-bit linears that the engine multiplies with
             (`base_compute="baked"`, on the CPU); `None` for no copies.
         sleeps: the KV cache is given back while the trainer works.
+        can_sleep: it may be; not where the engine never rests, nor, before vLLM 0.31, where it lends its base.
         chunked_logits: the output head works in tiles (TRL's way); otherwise all logits are held.
         padded: micro-batches keep their padding (`remove_padding=False`), so that attention gets masks; as they do for a model that
             needs it (`ModelShape.needs_masks`).
@@ -66,6 +67,7 @@ class MemoryRequest:
     baked: bool = False
     copies_dtype: str | None = None
     sleeps: bool | None = None
+    can_sleep: bool = True
     chunked_logits: bool = True
     padded: bool = False
     cache_dtype: str = "auto"

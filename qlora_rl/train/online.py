@@ -159,9 +159,9 @@ class OnlineTrainer(TrainedRun):
             if images and not may_take_images(model):
                 settings.reject_images(images, f"{model} takes none")
             if rollout in settings.STARTED:
-                from qlora_rl.engine.compat import vllm_version
+                from qlora_rl.engine.compat import require_server, vllm_version
 
-                vllm_version()  # before minutes of loading
+                (require_server if rollout == "server" else vllm_version)()  # before minutes of loading
             if rollout == "ray":
                 from qlora_rl.engine.fleet import require_ray
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from qlora_rl import (
 from qlora_rl.adapter.store import AdapterStore
 from qlora_rl.contracts import AdapterBundle, RolloutEngine
 from qlora_rl.engine import compat
+from qlora_rl.engine.options import start_options
 
 # bf16 against bf16 of another library, scales as loaded (not repaired), a random model scaled up threefold. Measured mean
 # 0.003 to 0.011, max 0.05; a missing adapter is above 0.1 (see test_an_adapter_is_really_applied).
@@ -439,11 +441,32 @@ def test_closing_one_engine_leaves_another_alone(engine, base, prompts):
     with LocalEngine(base, max_model_length=32, max_num_seqs=8) as second:
         second.generate(prompts, max_tokens=4)
         engine.generate(prompts, max_tokens=4)
+        if finalizer := vars(second.llm.llm_engine.engine_core).pop("_finalizer", None):  # vLLM before 0.31 has none
+            finalizer.detach()
     assert engine.generate(prompts, max_tokens=4, temperature=0.0).completion_ids == before.completion_ids
     assert (0,) in utils._LORA_A_PTR_DICT
     compat.forget_adapter_places()  # what the last engine of a process does
     assert not utils._LORA_A_PTR_DICT
     assert not utils._LORA_B_PTR_DICT
+
+
+def test_with_a_cache_of_a_given_size_an_engine_starts_on_a_card_that_is_nearly_full(base, monkeypatch):
+    """vLLM's own check, as of an engine that is rebuilt while the trainer holds the rest."""
+    from vllm.config import CacheConfig
+    from vllm.v1.worker.utils import request_memory
+
+    monkeypatch.setattr(compat, "platform_is_cpu", lambda: False)
+    card = SimpleNamespace(total_memory=80 * 2**30, free_memory=2**30, device_="cuda")
+
+    def asked(**options):
+        arguments = start_options(base.path, gpu_memory_utilization=0.3, **options).arguments
+        names = {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(arguments)
+        return request_memory(card, CacheConfig(**{name: arguments[name] for name in names}))
+
+    assert asked(kv_cache_gib=0.25) < card.free_memory
+    assert asked(kv_cache_memory_bytes=2**28) < card.free_memory
+    with pytest.raises(ValueError, match="Free memory on device"):
+        asked()
 
 
 def test_what_vllms_sleep_mode_still_holds_is_counted(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from pair import OPTIONS, Pair
 from peft import LoraConfig
-from support import MIXTURES, make_model, tiny_training
+from support import MIXTURES, make_model, since_vllm, tiny_training
 from trl import GRPOConfig
 
 from qlora_rl import (
@@ -140,6 +140,7 @@ def test_in_bf16_replay_takes_away_what_other_experts_add_to_the_mismatch(mixtur
         assert replayed[0] <= found[False, False][0]
 
 
+@since_vllm("0.31", "CPURouter")
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_the_dtype_of_the_logits_holds_every_weight_that_vllm_computes(renormalize):
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from support import cpu_seconds, randomise
+from support import cpu_seconds, randomise, since_vllm
 from test_training import lines, make
 from trl.trainer import grpo_trainer
 
@@ -752,6 +752,7 @@ def test_killed_in_the_middle_of_a_rollout_and_started_again_it_is_proven_pushed
                     each.stop()
 
 
+@since_vllm("0.29", "the modules of the server that we start")
 def test_a_signal_leaves_no_child_and_no_directory_behind(base, tmp_path):
     """By the command itself; an option of the user's in the place of ours does not keep the processes from what this processor needs."""
     ready, key = tmp_path / "ready.json", tmp_path / "key"

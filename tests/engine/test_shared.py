@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support import FULL_MATRIX, MATRIX, make_model, randomise
+from support import FULL_MATRIX, MATRIX, make_model, randomise, since_vllm
 
 from qlora_rl import (
     CannotShareError,
@@ -273,6 +273,10 @@ def test_a_rebuilt_engine_lends_its_new_tensors(base, prompts):
     engine.close(force=True)
 
 
+RELEASES_KV_CACHE = since_vllm("0.31", "release_kv_cache_memory: before it no engine sleeps that lends its base")
+
+
+@RELEASES_KV_CACHE
 def test_lent_weights_do_not_move_when_the_engine_sleeps(pair, monkeypatch):
     engine, made = pair
     calls = []
@@ -290,6 +294,24 @@ def test_lent_weights_do_not_move_when_the_engine_sleeps(pair, monkeypatch):
     assert calls == [("sleep", 1), ("wake_up",)]
 
 
+def test_before_vllm_0_31_an_engine_that_lends_its_base_stays_awake(pair, monkeypatch, caplog):
+    engine, _ = pair
+    monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", lambda: "0.30.0")
+    monkeypatch.setattr(engine, "_is_cpu", False)
+    monkeypatch.setattr(engine, "_enable_sleep", True)
+    monkeypatch.setitem(engine._options, "enable_sleep_mode", True)
+    monkeypatch.setattr(engine._llm, "sleep", lambda **_: pytest.fail("the weights are lent"))
+    assert engine.borrowers.alive()
+    assert not engine.capabilities().can_sleep
+    engine.sleep()
+    assert "cannot keep lent weights and sleep: the engine stays awake" in caplog.text
+    assert not engine._is_asleep
+    monkeypatch.setattr(engine, "_enable_sleep", True)
+    monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", lambda: "0.31.0")
+    assert engine.capabilities().can_sleep
+
+
+@RELEASES_KV_CACHE
 def test_vllm_pauses_before_its_kv_cache_goes_and_generates_the_same_when_it_is_back(pair, monkeypatch):
     """vLLM's own checks and bookkeeping; only the memory itself cannot be given back on the CPU."""
     engine, made = pair

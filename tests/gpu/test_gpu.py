@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from support import since_vllm
 
 from qlora_rl import LocalEngine, borrow_base, load_base, plan_memory, prepare_base, verify_base
 
@@ -62,6 +63,7 @@ def test_the_trainer_computes_on_the_engines_own_tensors(model_dir, quant):
         del model
 
 
+@since_vllm("0.31", "release_kv_cache_memory: before it no engine sleeps that lends its base")
 def test_lent_weights_stay_in_place_while_the_engine_sleeps(base):
     with LocalEngine(base, max_model_length=64, max_num_seqs=8, enable_sleep=True) as engine:
         model = borrow_base(engine)

@@ -106,18 +106,21 @@ def test_a_kv_cache_of_the_users_own_stays_his(fields, options, make_trainer, co
     assert colocate[0].get("kv_cache_gib") == options.get("kv_cache_gib")
 
 
-def budget_on_a_card(reported_gib, gpu_memory, base, args, monkeypatch, host_gib=200.0, **options):
+def budget_on_a_card(
+    reported_gib, gpu_memory, base, args, monkeypatch, host_gib=200.0, vllm="0.31.0", rests=True, **options
+):
     """The budget of a run on a card that reports so much memory, in a machine of which so much is free."""
     from peft import LoraConfig
 
     from qlora_rl.train.setup.budget import MemoryBudget
 
+    monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", lambda: vllm)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int((reported_gib - 1) * GIB), int(reported_gib * GIB)))
     monkeypatch.setattr("qlora_rl.train.setup.budget.memory_gib", lambda: (host_gib, host_gib))
     args.use_cpu = False
     wanted = {"quantization_config": None, "engine_options": {"base_compute": "auto"} | options, "optimizer": None}
-    wanted |= {"adapter_dtype": "float32", "shared": True, "has_engine": True}
+    wanted |= {"adapter_dtype": "float32", "shared": True, "has_engine": True, "rests": rests}
     lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     return MemoryBudget(gpu_memory, str(base.path), args, peft_config=lora, **wanted)
 
@@ -166,6 +169,19 @@ def test_the_plan_turns_on_what_is_not_set_and_what_is_set_stays(
     budget.set_chosen(args)
     assert (args.vllm_enable_sleep_mode, args.gradient_checkpointing_kwargs) == set_to
     assert budget.as_dict()["choice"].startswith("turned on by the plan: ")
+
+
+@pytest.mark.parametrize("field", [{}, {"vllm_enable_sleep_mode": True}])
+@pytest.mark.parametrize("why", [{"vllm": "0.30.0"}, {"rests": False}])
+def test_the_plan_does_not_count_on_a_sleep_that_will_not_be(why, field, config, tmp_path, monkeypatch):
+    """Before vLLM 0.31 an engine that lends its base stays awake, and one that samples meanwhile always does."""
+    wanted, args = long_run(config, tmp_path, **field)
+    with pytest.raises(MemoryBudgetError, match="turned on by the plan, and not enough: layer inputs") as caught:
+        budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **why)
+    assert "vllm_enable_sleep_mode" not in str(caught.value)
+    budget = budget_on_a_card(23.64, "auto", wanted, args, monkeypatch, **why)
+    assert not budget.ledger.request.sleeps
+    assert "sleeps" not in {way.field for way in budget.ledger.chosen}
 
 
 def long_run(config, tmp_path, **fields):

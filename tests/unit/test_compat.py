@@ -1,5 +1,6 @@
 """What is said when vLLM or its bitsandbytes support is missing, too old, or there twice."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -95,6 +96,35 @@ def test_a_cache_is_at_most_4_gib_unless_one_sequence_needs_more(length, sequenc
         num_hidden_layers=28, num_key_value_heads=8, head_dim=128, num_attention_heads=16, dtype="bfloat16"
     )
     assert least <= kv_cache_needed(qwen3_600m, length, sequences) <= most
+
+
+@pytest.mark.parametrize(
+    ("version", "server", "mixtures", "lent_sleep"),
+    [("0.26.0", False, False, False), ("0.29.0", True, False, False), ("0.31.0", True, True, True)],
+)
+def test_what_an_older_vllm_lacks_is_said_before_anything_starts(
+    installed, base, version, server, mixtures, lent_sleep
+):
+    from qlora_rl import start_server
+    from qlora_rl.engine.server import serve
+
+    installed({"vllm": version})
+    assert compat.may_sleep(lends=False)
+    assert compat.may_sleep(lends=True) is lent_sleep
+    for check, is_there in ((compat.require_server, server), (compat.require_mixtures, mixtures)):
+        with (
+            contextlib.nullcontext() if is_there else pytest.raises(MissingDependencyError, match=f"vLLM {version} has")
+        ):
+            check()
+    if not server:
+        for start in (serve, start_server):
+            with pytest.raises(MissingDependencyError, match="engine in the trainer's process"):
+                start(base.path)
+
+
+def test_without_vllm_a_plan_counts_on_what_the_newest_can(installed):
+    installed({})
+    assert compat.may_sleep(lends=True)
 
 
 @pytest.mark.parametrize("prompts", ["2+2=", [50, 43], numpy.array([50, 43]), torch.tensor([50]), ImagePrompt([1], ())])

@@ -167,16 +167,58 @@ def test_a_skipped_test_is_not_a_passed_one(tmp_path):
     assert "two GPUs" in outcome["tail"]
 
 
-def test_no_piece_begins_that_might_outlast_the_budget(tmp_path):
-    pieces = [piece("one", tmp_path), piece("two", tmp_path), piece("long", tmp_path, limit_s=999)]
-    state = tmp_path / "state"
-    # Less than one limit is left when the first has run: the second is left for the next call.
-    assert check.run_all(pieces, state, os.environ, budget_s=120, cwd=tmp_path) == check.LEFT
-    assert [ran(tmp_path, p.name) for p in pieces] == [1, 0, 0]
-    assert check.run_all(pieces, state, os.environ, budget_s=120, cwd=tmp_path) == check.LEFT
-    assert [ran(tmp_path, p.name) for p in pieces] == [1, 1, 0]
-    assert check.run_all(pieces, state, os.environ, cwd=tmp_path) == check.OK
+def test_a_budget_cuts_off_and_names_what_it_leaves_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "LEAST_S", 2)
+    monkeypatch.setattr(check, "ENDING_S", 1)
+    slow = piece("slow", tmp_path, "import time; time.sleep(1000)", limit_s=400)
+    pieces, state = (
+        [piece("one", tmp_path, limit_s=300), slow, piece("never", tmp_path, limit_s=300)],
+        tmp_path / "state",
+    )
+    recorded = []
+
+    def run(seconds):
+        return check.run_all(
+            pieces,
+            state,
+            os.environ,
+            ends_at=time.monotonic() + seconds,
+            record=lambda: recorded.append(statuses(pieces, state)),
+            cwd=tmp_path,
+        )
+
+    began = time.monotonic()
+    assert run(12) == check.LEFT  # all limits are longer
+    assert time.monotonic() - began < 30
+    assert statuses(pieces, state) == {"one": "passed", "slow": "cut off"}
+    assert recorded == [{"one": "passed"}, {"one": "passed", "slow": "cut off"}]
+    assert "the budget left out 2: slow, never." in capsys.readouterr().out
+    # What was cut off does not take all of the next budget too: it begins only with more time than it had.
+    had = check.outcomes(pieces, state)["slow"]["limit_s"]
+    assert check.needed_s(slow, {"status": "cut off", "limit_s": had}) == had + 2
+    assert check.needed_s(slow, {"status": "cut off", "limit_s": 399}) == 400
+    assert run(had) == check.LEFT
     assert [ran(tmp_path, p.name) for p in pieces] == [1, 1, 1]
+    assert run(2.5) == check.LEFT
+    assert statuses(pieces, state) == {"one": "passed", "slow": "cut off", "never": "passed"}
+
+
+def test_what_is_to_be_brought_back_is_in_the_folder_that_was_named(tmp_path, monkeypatch):
+    """The GPU and the pieces are made up; the rest is what runs on a GPU."""
+    stack = {"gpu": "H100", "python": "3.12.3", "packages": {"torch": "2.11.0", "vllm": "0.26.0"}, "missing": []}
+    monkeypatch.setattr(check, "probe", lambda *_: stack)
+    monkeypatch.setattr(check, "plan", lambda: [piece("one", tmp_path, "print('said')"), piece("two", tmp_path)])
+    committed = ROOT / "benchmarks" / "results" / "gpu.json"
+    before = committed.read_bytes() if committed.exists() else None
+    out = tmp_path / "out"
+    assert check.main(["--out", str(out), "--state", str(tmp_path / "state"), "--budget", "300"]) == check.OK
+    assert sorted(file.name for file in out.iterdir()) == ["gpu.json", "log.txt"]
+    (found,) = json.loads((out / "gpu.json").read_text()).values()
+    assert {name: row["status"] for name, row in found["pieces"].items()} == {"one": "passed", "two": "passed"}
+    assert (out / "log.txt").read_text() == "===== one\nsaid\n\n===== two\n\n"
+    assert (committed.read_bytes() if committed.exists() else None) == before
+    # Too little is left for anything: the state is that of before, and the code says so.
+    assert check.main(["--out", str(out), "--state", str(tmp_path / "other"), "--budget", "20"]) == check.LEFT
 
 
 # A child that has a child; both are to be gone.

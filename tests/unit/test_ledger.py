@@ -728,7 +728,8 @@ def test_plan_prints_the_ledger_and_ends_with_0_when_it_fits(config_json, capsys
         assert words in out, words
 
 
-def test_plan_says_what_it_has_turned_on_and_obeys(config_json, capsys):
+def test_plan_says_what_it_has_turned_on_and_obeys(config_json, capsys, monkeypatch):
+    monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", lambda: "0.31.0")
     arguments = ["plan", config_json, "--gpu-memory", "24", "--max-length", "36000", "--batch-size", "1"]
     assert main(arguments) == 0
     assert "turned on by the plan: layer inputs wait in host memory" in capsys.readouterr().out
@@ -737,6 +738,9 @@ def test_plan_says_what_it_has_turned_on_and_obeys(config_json, capsys):
     assert found["chosen"] == {"sleeps": "vllm_enable_sleep_mode=True"}
     assert main([*arguments, "--offload", "--sleep", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"] == {}
+    monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", lambda: "0.26.0")  # which keeps a lent base awake
+    assert main([*arguments, "--no-offload"]) == 3
+    assert "vllm_enable_sleep_mode" not in capsys.readouterr().out
 
 
 def test_plan_says_that_it_takes_the_model_and_not_the_file_of_a_run(tmp_path, capsys):

@@ -157,7 +157,7 @@ class LocalEngine:
             max_lora_rank=self.max_lora_rank,
             max_model_length=self._max_model_length,
             adapter_dtype=dtype,
-            can_sleep=self._enable_sleep and not self._is_cpu,
+            can_sleep=self._enable_sleep and not self._is_cpu and compat.may_sleep(lends=bool(self.borrowers.alive())),
             holds_two=bool(self.max_lora_rank),
             takes_in_place=bool(self.max_lora_rank) and self._start.ranks == 1,
             takes_images=bool(self._start.image_tokens),
@@ -354,12 +354,10 @@ class LocalEngine:
         if self._is_asleep or not self._options["enable_sleep_mode"]:
             return
         self._finish_calls()
+        if not compat.may_sleep(lends=(lends := bool(self.borrowers.alive()))):
+            return self._stay_awake(f"vLLM {self._vllm_version} cannot keep lent weights and sleep")
         self._adapters.before_sleep(self._llm)
-        if not self.borrowers.alive():
-            self._llm.sleep(level=1)
-        elif not compat.release_kv_cache(self._llm):
-            self._stay_awake(f"vLLM {self._vllm_version} cannot keep lent weights and sleep")
-            return
+        compat.release_kv_cache(self._llm) if lends else self._llm.sleep(level=1)
         self._is_asleep = True
 
     def _stay_awake(self, why: str) -> None:

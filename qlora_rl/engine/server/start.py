@@ -105,6 +105,7 @@ def serve(
     """
     if (parent := os.environ.pop(_WITH_PARENT, None)) and not end_with(int(parent), signal.SIGTERM):
         sys.exit(1)  # it has ended before
+    compat.require_server()
     check_wish(base_compute)
     importing = loading if alone else contextlib.nullcontext
     key_path = Path(api_key_file) if api_key_file is not None else None
@@ -395,6 +396,7 @@ def start_server(
 
     Raises:
         ConfigConflictError: options that contradict each other.
+        MissingDependencyError: no vLLM is installed, or one whose server cannot be started.
         EngineUnsupportedError: it ended instead; with the end of its log.
         EngineBrokenError: it did not come up in time.
     """
@@ -402,6 +404,7 @@ def start_server(
         raise ConfigConflictError(
             "starting a server: start_server has a ready_file of its own, and takes either key= or api_key_file=. Leave one out."
         )
+    compat.require_server()
     open_base(base, verify=False)  # what is wrong with the base is said here
     directory = Path(tempfile.mkdtemp(prefix="qlora-rl-started-"))
     try:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from qlora_rl.base.checkpoint import open_base
-from qlora_rl.engine.compat import vllm_version
 from qlora_rl.errors import EngineUnsupportedError
 
 _GATE_UP, _DOWN = "w13_weight", "w2_weight"
@@ -31,19 +30,10 @@ def experts_of(directory: str) -> Iterator[None]:
       `llm_int8_skip_modules`.
     - It looks through all names for each 4-bit weight, which takes minutes with those of experts; `CodedExperts` reads these itself.
     - It also checks which parameters were loaded, and `MoERunner.load_weights` leaves a part of the experts' names out. Remove when it does not.
-
-    Raises:
-        EngineUnsupportedError: this vLLM has its mixtures elsewhere.
     """
-    try:
-        from vllm.model_executor.layers.fused_moe import RoutedExperts
-        from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
-        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-    except ImportError as error:
-        raise EngineUnsupportedError(
-            f"loading a mixture of experts: vLLM {vllm_version()} has its experts in other modules than 0.31 ({error}). Upgrade: pip install "
-            "'vllm>=0.31,<0.32'"
-        ) from error
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     select, load = unquantized.select_unquantized_moe_backend, MoERunner.load_weights
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from qlora_rl.engine.compat import vllm_version
-from qlora_rl.errors import EngineUnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +30,8 @@ class Choices:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        try:
-            from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-        except ImportError as error:
-            raise EngineUnsupportedError(
-                f"noting the routing: vLLM {vllm_version()} has its experts in other modules than 0.31 ({error}). Upgrade: pip install "
-                "'vllm>=0.31,<0.32'"
-            ) from error
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
         layers = [module for module in model.modules() if isinstance(module, MoERunner)]
         self._step: list[Any] = [None] * len(layers)
         self._weights: list[Any] = [None] * len(layers)

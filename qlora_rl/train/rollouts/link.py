@@ -185,7 +185,10 @@ def link_policy(
                 "pushes are not verified: %s", "canary_every=0" if not canary_every else "another base is allowed"
             )
         if args.vllm_enable_sleep_mode and not can_sleep:
-            logger.warning("vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake", engine.capabilities().name)
+            logger.warning(
+                "vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake; before vLLM 0.31 no engine sleeps that lends its base",
+                engine.capabilities().name,
+            )
     except BaseException:
         products.close()
         release(strategy, choice.closer(engine))

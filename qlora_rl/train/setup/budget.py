@@ -14,6 +14,7 @@ from qlora_rl.base.checkpoint import MANIFEST, empty_model
 from qlora_rl.base.experts import is_mixture
 from qlora_rl.base.quant import QuantSpec, spec_of
 from qlora_rl.distributed import ranks
+from qlora_rl.engine.compat import may_sleep
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.cards import RESERVE_GIB, card_size, usable_gib
 from qlora_rl.ledger.choice import WAYS
@@ -58,7 +59,7 @@ class MemoryBudget:
         shared: trainer and engine hold one base.
         baked: the engine serves the baked base.
         has_engine: the trainer makes the engine.
-        rests: the engine generates nothing while the trainer works, so that it may sleep.
+        rests: the engine generates nothing while the trainer works, so that it may sleep; before vLLM 0.31 only where it lends no base.
         padded: micro-batches keep their padding.
 
     Raises:
@@ -88,6 +89,8 @@ class MemoryBudget:
         options = {**trl_engine_options(args), **(engine_options or {})}
         if options["tensor_parallel_size"] > 1:  # its ranks are other processes, and hold the decoded base
             shared, baked = False, True
+        lends = shared and not baked and not shards_base(args)
+        can_sleep = rests and may_sleep(lends=lends)
         self.ledger: MemoryLedger | None = None
         self.reason = ""
         self.is_limit = limit is not None
@@ -105,11 +108,12 @@ class MemoryBudget:
                 optimizer,
                 options,
                 adapter_dtype=adapter_dtype,
-                shared=shared and not baked and not shards_base(args),
+                shared=lends,
                 baked=baked,
                 copies_dtype=copies_dtype() if keeps_copies else None,
                 has_engine=has_engine,
-                sleeps=_sleeps(args, engine_options or {}, rests=rests) if on_gpu else False,
+                sleeps=_sleeps(args, engine_options or {}) if on_gpu and can_sleep else False,
+                can_sleep=can_sleep,
                 padded=padded or _attention(model, args) == "eager",
                 gpu_memory_gib=limit,
                 host_memory_gib=_host_gib() if on_gpu else None,
@@ -273,11 +277,11 @@ def _attention(model: Any, args: GRPOConfig) -> str | None:
     return model.config._attn_implementation
 
 
-def _sleeps(args: GRPOConfig, engine_options: dict[str, Any], *, rests: bool) -> bool | None:
+def _sleeps(args: GRPOConfig, engine_options: dict[str, Any]) -> bool | None:
     """The user has said that the engine sleeps between rollouts, or that it does not; `None` where it is left to the plan."""
     if engine_options.get("enable_sleep") is False:
         return False
-    return True if args.vllm_enable_sleep_mode else None if rests else False
+    return True if args.vllm_enable_sleep_mode else None
 
 
 def _cache_gib(options: dict[str, Any]) -> float | None:
