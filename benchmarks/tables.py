@@ -444,6 +444,21 @@ def mixture_replay() -> str:
     return "\n".join(lines)
 
 
+def functions() -> str:
+    """Dense configs in float32 on both sides, and what becomes of them."""
+    result = _load("configs.json")
+    lines = ["| config | largest difference, bare; adapted | verdict |", "|---|---|---|"]
+    for name, row in result["rows"].items():
+        ways = [f"{row[way]:.0e}" for way in ("bare_max", "adapted_max") if way in row]
+        verdict = row["verdict"]
+        if verdict == "rejected":
+            field = re.search(r"has (\w+)=(.*?), and vLLM", row["sentence"])
+            beyond = re.search(r"Allow (\d+) tokens", row["sentence"])
+            verdict = f"rejected: {field[1]}={field[2]}" if field else f"rejected beyond {beyond[1]} tokens"
+        lines.append(f"| {name} | {'; '.join(ways) or 'none'} | {verdict} |")
+    return "\n".join(lines)
+
+
 def mixture_rollouts() -> str:
     """Rollouts of a larger random mixture with experts in 4 bits, beside 16 bits without an adapter."""
     result = _load("mixtures.json")["rollouts"]
@@ -739,6 +754,7 @@ TABLES = {
     "mixture-routing": mixture_routing,
     "mixture-replay": mixture_replay,
     "mixture-rollouts": mixture_rollouts,
+    "functions": functions,
     "memory-step": memory_step,
     "padding": padding,
     "memory-ledger": memory_ledger,

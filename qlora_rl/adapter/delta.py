@@ -19,7 +19,7 @@ import torch
 
 from qlora_rl.adapter.subject import bare_model, is_lora_layer, own_name
 from qlora_rl.adapter.verdict import judge_adapter
-from qlora_rl.base.names import Names
+from qlora_rl.base.experts import Names
 from qlora_rl.base.quant import dequantised_rows, dequantised_weight
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import AdapterRejectedError, collected

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qlora_rl.base.functions import Limit, engine_positions, function_limit
 from qlora_rl.base.kinds import adaptable
 from qlora_rl.base.quant import QuantSpec
 from qlora_rl.contracts import LEARNING_RATES
@@ -189,17 +190,19 @@ def recommend(
     trainer: dict[str, Any] = {"adapter_dtype": "float32"}
     if task in _SAMPLING and gpu_memory is not None:
         trainer["gpu_memory"] = gpu_memory
-    return Recommendation(task, base, lora, config, trainer, _reasons(task, device, ledger, max_length), ledger)
+    reasons = _reasons(task, device, ledger, max_length, function_limit(config_of_model))
+    return Recommendation(task, base, lora, config, trainer, reasons, ledger)
 
 
 def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any]) -> MemoryLedger:
     """The memory estimate of the largest batch that fits at full length, if need be with what the plan turns on; or of one sequence, shorter."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or max_length
+    text = config.get_text_config()
+    positions = engine_positions(config) if task in _SAMPLING else getattr(text, "max_position_embeddings", None)
     pairs = 2 if task == "dpo" else 1  # chosen and rejected, in one forward
     wanted = plan_memory(
         config,
         **request,
-        max_length=min(max_length, positions),
+        max_length=min(max_length, positions or max_length),
         sequences=_PER_STEP[task] if task in _SAMPLING else 1,
     )
     for chosen in ({"offload": False, "sleeps": False}, {}):
@@ -211,7 +214,7 @@ def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any])
     return ledger.changed(max_length=shorter) if shorter else ledger
 
 
-def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int) -> dict[str, str]:
+def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int, limit: Limit | None) -> dict[str, str]:
     fits = "the largest of 8, 4, 2, 1 that fits" if ledger.fits else "none fits: a larger card, or a smaller model"
     if ledger.request.gpu_memory_gib is None:
         fits = "no limit was named"
@@ -220,6 +223,8 @@ def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int) -> dict[
         for way in ledger.chosen
     }
     length = "as asked" if ledger.request.max_length == wished else "what the model, or the card, allows"
+    if task in _SAMPLING and limit is not None and ledger.request.max_length == limit.length < wished:
+        length = f"not {wished}: beyond, {limit.why}"
     return {
         "quant": "NormalFloat, better than FP4 and int4 at equal size (QLoRA, table 4); or as the base is held",
         "double_quant": "0.37 bits a weight less, at no loss (QLoRA, section 3)",

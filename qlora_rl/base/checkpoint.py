@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qlora_rl.base.attention.choice import attention_for
-from qlora_rl.base.experts import check_mixture_type, experts_as_linears
+from qlora_rl.base.experts import experts_as_linears
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
+from qlora_rl.base.functions import check_function, note_function
 from qlora_rl.base.hub import hub_reachable, in_short, why_missing
 from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, digest_parts, digest_tokenizer
 from qlora_rl.base.kinds import auto_class, check_vision_type
@@ -162,7 +163,8 @@ def _load_source(source: Path, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         check_vision_type(config)
-        check_mixture_type(config)
+        check_function(config)
+        note_function(config)
         with models_are_whole():
             model, told = auto_class(config).from_pretrained(
                 source,
@@ -194,7 +196,8 @@ def _prepare_object(model: Any, spec: QuantSpec, tokenizer: Any, out: str | os.P
     if isinstance(known, PreparedBase) and out is None:
         return open_base(known)
     check_vision_type(base.config)
-    check_mixture_type(base.config)
+    check_function(base.config)
+    note_function(base.config)
     live = spec_of(base)
     written = live if live.is_4bit else spec
     inputs = _digest_inputs(digest_model(base), written, digest_tokenizer(tokenizer))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which are supported, and what checkpoints call the matrices of their experts.
+"""Mixtures of experts: which are supported, and what checkpoints call the matrices of their experts; `Names`: and all other weights.
 
 transformers holds the experts of a layer in two tensors, `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]. Published
 checkpoints, vLLM and a base directory have three matrices for each expert. A base is written, compared and exported by the latter names.
@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from qlora_rl.errors import NotYetSupportedError
 
 
 @dataclass(frozen=True)
@@ -54,15 +52,11 @@ NAMINGS = {
     "olmoe": Naming("OlmoeSparseMoeBlock"),
     "qwen3_moe": Naming("Qwen3MoeSparseMoeBlock", "moe_intermediate_size"),
 }
-# What vLLM 0.31 computes whatever the config says: it reads none of these fields, and what it makes of another value differs without an error.
-_ASSUMED: dict[str, dict[str, Any]] = {
-    "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0},
-    "olmoe": {"hidden_act": "silu", "rms_norm_eps": 1e-5, "clip_qkv": None, "norm_topk_prob": False},
-    "qwen3_moe": {"hidden_act": "silu"},
-}
 # The linears of their attention: what an adapter on one of them can reach.
 ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+# Of published checkpoints, from which vLLM loads. transformers reads both forms, and has dropped the inner name.
+_TOWERS = {"gemma3": ("model.vision_tower.", "model.vision_tower.vision_model.")}
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -76,33 +70,6 @@ def directory_is_mixture(directory: str | os.PathLike[str]) -> bool:
     """The checkpoint in a directory is a mixture of experts."""
     config = json.loads((Path(directory) / "config.json").read_text())
     return any((config.get(name) or 0) > 1 for name in _COUNTS)
-
-
-def check_mixture_type(config: Any) -> None:
-    """Reject a mixture of a type that was not compared, and one that vLLM cannot serve in 4 bits.
-
-    Raises:
-        NotYetSupportedError: names the types that were compared, or the field.
-    """
-    if is_mixture(config) and config.model_type not in NAMINGS:
-        raise NotYetSupportedError(
-            f"preparing a base: {config.model_type} is a mixture of experts, and what vLLM makes of it has not been compared with transformers. "
-            f"Use one of {', '.join(NAMINGS)}, or a dense model."
-        )
-
-    # vLLM 0.31 fuses gate and up of dense layers, and knows their parts only where `mlp_only_layers` lists such layers.
-    if getattr(config, "decoder_sparse_step", 1) > 1 and not config.mlp_only_layers:
-        raise NotYetSupportedError(
-            f"preparing a base: decoder_sparse_step={config.decoder_sparse_step}, and vLLM takes no adapters on such a model. Name its dense layers in "
-            "mlp_only_layers of its config instead, with decoder_sparse_step=1."
-        )
-    for field, value in _ASSUMED.get(config.model_type, {}).items():
-        found = getattr(config, field, value)
-        if found != value:
-            raise NotYetSupportedError(
-                f"preparing a base: the config of this {config.model_type} has {field}={found!r}, and vLLM computes such models with {value!r} without "
-                "reading it, so it would sample from another function than the trainer's. Use a model with that value, or a dense one."
-            )
 
 
 def naming_of(model: Any) -> Naming | None:
@@ -138,6 +105,32 @@ def stored_parts(naming: Naming | None, name: str, weight: torch.Tensor) -> Iter
 def stored_name(naming: Naming | None, name: str) -> str:
     """What checkpoints call a weight of transformers' model that they store as it is."""
     return name if naming is None else name.replace(".mlp.", f".{naming.block}.", 1)
+
+
+class Names:
+    """What checkpoints call the weights of one model, from names in transformers' model.
+
+    Args:
+        model: of transformers, bare.
+    """
+
+    def __init__(self, model: Any):
+        self._mixture = naming_of(model)
+        self._tower = _TOWERS.get(getattr(getattr(model, "config", None), "model_type", ""))
+
+    def stored(self, name: str) -> str:
+        """Of a weight that checkpoints store as it is."""
+        return self._lengthened(stored_name(self._mixture, name))
+
+    def parts(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of a weight, and of the parts in which checkpoints store it (`stored_parts`); views."""
+        for stored, part in stored_parts(self._mixture, name, weight):
+            yield self._lengthened(stored), part
+
+    def _lengthened(self, name: str) -> str:
+        if self._tower is None or not name.startswith(self._tower[0]) or name.startswith(self._tower[1]):
+            return name
+        return self._tower[1] + name.removeprefix(self._tower[0])
 
 
 def routers_of(model: torch.nn.Module) -> list[str]:

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import torch
 
+from qlora_rl.base.experts import Names
 from qlora_rl.base.kinds import directory_takes_images
-from qlora_rl.base.names import Names
 from qlora_rl.base.quant import dequantize_exactly, exact_absmax, plain_name
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
@@ -199,6 +199,8 @@ def linear_names(directory: str | os.PathLike[str]) -> list[str]:
     if directory_takes_images(directory):
         owners = {name for name in owners if name.startswith("model.language_model.")}
     names = {owner.split(".")[-1] for owner in owners} - {
+        "q_norm",  # of Cohere, [heads, head size]
+        "k_norm",
         "embed_tokens",
         "lm_head",
         "wte",

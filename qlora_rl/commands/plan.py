@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
             quantize_tower=arguments.quantize_tower,
         )
         config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
-        check_supported(config)
+        check_supported(config, None if arguments.method in OFFLINE else arguments.max_length)
     from qlora_rl.engine.compat import may_sleep
     from qlora_rl.processor import copies_dtype, processor
 

@@ -104,8 +104,8 @@ def check_model(config: RunConfig) -> str:
     Raises:
         ConfigConflictError: there is no such model, it cannot be read, it is no language model, it takes no images and [data] has some, or it
             has no module that the adapter asks for.
-        NotYetSupportedError: a mixture of experts or a model for images of an unsupported type, or an adapter on experts or a vision tower that
-            an engine would have to serve.
+        NotYetSupportedError: a mixture of experts or a model for images of an unsupported type, one of which vLLM computes another function, or an
+            adapter on experts or a vision tower that an engine would have to serve.
     """
     from qlora_rl.adapter.shape import warn_of_unmatched
     from qlora_rl.ledger.shape import check_supported, model_and_adapter, read_config, skeleton, stored_spec
@@ -117,7 +117,7 @@ def check_model(config: RunConfig) -> str:
         if is_local(held.model) or hub_reachable():
             raise
         return f"{held.model}, which is not cached and cannot be fetched"
-    check_supported(found)
+    check_supported(found, config.train.get("vllm_max_model_length") if METHODS[config.method].draws else None)
     if config.data.images is not None and not takes_images(found):
         raise ConfigConflictError(
             f"reading the config: [data] images = {config.data.images!r}, and {held.model} takes none. Leave it out, or use a vision-language model."

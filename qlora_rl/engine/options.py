@@ -14,8 +14,9 @@ import torch
 
 from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase, open_base
-from qlora_rl.base.experts import check_mixture_type, is_mixture
+from qlora_rl.base.experts import is_mixture
 from qlora_rl.base.fingerprint import linear_names
+from qlora_rl.base.functions import check_function, engine_positions, note_function
 from qlora_rl.base.kinds import attends_both_ways, image_tokens
 from qlora_rl.contracts import rank_class
 from qlora_rl.engine import compat
@@ -158,7 +159,6 @@ def start_options(
     config = AutoConfig.from_pretrained(prepared.path, trust_remote_code=trust_remote_code)
     compat.require_head_size(config)
     if mixture := is_mixture(config):
-        check_mixture_type(config)
         compat.require_mixtures()
     if both_ways := attends_both_ways(prepared.path):
         check_both_ways(config, vllm_options)
@@ -180,7 +180,9 @@ def start_options(
     if max_model_length is None and "max_model_len" in vllm_options:
         max_model_length = vllm_options.pop("max_model_len")
     text = config.get_text_config()
-    length = max_model_length or int(text.max_position_embeddings)
+    check_function(config, max_model_length, doing="starting vLLM")
+    note_function(config)
+    length = max_model_length or engine_positions(config)
     if is_cpu and kv_cache_gib is None:
         kv_cache_gib = max(1 / 16, kv_cache_needed(text, length, max_num_seqs) / ranks)  # of each
     arguments: dict[str, Any] = {

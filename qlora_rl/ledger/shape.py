@@ -19,6 +19,7 @@ from qlora_rl.adapter.shape import adapter_shapes
 from qlora_rl.base.attention.choice import softcap_of
 from qlora_rl.base.checkpoint import MANIFEST, models_are_whole, open_base
 from qlora_rl.base.experts import NAMINGS, experts_as_linears, is_mixture
+from qlora_rl.base.functions import check_function
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.kinds import VISION_TYPES, adaptable, auto_class, takes_images, vision_parts
 from qlora_rl.base.quant import QuantSpec
@@ -208,16 +209,27 @@ def _shipped(known: Published) -> Any:
     from transformers import AutoConfig
 
     _say_shipped(known.name)
-    config = AutoConfig.for_model(**known.config)
+    fields = dict(known.config)
+    if original := fields.get("original_max_position_embeddings"):  # LongRoPE; its factors say nothing about memory
+        heads = fields["hidden_size"] // fields["num_attention_heads"]
+        ones = [1.0] * (int(heads * fields.get("partial_rotary_factor", 1.0)) // 2)
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": original}
+        rope["factor"] = fields["max_position_embeddings"] / original
+        fields["rope_parameters"] = rope | {"short_factor": ones, "long_factor": ones}
+    config = AutoConfig.for_model(**fields)
     config.name_or_path = known.name
     return config
 
 
-def check_supported(config: Any) -> None:
+def check_supported(config: Any, max_length: int | None = None) -> None:
     """Raise where a base of such a model cannot be prepared, or not be sampled from.
 
+    Args:
+        config: of transformers.
+        max_length: of the engine, where one is planned whose length is known.
+
     Raises:
-        NotYetSupportedError: a mixture of experts, or a model for more than text, of an unsupported type.
+        NotYetSupportedError: a mixture of experts, or a model for more than text, of an unsupported type; or vLLM computes another function of it.
     """
     reads_more = any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
     has = {
@@ -228,6 +240,7 @@ def check_supported(config: Any) -> None:
         if is_there:
             name = config.name_or_path or type(config).__name__
             raise NotYetSupportedError(f"reading the config: {name} {UNSUPPORTED[part]}.")
+    check_function(config, max_length, doing="reading the config")
 
 
 def stored_spec(

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, cast
 
+from qlora_rl.base.functions import engine_positions
 from qlora_rl.base.kinds import load_processor
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.images import Prompt, token_ids
@@ -288,7 +289,7 @@ def both_sides(
     verdict = judge_adapter(trained.adapter, base=base) if trained.adapter is not None else None
     tokenizer = load_processor(base.path)
     ids = [encode(tokenizer, _with_images(row), **trained.template_kwargs) for row in rows]
-    limit = AutoConfig.from_pretrained(base.path).get_text_config().max_position_embeddings
+    limit = engine_positions(AutoConfig.from_pretrained(base.path))
     length = min(max(len(token_ids(each)) for each in ids) + sampling.max_tokens, limit)
     bundle = read_adapter(trained.adapter, base) if verdict else None
     held = base if bundle is not None or not base.spec.is_4bit else bake_base(base)

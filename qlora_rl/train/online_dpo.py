@@ -23,6 +23,7 @@ from trl.trainer.utils import is_async_callable, use_adapter
 
 from qlora_rl.adapter.start import REFERENCE, copy_adapter, start_adapter
 from qlora_rl.adapter.subject import active_adapter, is_bare
+from qlora_rl.base.functions import engine_positions
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
@@ -65,7 +66,7 @@ class SampledPairs:
 
     def _engine_options(self, args: Any) -> dict[str, Any]:
         limit = AutoConfig.from_pretrained(self.base.path, trust_remote_code=args.trust_remote_code)
-        positions = int(getattr(limit.get_text_config(), "max_position_embeddings", 0) or 0)
+        positions = engine_positions(limit)
         wanted = args.max_length + args.max_new_tokens  # as TRL
         return settings.engine_options(args) | {"max_model_length": min(wanted, positions) if positions else wanted}
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from qlora_rl.base.names import Names
+from qlora_rl.base.experts import Names
 from qlora_rl.base.quant import plain_name
 from qlora_rl.engine.worker.extension import Lending, Lent
 from qlora_rl.errors import EngineBusyError

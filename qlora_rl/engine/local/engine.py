@@ -44,7 +44,7 @@ class LocalEngine:
     Args:
         base: directory made by `prepare_base`.
         max_lora_rank: largest rank that will be served, rounded up to one of vLLM's classes; 0 switches LoRA off.
-        max_model_length: prompt plus completion, in tokens; by default what the model was made for.
+        max_model_length: prompt plus completion, in tokens; by default what the model was made for, as far as vLLM and transformers compute one function (docs/functions.md).
         max_num_seqs: sequences in flight.
         tensor_parallel_size: processes that hold a part of the base each, on a GPU each; a 4-bit base is served in its baked form then.
         gpu_memory_utilization: share of the card that vLLM may fill (weights and KV cache).

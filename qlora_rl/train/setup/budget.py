@@ -12,6 +12,7 @@ from qlora_rl.adapter.shape import trained_shapes
 from qlora_rl.adapter.verdict import judge_adapter, judge_config
 from qlora_rl.base.checkpoint import MANIFEST, empty_model
 from qlora_rl.base.experts import is_mixture
+from qlora_rl.base.functions import engine_positions
 from qlora_rl.base.quant import QuantSpec, spec_of
 from qlora_rl.distributed import ranks
 from qlora_rl.engine.compat import may_sleep
@@ -245,7 +246,7 @@ def _plan(
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     trust = args.trust_remote_code
     config = read_config(model, trust_remote_code=trust) if is_path else bare.config
-    positions = int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
+    positions = engine_positions(config)
     admitted = options.get("max_model_length") or options.get("max_model_len") or positions
     length = args.max_completion_length + ASSUMED_PROMPT
     if args.vllm_max_model_length:
