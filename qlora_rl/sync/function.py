@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from qlora_rl.base.functions import engine_positions
 from qlora_rl.base.kinds import image_tokens_of
 from qlora_rl.contracts import ReplicatedEngine, RolloutEngine
 from qlora_rl.distributed import ranks
@@ -197,8 +198,8 @@ def lengths_of(config: Any) -> Iterator[tuple[str, int]]:
 
 def reach_of(config: Any) -> int:
     """Length of an engine, in tokens, that is started only to be compared on all lengths that matter."""
-    longest = max((PLAIN, *(value + TAIL for _, value in lengths_of(config))))
-    return min(longest + 1, getattr(config.get_text_config(), "max_position_embeddings", None) or longest + 1)
+    longest = 1 + max((PLAIN, *(value + TAIL for _, value in lengths_of(config))))
+    return min(longest, engine_positions(config) or longest)
 
 
 def make_sequences(model: Any, max_model_length: int) -> list[list[int]]:

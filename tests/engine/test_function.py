@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from qlora_rl import LocalEngine, PolicyMismatchError, load_base, prepare_base
 from qlora_rl.sync.forward import in_float32, tail_logprobs
-from qlora_rl.sync.function import FACTOR, TAIL, Apart, FunctionCheck, lengths_of, make_sequences
+from qlora_rl.sync.function import FACTOR, TAIL, Apart, FunctionCheck, lengths_of, make_sequences, reach_of
 
 WINDOW = 64
 
@@ -172,6 +172,8 @@ def test_sequences_reach_beyond_each_length_at_which_a_config_computes_something
     ]:
         assert set(lengths_of(config)) >= wanted, config.model_type
         assert wanted or not set(lengths_of(config))
+    assert reach_of(phi) == 1024  # no engine is longer for it
+    assert reach_of(MistralConfig(sliding_window=2000)) == 2000 + TAIL + 1
 
 
 def test_sequences_are_as_long_as_the_engine_takes(model):
