@@ -447,7 +447,10 @@ def mixture_replay() -> str:
 def functions() -> str:
     """Dense configs in float32 on both sides, and what becomes of them."""
     result = _load("configs.json")
-    lines = ["| config | largest difference, bare; adapted | verdict |", "|---|---|---|"]
+    lines = [
+        f"| config (equal: mean below {result['equal']:g}) | largest difference, bare; adapted | verdict |",
+        "|---|---|---|",
+    ]
     for name, row in result["rows"].items():
         ways = [f"{row[way]:.0e}" for way in ("bare_max", "adapted_max") if way in row]
         verdict = row["verdict"]
