@@ -216,7 +216,7 @@ CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen2: window unused", "Qwen2Config", {"use_sliding_window": False, "sliding_window": WINDOW}),
     ("qwen2: window on no layer", "Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 4}),
     ("qwen3: window", "Qwen3Config", {"head_dim": 32, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}),
-    ("qwen3: layer types", "Qwen3Config", {"head_dim": 32, "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _SLIDING}),
+    ("qwen3: layer types", "Qwen3Config", {"head_dim": 32, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 4, "layer_types": _SLIDING}),
     ("qwen3: max_window_layers", "Qwen3Config", {"head_dim": 32, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     ("starcoder2: window", "Starcoder2Config", {"sliding_window": WINDOW}),
     ("smollm3: layer types", "SmolLM3Config", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _SLIDING}),

@@ -156,6 +156,9 @@ def _unread(text: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     heads = getattr(text, "num_attention_heads", None)
     if text.model_type == "qwen2" and getattr(text, "head_dim", None) not in (None, text.hidden_size // heads):
         yield "head_dim", text.head_dim, (text.hidden_size // heads,)
+    is_mixed = len(set(getattr(text, "layer_types", None) or ())) > 1
+    if text.model_type in ("qwen2", "qwen3") and is_mixed and text.max_window_layers != text.num_hidden_layers:
+        yield "max_window_layers", text.max_window_layers, (text.num_hidden_layers,)  # vLLM does not start
     if text.model_type == "phi" and text.intermediate_size != 4 * text.hidden_size:
         yield "intermediate_size", text.intermediate_size, (4 * text.hidden_size,)
     if text.model_type == "phi" and text.num_key_value_heads != heads:

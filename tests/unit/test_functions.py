@@ -17,7 +17,12 @@ from qlora_rl.errors import NotYetSupportedError
 
 ROWS = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "configs.json").read_text())["rows"]
 SHAPE = {"num_hidden_layers": 4, "max_position_embeddings": 4096}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "use_sliding_window": True, "sliding_window": 1024}
+MIXED = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "use_sliding_window": True,
+    "sliding_window": 1024,
+    "max_window_layers": 4,
+}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
