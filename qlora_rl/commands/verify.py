@@ -67,6 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
                 except PolicyMismatchError as error:
                     found |= {"state": "different", "function": [asdict(apart) for apart in function.found]}
                     return _tell(arguments, found, str(error), 1)
+                except Exception as error:
+                    said = f"{arguments.base}: all weights are equal in vLLM; could not tell what it computes with them: {error}"
+                    return _tell(arguments, found | {"state": "equal"}, said, 2)
     except Exception as error:  # whatever stopped it: 1 would mean that the bases differ
         return _tell(arguments, found, f"could not tell: {error}", 2)
     found |= {

@@ -16,7 +16,6 @@ import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +28,7 @@ from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngi
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import CanaryError, ConfigConflictError
 from qlora_rl.pieces import is_sharded
-from qlora_rl.sync.forward import bare_model, in_float32, plain_forward, without_adapter
+from qlora_rl.sync.forward import as_trained, bare_model, in_float32, plain_forward, without_adapter
 from qlora_rl.sync.function import FunctionCheck
 from qlora_rl.sync.probe import Probe
 
@@ -425,13 +424,13 @@ class Canary:
         """The trainer's logits [T - 1, V] at every token but the last of each sequence, float32."""
         base = self._bare
         device = next(base.parameters()).device
-        context = torch.autocast(device.type, self.autocast) if self.autocast is not None else nullcontext()
+        context = as_trained(self.model, self.autocast)
         # Walking the modules takes a tenth of a small model's forward: only where the mode matters.
         must_switch = self.model.training and self._has_dropout
         if must_switch:
             self.model.eval()
         try:
-            with context:
+            with torch.no_grad(), context:
                 found: list[torch.Tensor] = []
                 for rows in self._batches(sequences):
                     ids_BT = torch.tensor([list(row) for row in rows], device=device)

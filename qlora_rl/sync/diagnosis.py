@@ -30,7 +30,7 @@ from qlora_rl.errors import QloraRLError
 from qlora_rl.fidelity import scaled_differences
 from qlora_rl.pieces import is_sharded, put, shape_of, whole
 from qlora_rl.sync.admission import Admission
-from qlora_rl.sync.forward import in_float32, plain_forward
+from qlora_rl.sync.forward import as_trained, bare_model, evaluating, in_dtype, in_float32, plain_forward
 from qlora_rl.sync.function import FACTOR, FLOOR_16_BIT, FLOORS
 
 logger = logging.getLogger(__name__)
@@ -249,12 +249,11 @@ class Examiner:
 
     def _rounded(self, drawn: Drawn, limit: float, now: float) -> Diagnosis:
         """Tell rounding from another function."""
-        engine, trainer = self._from_float32(drawn) if not drawn.filters and not is_sharded(self.model) else (0.0, 0.0)
-        floor = FLOORS.get(self.engine.capabilities().adapter_dtype, FLOOR_16_BIT)
-        if not trainer:
+        if drawn.filters or is_sharded(self.model):
             return Diagnosis("unknown", self._guess(drawn, limit), distance=now)
+        engine, trainer, least, is_alike = self._from_float32(drawn)
         said = f"from the trainer's own float32 pass over these tokens the engine is {engine:.2g} (scaled) off, the trainer {trainer:.2g}"
-        if engine <= FACTOR * max(trainer, floor) and trainer <= FACTOR * max(engine, floor):
+        if engine <= FACTOR * max(trainer, least) and (trainer <= FACTOR * max(engine, least) or not is_alike):
             return Diagnosis("noise", f"{said}: rounding is as large as that for this model", distance=now)
         return Diagnosis("function", f"{self._guess(drawn, limit)}; {said}", distance=now)
 
@@ -326,42 +325,38 @@ class Examiner:
         ours, theirs = self._logprobs(drawn, temperatures, autocast=autocast)
         return {t: scaled_differences(rows - theirs, theirs) for t, rows in ours.items()}
 
-    def _from_float32(self, drawn: Drawn) -> tuple[float, float]:
-        """Mean scaled difference of the engine's reported logprobs, and of the trainer's, from the trainer's in float32."""
-        t = drawn.temperature
+    def _from_float32(self, drawn: Drawn) -> tuple[float, float, float, bool]:
+        """As the attributes of `sync.function.Apart`, of tokens that the engine has sampled."""
+        t, name = drawn.temperature, self.engine.capabilities().adapter_dtype
         ours, theirs = self._logprobs(drawn, (t,))
         longest = max((len(p) + len(c) for p, c in zip(drawn.prompts, drawn.completions, strict=True)), default=0)
         with in_float32(self.model, longest):
             exact, _ = self._logprobs(drawn, (t,))
-        engine, trainer = (float(scaled_differences(side - exact[t], exact[t]).mean()) for side in (theirs, ours[t]))
-        return engine, trainer
+        with in_dtype(self.model, getattr(torch, name)):
+            like, _ = self._logprobs(drawn, (t,), autocast=False)
+        sides = (theirs, ours[t], like[t])
+        engine, trainer, least = (float(scaled_differences(side - exact[t], exact[t]).mean()) for side in sides)
+        is_alike = (self.autocast or bare_model(self.model).dtype) == getattr(torch, name)
+        floor = FLOORS.get(name, FLOOR_16_BIT)
+        return engine, trainer, floor if is_alike else max(floor, least), is_alike
 
     @torch.no_grad()
     def _logprobs(
         self, drawn: Drawn, temperatures: Sequence[float], *, autocast: bool = True
     ) -> tuple[dict[float, torch.Tensor], torch.Tensor]:
         """Of every sampled token the trainer's logprob, at each temperature, and the one that was reported."""
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        uses = autocast and self.autocast is not None
-        device = next(base.parameters()).device.type
-        context = torch.autocast(device, self.autocast) if uses else contextlib.nullcontext()
         found: dict[float, list[torch.Tensor]] = {t: [] for t in temperatures}
         reported: list[torch.Tensor] = []
-        was_training = self.model.training
-        self.model.eval()  # dropout is not what is looked for
-        try:
-            with context:
-                for logits_TV, ids, logprobs in _scored(self.model, drawn):
-                    known = [i for i, value in enumerate(logprobs) if value is not None]
-                    ids_T = torch.tensor(ids, device=logits_TV.device)[known, None]
-                    reported.append(torch.tensor([logprobs[i] for i in known], dtype=torch.double))
-                    logits_TV = logits_TV[known].float()
-                    for temperature, rows in found.items():
-                        ours_T = (logits_TV / temperature).log_softmax(-1).gather(1, ids_T)[:, 0]
-                        rows.append(ours_T.double().cpu())
-        finally:
-            if was_training:
-                self.model.train()
+        # Dropout is not what is looked for.
+        with evaluating(self.model), as_trained(self.model, self.autocast if autocast else None):
+            for logits_TV, ids, logprobs in _scored(self.model, drawn):
+                known = [i for i, value in enumerate(logprobs) if value is not None]
+                ids_T = torch.tensor(ids, device=logits_TV.device)[known, None]
+                reported.append(torch.tensor([logprobs[i] for i in known], dtype=torch.double))
+                logits_TV = logits_TV[known].float()
+                for temperature, rows in found.items():
+                    ours_T = (logits_TV / temperature).log_softmax(-1).gather(1, ids_T)[:, 0]
+                    rows.append(ours_T.double().cpu())
         return {t: torch.cat(rows) for t, rows in found.items()}, torch.cat(reported)
 
     def _bundle(self) -> AdapterBundle:
@@ -410,7 +405,7 @@ class Examiner:
 
 def _scored(model: Any, drawn: Drawn) -> Iterator[tuple[torch.Tensor, list[int], list[float | None]]]:
     """Logits [T, V] of each completion, its ids and what was reported; as many rows in a forward as their logits may take."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = bare_model(model)
     takes = inspect.signature(type(base).forward).parameters
     device = next(base.parameters()).device
     images = drawn.images or ({},) * len(drawn.prompts)

@@ -6,14 +6,16 @@ model, its depth and its dtype: the float32 pass multiplies with the very weight
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.pieces import is_sharded, outermost
 
@@ -65,32 +67,44 @@ def without_adapter(model: Any) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Within it a model has no dropout."""
-    was_training = model.training
+    """Within it a model has no dropout; then each module is in the mode that it was in."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def as_trained(model: Any, autocast: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Within it a model computes as while training; `autocast` is `None` where it computes as its weights are."""
+    device = next(model.parameters()).device.type
+    return torch.autocast(device, autocast) if autocast is not None else nullcontext()
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Within it a model computes in a 16-bit dtype, by autocast where its weights have another; with float32 as its weights are."""
+    is_own = bare_model(model).dtype == dtype or dtype not in _HALF
+    return as_trained(model, None if is_own else dtype)
 
 
 @contextmanager
 def in_float32(model: Any, tokens: int) -> Iterator[None]:
-    """Within it `plain_forward` of a model computes in float32, whatever autocast is outside; no weight is copied as a whole.
+    """Within it `plain_forward` of a model computes in float32, whatever autocast is around it; weights are copied one at a time.
 
     4-bit weights are dequantised and rounded to the base's compute dtype, as both sides multiply with them.
 
     Args:
         model: with whole weights.
-        tokens: of the longest sequence: attention is eager where that takes little memory.
+        tokens: of the longest sequence: attention is eager where that takes little memory, else SDPA.
     """
     bnb = require_bitsandbytes()
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, bnb.nn.Linear4bit):
                 stack.enter_context(_exchanged(module, "forward", _product_of(module, bnb.functional.dequantize_4bit)))
-        if tokens <= _EAGER:
-            stack.enter_context(_eager_attention(bare_model(model)))
+        stack.enter_context(_attention(bare_model(model), is_short=tokens <= _EAGER))
         stack.enter_context(torch.autocast(next(model.parameters()).device.type, enabled=False))
         stack.enter_context(_Float32())
         yield
@@ -111,14 +125,16 @@ def _exchanged(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _eager_attention(base: Any) -> Iterator[None]:
-    """transformers' own attention in plain products; models that fix their attention when they are made keep theirs."""
+def _attention(base: Any, *, is_short: bool) -> Iterator[None]:
+    """One that takes float32 and applies whatever the config asks for; models that fix their attention when they are made keep theirs."""
     changes = getattr(type(base), "_can_set_attn_implementation", lambda: False)
     configs = {id(c): c for m in base.modules() if (c := getattr(m, "config", None)) is not None} if changes() else {}
     known = [(c, c._attn_implementation) for c in configs.values() if getattr(c, "_attn_implementation", None)]
+    takes_sdpa = getattr(type(base), "_supports_sdpa", False)
+    name = "eager" if is_short or not takes_sdpa else attention_for(base.config) or "sdpa"
     try:
         for config, _ in known:
-            config._attn_implementation = "eager"
+            config._attn_implementation = name
         yield
     finally:
         for config, before in known:
@@ -167,10 +183,12 @@ def _lifted(value: Any) -> Any:
 
 
 def tail_logprobs(model: Any, ids: Sequence[int], count: int) -> torch.Tensor:
-    """Natural logs of the model's probabilities of the last `count` tokens of one sequence, float32; without gradients and dropout."""
+    """Natural logs of the model's probabilities of the last `count` tokens of one sequence, float32; without gradients."""
     base = bare_model(model)
-    device = next(base.parameters()).device
-    ids_T = torch.tensor(list(ids), device=device)
+    ids_T = torch.tensor(list(ids), device=next(base.parameters()).device)
+    fields = {"input_ids": ids_T[None], "use_cache": False}
+    if "logits_to_keep" in inspect.signature(type(base).forward).parameters:
+        fields["logits_to_keep"] = count + 1
     with torch.no_grad():
-        logits_TV = plain_forward(model, input_ids=ids_T[None], use_cache=False).logits[0, -count - 1 : -1]
+        logits_TV = plain_forward(model, **fields).logits[0, -count - 1 : -1]
         return logits_TV.float().log_softmax(-1).gather(1, ids_T[-count:, None])[:, 0].cpu()

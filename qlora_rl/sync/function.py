@@ -5,15 +5,17 @@ sees that, and many of them matter only in long sequences. So both sides score s
 changes what is computed, once when an engine starts.
 
 How far apart is too far depends on the model: 16-bit rounding of thirty layers is ten times that of two. So the trainer scores each sequence
-a second time, in float32. Two ways of rounding one function are about equally far from it (measured: 0.7 to 1.4 times as far, over 64
-tokens); a side that is more than `FACTOR` times as far as the other computes something else.
+a second time, in float32. Two ways of rounding one function are about equally far from it (measured: 0.7 to 1.4 times as far); a side that is
+more than `FACTOR` times as far as the other computes something else. In a mixture one expert that rounding has chosen otherwise reaches all
+later tokens of a text, so several short texts are judged as one, and a longer one by a second.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,15 @@ from qlora_rl.distributed import ranks
 from qlora_rl.errors import PolicyMismatchError, QloraRLError
 from qlora_rl.fidelity import scaled_differences
 from qlora_rl.pieces import is_sharded, shape_of
-from qlora_rl.sync.forward import bare_model, evaluating, in_float32, tail_logprobs, without_adapter
+from qlora_rl.sync.forward import (
+    as_trained,
+    bare_model,
+    evaluating,
+    in_dtype,
+    in_float32,
+    tail_logprobs,
+    without_adapter,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,22 +45,24 @@ FACTOR = 3.0
 FLOORS = {"float32": 3e-5}
 FLOOR_16_BIT = 1e-3
 # Tokens that are compared at the end of each sequence, and of a sequence where nothing depends on its length.
-TAIL, PLAIN = 64, 1024
-# An engine makes float32 logits of every token that it scores.
-_LOGITS = 1 << 29
+TAIL, PLAIN = 64, 512
+# Texts of the shortest length, which are judged as one.
+TEXTS = 8
+# An engine makes float32 logits of every token that it scores: 512 MiB, and as much for their softmax.
+_LOGITS = 1 << 27
 # Fields of a config with the length from which on something else is computed.
 _LENGTHS = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
 class Apart:
-    """How far both sides are from the trainer's own float32 pass: mean scaled differences over the last tokens of a sequence.
+    """How far both sides are from the trainer's own float32 pass: mean scaled differences over the last tokens of sequences of one length.
 
     Attributes:
-        tokens: of the sequence.
+        tokens: of a sequence.
         engine: as far as the engine is.
         trainer: as far as the trainer is, as it trains.
-        least: what is rounding in any case.
+        least: what is rounding in any case: what any model has, or what the trainer's forward in the engine's dtype has.
         is_alike: both sides round to the same dtype, so that the engine's distance says what is normal for the trainer's, too.
     """
 
@@ -63,6 +75,8 @@ class Apart:
     @property
     def odd(self) -> str:
         """The side that computes something else, empty where there is none. NaN is no agreement."""
+        if math.isnan(self.trainer):
+            return "trainer"
         if not self.engine <= FACTOR * max(self.trainer, self.least):
             return "engine"
         is_right = not self.is_alike or self.trainer <= FACTOR * max(self.engine, self.least)
@@ -86,40 +100,31 @@ class FunctionCheck:
         self, model: Any, engine: RolloutEngine, *, autocast: torch.dtype | None = None, on_mismatch: str = "stop"
     ):
         self._model, self._engine, self._on_mismatch = model, engine, on_mismatch
-        theirs = getattr(torch, engine.capabilities().adapter_dtype)
-        ours = autocast or bare_model(model).dtype
-        # A trainer in float32 rounds nothing: what the engine's dtype costs is then measured with the trainer's forward in that dtype.
-        self._autocast = theirs if ours == torch.float32 and theirs != torch.float32 else autocast
-        self._is_alike = ours == torch.float32 or theirs != torch.float32
-        self._least = FLOORS.get(engine.capabilities().adapter_dtype, FLOOR_16_BIT)
-        self._sequences: list[list[int]] = []
-        # Of each sequence: the trainer's logprobs of its last tokens in float32, and its own distance from them.
-        self._exact: list[tuple[torch.Tensor, float]] = []
+        self._autocast = autocast
+        self._dtype = getattr(torch, engine.capabilities().adapter_dtype)
+        self._is_alike = (autocast or bare_model(model).dtype) == self._dtype
+        # By (tokens, number of the text): of its last tokens the trainer's logprobs in float32, and what is rounding.
+        self._exact: dict[tuple[int, int], tuple[torch.Tensor, float, float]] = {}
         self.found: list[Apart] = []
 
     def compare(self) -> list[Apart]:
-        """Score the sequences on both sides; the trainer's are scored once only, as its base does not change.
+        """Score texts on both sides; the trainer's are scored once only, as its base does not change.
 
         Raises:
             PolicyMismatchError: a side computes something else; says which, and from which length on.
         """
         if is_sharded(self._model):
             return []  # its weights are not here; a base is compared before it is sharded
-        with ranks().together("comparing what trainer and engine compute"):
-            if not self._exact:
-                self._sequences = make_sequences(self._model, self._engine.capabilities().max_model_length)
-                self._exact = [self._measured(ids) for ids in self._sequences]
-            scored = self._scored()
-        # Of all replicas the worst, of all ranks the first: they go on alike.
-        self.found = [
-            max(
-                (self._apart(ids, exact, theirs[i]) for theirs in scored),
-                key=lambda apart: (bool(apart.odd), apart.engine),
-            )
-            for i, (ids, exact) in enumerate(zip(self._sequences, self._exact, strict=True))
-        ]
-        everywhere = ranks().gather(self.found, "comparing what trainer and engine compute")
-        self.found = next((each for each in everywhere if any(apart.odd for apart in each)), self.found)
+        lengths = lengths_for(self._model, self._engine.capabilities().max_model_length)
+        if not lengths:
+            return []
+        short, *longer = lengths
+        self.found = self._agreed([self._judged([(short, text) for text in range(TEXTS)])])
+        self.found += self._agreed([self._judged([(length, 0)]) for length in longer])
+        for i, apart in enumerate(self.found):
+            if i and apart.odd:
+                (again,) = self._agreed([self._judged([(apart.tokens, 1)])])
+                self.found[i] = again if again.odd != apart.odd else apart
         if any(apart.odd for apart in self.found):
             said = self._explained()
             if self._on_mismatch != "warn":
@@ -129,26 +134,46 @@ class FunctionCheck:
             logger.warning("%s (on_mismatch='warn': going on)", said)
         return self.found
 
-    def _scored(self) -> list[list[list[float]]]:
-        if isinstance(self._engine, ReplicatedEngine):
-            return self._engine.score_each(self._sequences, bare=True)
-        return [self._engine.score(self._sequences, bare=True)]
+    @staticmethod
+    def _agreed(found: list[Apart]) -> list[Apart]:
+        """Of all ranks what the first has found that found anything: they go on alike."""
+        everywhere = ranks().gather(found, "comparing what trainer and engine compute")
+        return next((each for each in everywhere if any(apart.odd for apart in each)), found)
 
-    def _measured(self, ids: Sequence[int]) -> tuple[torch.Tensor, float]:
-        device = next(self._model.parameters()).device.type
-        context = torch.autocast(device, self._autocast) if self._autocast is not None else nullcontext()
+    def _judged(self, texts: Sequence[tuple[int, int]]) -> Apart:
+        """Texts of one length as one; of all replicas the worst."""
+        with ranks().together("comparing what trainer and engine compute"):
+            ids = {text: make_text(self._model, *text) for text in texts}
+            self._exact |= {text: self._measured(ids[text]) for text in texts if text not in self._exact}
+            asked = list(ids.values())
+            if isinstance(self._engine, ReplicatedEngine):
+                scored = self._engine.score_each(asked, bare=True)
+            else:
+                scored = [self._engine.score(asked, bare=True)]
+        exact = [self._exact[text] for text in texts]
+        trainer, least = (statistics.fmean(each[i] for each in exact) for i in (1, 2))
+        engines = [
+            statistics.fmean(
+                distance(torch.tensor(row[-len(exact_T) :]), exact_T)
+                for row, (exact_T, *_) in zip(rows, exact, strict=True)
+            )
+            for rows in scored
+        ]
+        every = [Apart(texts[0][0], engine, trainer, least, self._is_alike) for engine in engines]
+        return max(every, key=lambda apart: (bool(apart.odd), apart.engine))
+
+    def _measured(self, ids: Sequence[int]) -> tuple[torch.Tensor, float, float]:
+        count = min(TAIL, len(ids) - 1)
         with without_adapter(self._model), evaluating(self._model):
-            with context:
-                ours_T = tail_logprobs(self._model, ids, min(TAIL, len(ids) - 1))
+            with as_trained(self._model, self._autocast):
+                ours_T = tail_logprobs(self._model, ids, count)
             with in_float32(self._model, len(ids)):
-                exact_T = tail_logprobs(self._model, ids, min(TAIL, len(ids) - 1))
-        return exact_T, distance(ours_T, exact_T)
-
-    def _apart(self, ids: Sequence[int], exact: tuple[torch.Tensor, float], theirs: Sequence[float]) -> Apart:
-        exact_T, ours = exact
-        return Apart(
-            len(ids), distance(torch.tensor(theirs[-len(exact_T) :]), exact_T), ours, self._least, self._is_alike
-        )
+                exact_T = tail_logprobs(self._model, ids, count)
+            least = FLOORS.get(str(self._dtype).removeprefix("torch."), FLOOR_16_BIT)
+            if not self._is_alike:  # what the engine's dtype costs is not what the trainer's does
+                with in_dtype(self._model, self._dtype):
+                    least = max(least, distance(tail_logprobs(self._model, ids, count), exact_T))
+        return exact_T, distance(ours_T, exact_T), least
 
     def _explained(self) -> str:
         config = bare_model(self._model).config
@@ -199,19 +224,25 @@ def lengths_of(config: Any) -> Iterator[tuple[str, int]]:
 def reach_of(config: Any) -> int:
     """Length of an engine, in tokens, that is started only to be compared on all lengths that matter."""
     longest = 1 + max((PLAIN, *(value + TAIL for _, value in lengths_of(config))))
+    longest = min(longest, 1 + _most(config.get_text_config().vocab_size))
     return min(longest, engine_positions(config) or longest)
 
 
-def make_sequences(model: Any, max_model_length: int) -> list[list[int]]:
-    """Token ids of a short text, of one beyond each length of `lengths_of` that the engine reaches, and of `PLAIN` tokens.
+def _most(rows: int) -> int:
+    return max(PLAIN, _LOGITS // rows)
+
+
+def lengths_for(model: Any, max_model_length: int) -> list[int]:
+    """Tokens of the texts that are compared: short ones, `PLAIN`, and beyond each length of `lengths_of` that the engine reaches.
 
     Args:
         model: the trainer's.
         max_model_length: of the engine, in tokens.
     """
     base = bare_model(model)
-    rows = shape_of(base.get_input_embeddings().weight)[0]
-    most = min(max_model_length - 1, max(PLAIN, _LOGITS // rows))
+    most = min(max_model_length - 1, _most(_rows(base)))
+    if most < 2:
+        return []
     wanted = {value + TAIL for _, value in lengths_of(base.config)}
     reached = {length for length in wanted if length < most}
     if any(length >= most for length in wanted):
@@ -219,30 +250,41 @@ def make_sequences(model: Any, max_model_length: int) -> list[list[int]]:
     beyond = [length for length in wanted if most < length < max_model_length]
     if beyond:
         logger.info("trainer and engine are compared on sequences of up to %d tokens, not of %s", most, sorted(beyond))
-    lengths = sorted({min(TAIL + 1, most), min(PLAIN, most), *reached})
-    ids = _text(base, lengths[-1], rows)
-    return [ids[:length] for length in lengths]
+    return sorted({min(TAIL + 1, most), min(PLAIN, most), *reached})
 
 
-def _text(base: Any, count: int, rows: int) -> list[int]:
-    """As many ids of sentences in English; random ones where the base has no tokenizer that knows them."""
+def _rows(base: Any) -> int:
+    return int(shape_of(base.get_input_embeddings().weight)[0])
+
+
+def make_text(model: Any, count: int, number: int = 0) -> list[int]:
+    """Ids of sentences in English, other ones for each number; random ids where the base has no tokenizer that knows them.
+
+    Args:
+        model: the trainer's.
+        count: of tokens.
+        number: of the text.
+    """
     from transformers import AutoTokenizer
 
-    ids: list[int] = []
+    base = bare_model(model)
+    rows, ids = _rows(base), list[int]()
     prepared = getattr(base, "qlora_base", None)
     try:
         tokenizer = AutoTokenizer.from_pretrained(prepared.path) if prepared is not None else None
     except (OSError, ValueError, QloraRLError):
         tokenizer = None
-    number = 0
-    while tokenizer is not None and len(ids) < count and (not number or ids):
-        part = "".join(_sentence(number + i) for i in range(200))
-        ids += [i for i in tokenizer(part, verbose=False)["input_ids"] if i < rows]
-        number += 200
-    if len(set(ids[:count])) < min(count, 4 * TAIL) // 8:
+    first = 10_000 * number
+    while tokenizer is not None and len(ids) < count:
+        part = "".join(_sentence(first + i) for i in range(8 + count // 8))
+        found = [i for i in tokenizer(part, verbose=False)["input_ids"] if i < rows]
+        ids, first = ids + found, first + 8 + count // 8
+        if len(found) < TAIL:
+            break
+    if len(ids) < count or len(set(ids[:count])) < min(count, 4 * TAIL) // 8:
         never = set(image_tokens_of(base.config))
         known = torch.tensor([i for i in range(rows) if i not in never])
-        picked = torch.randint(len(known), (count,), generator=torch.Generator().manual_seed(0))
+        picked = torch.randint(len(known), (count,), generator=torch.Generator().manual_seed(number))
         ids = known[picked].tolist()
     return ids[:count]
 

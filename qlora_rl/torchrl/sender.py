@@ -238,7 +238,7 @@ class AdapterSender:
         return strategy
 
     def _make_canary(self, model: Any) -> Canary | None:
-        if not self._scheme.canary_every or not self.admission.is_verified:
+        if not self.admission.is_verified:
             return None
         engine: Any = self._engine
         seen: Any = weakref.proxy(model)

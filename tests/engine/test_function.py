@@ -12,9 +12,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from qlora_rl import LocalEngine, PolicyMismatchError, load_base, prepare_base
+from qlora_rl import FakeEngine, LocalEngine, PolicyMismatchError, load_base, prepare_base
 from qlora_rl.sync.forward import in_float32, tail_logprobs
-from qlora_rl.sync.function import FACTOR, TAIL, Apart, FunctionCheck, lengths_of, make_sequences, reach_of
+from qlora_rl.sync.function import FACTOR, TAIL, Apart, FunctionCheck, lengths_for, lengths_of, make_text, reach_of
 
 WINDOW = 64
 
@@ -176,10 +176,14 @@ def test_sequences_reach_beyond_each_length_at_which_a_config_computes_something
     assert reach_of(MistralConfig(sliding_window=2000)) == 2000 + TAIL + 1
 
 
-def test_sequences_are_as_long_as_the_engine_takes(model):
-    assert [len(ids) for ids in make_sequences(model, 4096)] == [65, 128, 1024]
-    assert [len(ids) for ids in make_sequences(model, 100)] == [65, 99]
-    assert [len(ids) for ids in make_sequences(model, 32)] == [31]
+def test_texts_are_as_long_as_the_engine_takes_and_differ(model):
+    assert lengths_for(model, 4096) == [65, 128, 512]
+    assert lengths_for(model, 100) == [65, 99]
+    assert lengths_for(model, 32) == [31]
+    assert lengths_for(model, 2) == []
+    texts = [make_text(model, 65, number) for number in range(8)]
+    assert all(len(ids) == 65 for ids in texts)
+    assert len({tuple(ids) for ids in texts}) == 8
 
 
 @pytest.mark.parametrize(
@@ -192,8 +196,86 @@ def test_sequences_are_as_long_as_the_engine_takes(model):
         (1e-6, 1.3e-2, False, ""),  # a 16-bit trainer and an engine in float32
         (2e-3, 1e-6, True, ""),  # below what 16 bits round in any case
         (float("nan"), 1e-3, True, "engine"),
+        (1e-3, float("nan"), True, "trainer"),
     ],
 )
 def test_a_side_is_odd_when_it_is_several_times_as_far_from_float32_as_the_other(engine, trainer, alike, odd):
     assert FACTOR == 3.0
     assert Apart(65, engine, trainer, 1e-3, alike).odd == odd
+
+
+def random_llama(dtype, layers=4, seed=0, **fields):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**shape, num_hidden_layers=layers, vocab_size=256, max_position_embeddings=4096, **fields)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.ndim > 1 else 1.0)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "autocast"),
+    [
+        (torch.float16, torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, torch.float16),
+        (torch.float32, torch.float32, torch.bfloat16),
+        (torch.float32, torch.bfloat16, None),
+    ],
+)
+def test_two_dtypes_are_no_fault_and_another_function_in_them_is(trainer, engine, autocast):
+    model, other = random_llama(trainer, layers=24), FakeEngine(random_llama(engine, layers=24))
+    assert not any(apart.odd for apart in FunctionCheck(model, other, autocast=autocast).compare())
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    with pytest.raises(PolicyMismatchError):
+        FunctionCheck(model, other, autocast=autocast).compare()
+
+
+def test_a_trainer_that_overflows_is_named():
+    model, other = random_llama(torch.float16), random_llama(torch.float32)
+    with torch.no_grad():
+        for each in (model, other):
+            each.lm_head.weight.mul_(2e5)
+    engine = FakeEngine(other)
+    with pytest.raises(PolicyMismatchError, match="the trainer's logprobs are nan"):
+        FunctionCheck(model, engine).compare()
+
+
+def test_long_texts_are_scored_in_float32_by_an_attention_that_takes_it():
+    """FlashAttention takes 16 bits alone."""
+
+    def flash(module, query, key, value, mask, **kwargs):
+        assert query.dtype == torch.bfloat16
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("needs_bf16", flash)
+    AttentionMaskInterface.register("needs_bf16", sdpa_mask)
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 1500
+    model = random_llama(torch.bfloat16, rope_parameters=rope)
+    engine = FakeEngine(random_llama(torch.bfloat16, rope_parameters=rope), max_model_length=2048)
+    model.set_attn_implementation("needs_bf16")
+    found = FunctionCheck(model, engine).compare()
+    assert [apart.tokens for apart in found] == [TAIL + 1, 512, 1500 + TAIL]
+    assert not any(apart.odd for apart in found)
+
+
+@pytest.mark.parametrize("seed", [103, 129, 145])
+def test_experts_that_rounding_chooses_otherwise_are_no_fault(seed):
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    def mixture(attention):
+        torch.manual_seed(seed)
+        shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+        shape |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "max_position_embeddings": 512}
+        experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape, **experts), attn_implementation=attention)
+        with torch.no_grad():
+            for name, parameter in model.to(torch.bfloat16).named_parameters():
+                parameter.mul_(1.0 if parameter.ndim == 1 else 10.0 if "lm_head" in name else 4.0)
+        return model.eval()
+
+    FunctionCheck(mixture("sdpa"), FakeEngine(mixture("eager"))).compare()

@@ -166,8 +166,10 @@ def link_policy(
                 logger.warning(
                     "the canary scores text alone: %s has no chat template, which says how an image is written", base
                 )
+            # With sleep mode each wake would ask again; what is rebuilt in this process has the same options.
+            again = None if args.vllm_enable_sleep_mode else function
             canary = Canary(
-                model, engine, image=image, every=canary_every, function=function, autocast=autocast_dtype(args)
+                model, engine, image=image, every=canary_every, function=again, autocast=autocast_dtype(args)
             )
             canary.calibrate()
         strategy = (
