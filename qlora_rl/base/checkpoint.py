@@ -139,7 +139,7 @@ def prepare_base(
             "bitsandbytes checkpoint."
         )
     if method is not None:
-        spec = _stored_spec(source)
+        spec = QuantSpec.stored(json.loads((source / "config.json").read_text())["quantization_config"])
     inputs = _digest_inputs(digest_directory(source), spec, digest_tokenizer(tokenizer))
 
     def write(directory: Path) -> QuantSpec:
@@ -400,12 +400,6 @@ def _quant_method(source: Path) -> str | None:
     return str(quantization.get("quant_method"))
 
 
-def _stored_spec(source: Path) -> QuantSpec:
-    """The spec of a checkpoint that is 4-bit already, as far as its config tells."""
-    stored = json.loads((source / "config.json").read_text())["quantization_config"]
-    return QuantSpec(stored.get("bnb_4bit_quant_type", "fp4"), bool(stored.get("bnb_4bit_use_double_quant", False)))
-
-
 def derive(
     parent: PreparedBase, spec: QuantSpec, write: Callable[[Path], QuantSpec], out: str | os.PathLike[str] | None
 ) -> PreparedBase:
@@ -481,8 +475,9 @@ def _publish(
 
 
 def _digest_inputs(source: str, spec: QuantSpec, *others: str) -> str:
-    """`PreparedBase.inputs`: another format makes something else of the same source."""
-    return digest_parts([str(FORMAT), source, json.dumps(spec.as_dict(), sort_keys=True), *others])
+    """`PreparedBase.inputs`: another format makes something else of the same source, as does another rule of `skip_modules`."""
+    rule = ["skips whole modules, lists each linear"] if {*spec.skip_modules} - {"lm_head"} else []
+    return digest_parts([str(FORMAT), source, json.dumps(spec.as_dict(), sort_keys=True), *others, *rule])
 
 
 @contextlib.contextmanager

@@ -108,6 +108,13 @@ class QuantSpec:
         """Inverse of `as_dict`."""
         return cls(**{**fields, "skip_modules": tuple(fields["skip_modules"])})
 
+    @classmethod
+    def stored(cls, config: Mapping[str, Any]) -> QuantSpec:
+        """Of a checkpoint that is 4-bit already, as far as its `quantization_config` tells."""
+        double = bool(config.get("bnb_4bit_use_double_quant", False))
+        skipped = {*(config.get("llm_int8_skip_modules") or ())} - {"lm_head"}  # a head is always skipped
+        return cls(config.get("bnb_4bit_quant_type", "fp4"), double, skip_modules=tuple(sorted(skipped)))
+
     def transformers_config(self) -> dict[str, Any]:
         """The `quantization_config` of the checkpoint's config.json (transformers' bitsandbytes format)."""
         return {

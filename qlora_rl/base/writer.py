@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -263,45 +264,67 @@ def embedding_rows(model: PreTrainedModel) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def check_vocabulary(tokenizer: Any, rows: int, doing: str) -> None:
+def check_vocabulary(tokenizer: Any, rows: int, doing: str, own: Callable[[], Any]) -> None:
     """Reject a tokenizer (or a processor with one) that has tokens for which the embedding has no row.
 
-    A text model may have those that stand for images and the like (Gemma 3 1B): it is never given them.
+    A text model may have those that stand for images and the like (Gemma 3 1B): it is never given them. Marks that came with the model and
+    have no use (not for padding or ends, not in the chat template) are named in a warning: nothing takes them out of a tokenizer.
 
     Args:
         rows: of the embedding.
-        doing: for the message.
+        doing: for the message; says whose tokenizer it is.
+        own: loads the tokenizer that came with the model, or `None`; called where there are such tokens.
 
     Raises:
         ConfigConflictError: names them.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     media = {getattr(tokenizer, f"{kind}_token", None) for kind in ("image", "video", "audio")}
-    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= rows and token not in media}
-    if beyond:
-        shown = ", ".join(
-            f"{token!r} ({number})" for token, number in sorted(beyond.items(), key=lambda item: item[1])[:4]
-        )
-        raise ConfigConflictError(
-            f"{doing}: the embedding has {rows} rows, for ids 0 to {rows - 1}, and the tokenizer has {len(beyond)} token(s) beyond them: {shown}. "
-            "Pass a tokenizer without them (pad_token may be the EOS token); or, to use them, resize the model "
-            "(model.resize_token_embeddings(len(tokenizer))), save it, and prepare that as the base."
-        )
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    beyond = {token: number for token, number in vocabulary if number >= rows and token not in media}
+    if not beyond:
+        return
+    came = own()
+    known = getattr(came, "tokenizer", came).get_vocab() if came is not None else {}
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    marks = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    used = {
+        token: number
+        for token, number in beyond.items()
+        if number not in marks or token not in known or token in tokenizer.all_special_tokens or token in template
+    }
+    shown = ", ".join(f"{token!r} ({number})" for token, number in list((used or beyond).items())[:4])
+    rest = f"the embedding has {rows} rows, for ids 0 to {rows - 1}, and the tokenizer has {len(used or beyond)} token(s) beyond them: {shown}"
+    if not used:
+        logger.warning("%s: %s. A text that contains them ends in an IndexError.", doing, rest)
+        return
+    raise ConfigConflictError(
+        f"{doing}: {rest}. Use tokens that have rows (tokenizer.pad_token = tokenizer.eos_token; a chat template may write its marks as text), and "
+        "pass that tokenizer (processing_class= of a trainer, tokenizer= of prepare_base); or resize the model "
+        "(model.resize_token_embeddings(len(tokenizer))), save it, and prepare that as the base."
+    )
 
 
 def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_code: bool, *, rows: int) -> None:
     """Store the tokenizer (with its chat template) next to the weights, whose embedding has `rows`."""
-    if tokenizer is None:
-        from transformers import AutoTokenizer
+    from transformers import AutoTokenizer
 
+    def own() -> Any:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+    def own_if_any() -> Any:
+        with contextlib.suppress(Exception):
+            return own()
+
+    if tokenizer is None:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            tokenizer = own()
         except Exception as error:
             raise ConfigConflictError(
                 f"preparing a base: {source} has no tokenizer ({type(error).__name__}). The engine needs one next to the "
                 "weights; pass tokenizer= (processing_class= of the trainer)."
             ) from error
-    check_vocabulary(tokenizer, rows, "preparing a base")
+    check_vocabulary(tokenizer, rows, f"preparing a base of {source}", own_if_any)
     if directory_takes_images(directory):
         from transformers import AutoProcessor
 

@@ -175,10 +175,12 @@ def check_talks(config: RunConfig, tokenizer: Any, *datasets: Any) -> None:
     Raises:
         ConfigConflictError: names the row.
     """
-    from qlora_rl.train.setup.settings import check_messages
+    from qlora_rl.train.setup.settings import check_messages, rendered
 
     if config.data.images is None:  # images become parts of the messages
         is_online = METHODS[config.method].draws
+        if config.method == "sft":
+            datasets = (*rendered(config.train.get("dataset_kwargs"), *datasets),)
         check_messages(tokenizer, *datasets, given=config.data.chat_template_kwargs, is_online=is_online)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from qlora_rl.train.run.trained_run import (
 from qlora_rl.train.scoring.logprobs import use_small_tiles
 from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
-from qlora_rl.train.setup.entry import check_cloned, check_tokens
+from qlora_rl.train.setup.entry import check_cloned
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.linears import settle_linears
 from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
@@ -91,18 +92,18 @@ class OfflineTrainer(TrainedRun):
             loaded = source.load()
             check_base(loaded, self.base.path)
             check_common_base(self.base.identity)
-            if processing_class is None:
-                processing_class = load_tokenizer(self.base, args)
-            else:
-                check_tokens(processing_class, self.base.path, args)
+            is_given = processing_class is not None
+            processing_class = processing_class if is_given else load_tokenizer(self.base, args)
+            settings.check_processor(processing_class, self.base.path, is_given=is_given)
             check_cloned(args, processing_class, self.base.path)
             if (
                 getattr(args, "chat_template_path", None) is None
                 and of_trl.get("formatting_func") is None
                 and not images
             ):
-                settings.check_messages(processing_class, train_dataset, eval_dataset, is_online=False)
-            settings.check_processor(processing_class, self.base.path)
+                settings.check_messages(
+                    processing_class, *self._rendered(args, train_dataset, eval_dataset), is_online=False
+                )
             before = trained_values(loaded)
             init, args.model_init_kwargs = args.model_init_kwargs, None  # the model is loaded already
             super().__init__(
@@ -143,6 +144,10 @@ class OfflineTrainer(TrainedRun):
         # Last, so that nothing is claimed for a trainer that could not be made.
         products = products_of(self.model, self.base, args)
         self._finalizer = weakref.finalize(self, products.close)  # also when nobody calls close()
+
+    def _rendered(self, args: Any, *datasets: Any) -> Sequence[Any]:
+        """The datasets whose messages TRL renders."""
+        return datasets
 
     def _outputs(self) -> set[str]:
         """What TRL reads of each token besides its logprob."""
@@ -223,6 +228,9 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
     _tag_names = ["trl", "sft", "qlora-rl"]
     _name = "SFT"
     _config_name = "sft"
+
+    def _rendered(self, args: Any, *datasets: Any) -> Sequence[Any]:
+        return settings.rendered(args.dataset_kwargs, *datasets)
 
     def __init__(
         self,

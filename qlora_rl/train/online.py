@@ -38,7 +38,6 @@ from qlora_rl.train.scoring.logprobs import use_small_tiles
 from qlora_rl.train.scoring.padding import settle_padding
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
-from qlora_rl.train.setup.entry import check_tokens
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.linears import settle_linears
 from qlora_rl.train.setup.pairing import SHARE, Pair, expects_one_copy, make_pair
@@ -194,11 +193,9 @@ class OnlineTrainer(TrainedRun):
                 settings.reject_images(images, f"{self.base} takes none")
             if is_whole:
                 check_whole(self.base, options.share_base)
-            if processing_class is None:
-                processing_class = load_tokenizer(self.base, args)
-            else:
-                check_tokens(processing_class, self.base.path, args)
-            settings.check_processor(processing_class, self.base.path)
+            is_given = processing_class is not None
+            processing_class = processing_class if is_given else load_tokenizer(self.base, args)
+            settings.check_processor(processing_class, self.base.path, is_given=is_given)
             given = getattr(args, "chat_template_kwargs", None) or {}
             if of_trl.get("rollout_func") is None:
                 if "chat_template" not in given:

@@ -18,7 +18,9 @@ from qlora_rl import (
     QLoRASFTTrainer,
     RunDirectoryError,
     load_base,
+    prepare_base,
 )
+from qlora_rl.base import writer
 
 SENTENCES = Dataset.from_list([{"text": f"{a}+{a}={2 * a}"} for a in range(10, 26)])
 PAIRS = Dataset.from_list(
@@ -52,7 +54,9 @@ def test_what_would_change_the_vocabulary_is_rejected(kind, make, base, tmp_path
     same = tokenizer.save_pretrained(tmp_path / "same") and str(tmp_path / "same")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|stop|>"]})
     tokenizer.save_pretrained(tmp_path / "more")
-    with pytest.raises(ConfigConflictError, match=r"tokens that the base does not have: '<\|start\|>', '<\|stop\|>'"):
+    with pytest.raises(
+        ConfigConflictError, match=r"reading processing_class: .*'<\|start\|>' \(128\), '<\|stop\|>' \(129\)"
+    ):
         make(kind, processing_class=tokenizer)
     if kind == "sft":
         with pytest.raises(
@@ -76,6 +80,45 @@ def test_messages_that_the_chat_template_does_not_take_are_rejected(kind, make, 
     whole = [{name: [*row["prompt"], answer] for name in (names if kind == "dpo" else ("messages",))} for row in rows]
     with pytest.raises(ConfigConflictError, match="of row 2, whose roles are system, user, assistant"):
         make(kind, train_dataset=Dataset.from_list(whole), processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["input_ids", "skip_prepare_dataset", "texts"])
+def test_messages_that_trl_does_not_render_are_not_looked_at(kind, make, base):
+    tokenizer, asked = AutoTokenizer.from_pretrained(base.path), [{"role": "user", "content": "1"}]
+    tokenizer.chat_template = None
+    fields = {"max_steps": 1}
+    if kind == "input_ids":
+        rows = Dataset.from_list([{"input_ids": [40, 41, 42], "messages": asked}] * 8)
+        pairs = [{"prompt": asked, "chosen": asked, "rejected": asked, "input_ids": [40]}] * 8
+        with pytest.raises(ConfigConflictError, match="the prompt of row 0"):  # TRL's DPO knows no such column
+            make("dpo", train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
+    elif kind == "skip_prepare_dataset":
+        rows = Dataset.from_list([{"messages": asked}] * 8)
+        rows = rows.with_transform(
+            lambda batch: batch | {name: [[40, 41, 42]] * len(batch["messages"]) for name in ("input_ids", "labels")}
+        )
+        fields |= {"dataset_kwargs": {kind: True}, "remove_unused_columns": False}
+    else:
+        rows = SENTENCES.map(lambda row: {"messages": ["1", "2"]})
+    trainer = make("sft", fields, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    assert lines(trainer.run.path)[0]["loss"] > 0
+
+
+def test_a_pad_token_without_an_embedding_in_a_base_of_before_is_the_bases_own(model_dir, make, tmp_path, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.add_special_tokens({"pad_token": "<|unused|>"})
+    with monkeypatch.context() as before:
+        before.setattr(writer, "check_vocabulary", lambda *_: None)  # as versions did that had no such check
+        old = prepare_base(model_dir, tokenizer=tokenizer, out=tmp_path / "old")
+    with pytest.raises(
+        ConfigConflictError, match=rf"the tokenizer of the base {old}: .*'<\|unused\|>' \(128\).*eos_token;"
+    ):
+        make("sft", model=old)
+    with pytest.raises(ConfigConflictError, match=r"reading processing_class: .*'<\|unused\|>' \(128\)"):
+        make("sft", model=old, processing_class=tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token  # the way out of the message
+    make("sft", {"max_steps": 1}, model=old, processing_class=tokenizer, remove_padding=False).train()
 
 
 def lines(path):

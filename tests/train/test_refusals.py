@@ -431,11 +431,21 @@ def test_messages_that_the_chat_template_does_not_take_are_rejected_before_an_en
     make_trainer(**{kind: rows.select(range(3))}, processing_class=strict)
 
 
+def test_prompts_that_are_lists_of_texts_are_rejected(make_trainer, base):
+    rows = Dataset.from_list([{"prompt": ["1+1=", "2+2="]}] * 4)
+    told = r"prompt of row 0 is a list, but not of messages: \['1\+1=', '2\+2='\]\. Pass a text"
+    tokenizer = AutoTokenizer.from_pretrained(base.path, padding_side="left")
+    for template in (tokenizer.chat_template, None):
+        tokenizer.chat_template = template
+        with pytest.raises(ConfigConflictError, match=told):
+            make_trainer(train_dataset=rows, processing_class=tokenizer)
+
+
 def test_tokens_that_somebody_has_added_are_rejected(make_trainer, base):
     tokenizer = AutoTokenizer.from_pretrained(base.path, padding_side="left")
     tokenizer.add_special_tokens({"pad_token": "<|mine|>"})
     with pytest.raises(
-        ConfigConflictError, match=r"tokens that the base does not have: '<\|mine\|>'; the base has rows for 128"
+        ConfigConflictError, match=r"reading processing_class: the embedding has 128 rows.*'<\|mine\|>' \(128\)"
     ):
         make_trainer(processing_class=tokenizer)
 

@@ -194,6 +194,24 @@ def test_tokens_without_an_embedding_are_rejected_by_name(model_dir, tmp_path):
         prepare_base(model_dir, tokenizer=tokenizer)
 
 
+def test_a_mark_that_came_with_the_model_and_has_no_use_may_be_without_an_embedding(model_dir, tmp_path, caplog):
+    source = shutil.copytree(model_dir, tmp_path / "source")
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<|unused|>"})  # as Llama 2 repositories have it
+    tokenizer.save_pretrained(source)
+    with pytest.raises(
+        ConfigConflictError, match=rf"preparing a base of {source}: .*'<\|unused\|>'.*tokenizer\.pad_token = tok"
+    ):
+        prepare_base(source)
+    tokenizer.pad_token = tokenizer.eos_token
+    base = prepare_base(source, tokenizer=tokenizer)
+    assert _tokenizer(base).pad_token == tokenizer.eos_token
+    assert "'<|unused|>' (128). A text that contains them" in caplog.text
+    tokenizer.chat_template = "<|unused|>{{ messages[0]['content'] }}"
+    with pytest.raises(ConfigConflictError, match=r"'<\|unused\|>'"):
+        prepare_base(source, tokenizer=tokenizer)
+
+
 def test_a_model_made_from_a_config_names_its_class_for_vllm(model_dir, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 

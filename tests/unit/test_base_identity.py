@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import make_model
+from support import make_model, quantised_in_flight
 from trained import make_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_rl import (
     BaseIncompleteError,
@@ -23,6 +24,7 @@ from qlora_rl import (
     verify_base,
 )
 from qlora_rl.adapter.store import ORIGIN, write_origin
+from qlora_rl.base import checkpoint
 from qlora_rl.base.checkpoint import MANIFEST, open_base
 from qlora_rl.base.quant import QuantSpec, exact_absmax, quantize_linear
 from qlora_rl.policy.trained import open_trained
@@ -173,6 +175,38 @@ def test_bases_made_of_one_source_and_different_all_the_same_are_told_apart(mode
     other = prepare_base(model_dir, out=tmp_path / "other")
     assert other.inputs == base.inputs
     assert other.identity != base.identity
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "4-bit checkpoint", "object"])
+def test_a_base_with_another_rule_for_skipped_modules_is_not_taken_from_the_cache(
+    kind, model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("QLORA_RL_CACHE", str(tmp_path / "cache"))
+    skip = ["model.layers.1.mlp"]
+
+    def prepare():
+        if kind == "4-bit checkpoint":
+            return prepare_base(part)
+        if kind == "object":
+            model = AutoModelForCausalLM.from_pretrained(part, dtype="auto")
+            return prepare_base(model, tokenizer=AutoTokenizer.from_pretrained(part))
+        return prepare_base(model_dir, skip_modules=skip)
+
+    part = quantised_in_flight(model_dir, tmp_path / "part", "lm_head", *skip) if kind != "checkpoint" else None
+    whole = quantised_in_flight(model_dir, tmp_path / "whole", "lm_head")
+    with monkeypatch.context() as before:
+        before.setattr(checkpoint, "_digest_inputs", without_rule)
+        old, same = prepare(), [prepare_base(whole), prepare_base(model_dir)]
+    assert prepare().path != old.path
+    assert prepare().path == prepare().path
+    assert [prepare_base(whole), prepare_base(model_dir)] == same  # those without skipped modules stay
+
+
+def without_rule(source, spec, *others):
+    """The digest of versions before the rule had a name."""
+    return checkpoint.digest_parts(
+        [str(checkpoint.FORMAT), source, json.dumps(spec.as_dict(), sort_keys=True), *others]
+    )
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "chat_template", "eos_token", "eos_token_id", "config"])

@@ -16,7 +16,6 @@ from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.attention.choice import attention_for, settle_attention
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, adopt, load_base, open_base, prepare_base
 from qlora_rl.base.fingerprint import base_parameters
-from qlora_rl.base.kinds import load_processor
 from qlora_rl.base.quant import QuantSpec, spec_of, store_as
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, UnsupportedQuantError, collected
 from qlora_rl.ledger.shape import model_and_adapter, read_config
@@ -145,22 +144,6 @@ def base_of(model: Any, args: Any, processing_class: Any = None) -> PreparedBase
         for bias in biases:  # of the base, and trained with the adapter
             bias.requires_grad_(True)
     return base
-
-
-def check_tokens(processing_class: Any, base: Path, args: Any) -> None:
-    """Reject a tokenizer that somebody has added tokens to for which the base has no row.
-
-    Raises:
-        ConfigConflictError: names them.
-    """
-    vocabulary, own = (_tokenizer(each).get_vocab() for each in (processing_class, load_processor(base)))
-    rows = _rows(base, args)
-    if added := sorted(token for token, number in vocabulary.items() if number >= rows and token not in own):
-        raise ConfigConflictError(
-            f"reading processing_class: it has tokens that the base does not have: {', '.join(map(repr, added[:5]))}; the base has rows for {rows}, and "
-            "is not changed. Use tokens of its own: a pad token is tokenizer.pad_token = tokenizer.eos_token, and a chat template may write "
-            "its marks as text."
-        )
 
 
 def check_cloned(args: Any, processing_class: Any, base: Path) -> None:

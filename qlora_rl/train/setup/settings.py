@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
-from qlora_rl.base.kinds import directory_takes_images
+from qlora_rl.base.kinds import directory_takes_images, load_processor
 from qlora_rl.base.writer import check_vocabulary
 from qlora_rl.contracts import RolloutEngine, SamplingSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
@@ -296,11 +297,18 @@ def check_template(processing_class: Any, *datasets: Any) -> None:
     if getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None):
         return
     for part in _parts(datasets):
-        if hasattr(part, "__len__") and len(part) and isinstance(part[0].get("prompt"), list):
+        if hasattr(part, "__len__") and len(part) and _is_talk(part[0].get("prompt")):
             raise ConfigConflictError(
                 "reading the dataset: its prompts are messages, and the base has no chat template. Pass text prompts, or a tokenizer with a "
                 "template as processing_class."
             )
+
+
+def rendered(dataset_kwargs: Any, *datasets: Any) -> list[Any]:
+    """The datasets of SFT whose messages TRL renders: it leaves those with tokens as they are, and all where `dataset_kwargs` say so."""
+    if isinstance(dataset_kwargs, Mapping) and dataset_kwargs.get("skip_prepare_dataset"):
+        return []
+    return [part for part in _parts(datasets) if "input_ids" not in (getattr(part, "column_names", None) or ())]
 
 
 def check_messages(
@@ -325,6 +333,11 @@ def check_messages(
         rows = part.select_columns(known) if known and hasattr(part, "select_columns") else part
         for number in range(min(len(rows), _LOOKED_AT)):
             row = rows[number]
+            if isinstance(prompt := row.get("prompt"), list) and not _is_talk(prompt):
+                raise ConfigConflictError(
+                    f"reading the dataset: the prompt of row {number} is a list, but not of messages: {reprlib.repr(prompt)}. Pass a text, or messages: "
+                    "[{'role': 'user', 'content': '...'}]."
+                )
             for name, messages, asks in _talks(row, is_online):
                 shape = (name, *(message.get("role") for message in messages))
                 if shape in seen:
@@ -353,12 +366,16 @@ def check_messages(
 def _talks(row: Mapping[str, Any], is_online: bool) -> Iterator[tuple[str, Sequence[Mapping[str, Any]], bool]]:
     """The conversations of a row that are rendered: name, messages, whether an answer follows."""
     prompt, answers = row.get("prompt"), {name: row.get(name) for name in _SAID[1:]}
-    is_talk = isinstance(prompt, list) and bool(prompt)
+    is_talk = _is_talk(prompt)
     if is_talk:
         yield "prompt", prompt, True
     for name, said in answers.items():
-        if not is_online and isinstance(said, list) and said:
+        if not is_online and _is_talk(said):
             yield name, [*prompt, *said] if is_talk and name != "messages" else said, False
+
+
+def _is_talk(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, Mapping) for message in value)
 
 
 def _tools(given: Any) -> Any:
@@ -382,9 +399,12 @@ def _parts(datasets: Sequence[Any]) -> list[Any]:
     return [part for d in datasets if d is not None for part in (d.values() if isinstance(d, dict) else [d])]
 
 
-def check_processor(processing_class: Any, base: Path) -> None:
+def check_processor(processing_class: Any, base: Path, *, is_given: bool) -> None:
     """Reject a tokenizer with tokens that the base has no embedding for, and an image processor that is not the one stored with the base, with
     which the engine processes images.
+
+    Args:
+        is_given: it was passed to the trainer; else it is the one stored with the base.
 
     Raises:
         ConfigConflictError: names the tokens, or what differs.
@@ -392,7 +412,8 @@ def check_processor(processing_class: Any, base: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if rows:
-        check_vocabulary(processing_class, rows, "reading processing_class")
+        doing = "reading processing_class" if is_given else f"reading the tokenizer of the base {base}"
+        check_vocabulary(processing_class, rows, doing, lambda: load_processor(base) if is_given else processing_class)
     given = getattr(processing_class, "image_processor", None)
     if given is None or not directory_takes_images(base):
         return
