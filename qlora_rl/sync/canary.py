@@ -16,6 +16,7 @@ import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngi
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import CanaryError, ConfigConflictError
 from qlora_rl.pieces import is_sharded
-from qlora_rl.sync.forward import as_trained, bare_model, in_float32, plain_forward, without_adapter
+from qlora_rl.sync.forward import NoFloat32Error, as_trained, bare_model, in_float32, plain_forward, without_adapter
 from qlora_rl.sync.function import FunctionCheck
 from qlora_rl.sync.probe import Probe
 
@@ -141,8 +142,9 @@ class Canary:
             noise = self._difference(self.sequences, bare=True, ours=ours)
             rounding = noise
             if not is_sharded(self.model):
-                with in_float32(self.model, max(map(len, self.sequences))):
-                    rounding = max(ranks().gather(_distance(ours, self._score(self.sequences)), "measuring rounding"))
+                with suppress(NoFloat32Error), in_float32(self.model, max(map(len, self.sequences))):
+                    rounding = _distance(ours, self._score(self.sequences))
+            rounding = max(ranks().gather(rounding, "measuring rounding"))
         if not noise <= UPPER_BOUND:
             raise CanaryError(
                 f"calibrating the canary: trainer and engine differ by {noise:.3g} (scaled) on the bare base, more than {UPPER_BOUND}. "

@@ -3,9 +3,8 @@
 First what can be verified: the engine must hold the live adapter, byte for byte, and both bases must be what they were at the
 start. Then what can be tried: the same tokens are scored again under what the engine may have multiplied with instead (alpha wrong by
 a factor, the version before, no adapter, one layer lost, another temperature). The one under which the distance falls to noise
-is the cause. Where none explains it, the trainer scores the tokens in float32: if the engine is no further from that than the trainer is in
-training, rounding is that large; if it is, the two compute different functions. This takes some forwards over a few sequences, and runs only
-when the alarm asks.
+is the cause. Where none explains it, the trainer scores the tokens in float32, which tells rounding from another function (`sync/function.py`).
+This takes some forwards over a few sequences, and runs only when the alarm asks.
 
 Shape letters: T sampled tokens of one completion, V vocabulary, R rank, O out-features.
 """
@@ -30,8 +29,16 @@ from qlora_rl.errors import QloraRLError
 from qlora_rl.fidelity import scaled_differences
 from qlora_rl.pieces import is_sharded, put, shape_of, whole
 from qlora_rl.sync.admission import Admission
-from qlora_rl.sync.forward import as_trained, bare_model, evaluating, in_dtype, in_float32, plain_forward
-from qlora_rl.sync.function import FACTOR, FLOOR_16_BIT, FLOORS
+from qlora_rl.sync.forward import (
+    NoFloat32Error,
+    as_trained,
+    bare_model,
+    evaluating,
+    in_dtype,
+    in_float32,
+    plain_forward,
+)
+from qlora_rl.sync.function import FACTOR, FLOOR_16_BIT, FLOORS, distance
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +258,10 @@ class Examiner:
         """Tell rounding from another function."""
         if drawn.filters or is_sharded(self.model):
             return Diagnosis("unknown", self._guess(drawn, limit), distance=now)
-        engine, trainer, least, is_alike = self._from_float32(drawn)
+        try:
+            engine, trainer, least, is_alike = self._from_float32(drawn)
+        except NoFloat32Error as error:
+            return Diagnosis("unknown", f"{self._guess(drawn, limit)}; {error}", distance=now)
         said = f"from the trainer's own float32 pass over these tokens the engine is {engine:.2g} (scaled) off, the trainer {trainer:.2g}"
         if engine <= FACTOR * max(trainer, least) and (trainer <= FACTOR * max(engine, least) or not is_alike):
             return Diagnosis("noise", f"{said}: rounding is as large as that for this model", distance=now)
@@ -326,7 +336,7 @@ class Examiner:
         return {t: scaled_differences(rows - theirs, theirs) for t, rows in ours.items()}
 
     def _from_float32(self, drawn: Drawn) -> tuple[float, float, float, bool]:
-        """As the attributes of `sync.function.Apart`, of tokens that the engine has sampled."""
+        """As the attributes of `Apart`, of tokens that the engine has sampled."""
         t, name = drawn.temperature, self.engine.capabilities().adapter_dtype
         ours, theirs = self._logprobs(drawn, (t,))
         longest = max((len(p) + len(c) for p, c in zip(drawn.prompts, drawn.completions, strict=True)), default=0)
@@ -334,11 +344,9 @@ class Examiner:
             exact, _ = self._logprobs(drawn, (t,))
         with in_dtype(self.model, getattr(torch, name)):
             like, _ = self._logprobs(drawn, (t,), autocast=False)
-        sides = (theirs, ours[t], like[t])
-        engine, trainer, least = (float(scaled_differences(side - exact[t], exact[t]).mean()) for side in sides)
+        engine, trainer, least = (distance(side, exact[t]) for side in (theirs, ours[t], like[t]))
         is_alike = (self.autocast or bare_model(self.model).dtype) == getattr(torch, name)
-        floor = FLOORS.get(name, FLOOR_16_BIT)
-        return engine, trainer, floor if is_alike else max(floor, least), is_alike
+        return engine, trainer, max(FLOORS.get(name, FLOOR_16_BIT), 0.0 if is_alike else least), is_alike
 
     @torch.no_grad()
     def _logprobs(

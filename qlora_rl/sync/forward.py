@@ -26,6 +26,10 @@ _AT_ONCE = 1 << 26
 _EAGER = 1024
 
 
+class NoFloat32Error(Exception):
+    """A model has an operation that cannot be lifted to float32, or there is no memory for it."""
+
+
 def bare_model(model: Any) -> Any:
     """The transformers model, inside PEFT's or as it is."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -98,16 +102,24 @@ def in_float32(model: Any, tokens: int) -> Iterator[None]:
     Args:
         model: with whole weights.
         tokens: of the longest sequence: attention is eager where that takes little memory, else SDPA.
+
+    Raises:
+        NoFloat32Error: the model fails within it.
     """
     bnb = require_bitsandbytes()
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, bnb.nn.Linear4bit):
                 stack.enter_context(_exchanged(module, "forward", _product_of(module, bnb.functional.dequantize_4bit)))
+            elif isinstance(module, torch.nn.modules.conv._ConvNd):  # compares dtypes before the mode sees it
+                stack.enter_context(_exchanged(module, "forward", _convolution_of(module)))
         stack.enter_context(_attention(bare_model(model), is_short=tokens <= _EAGER))
         stack.enter_context(torch.autocast(next(model.parameters()).device.type, enabled=False))
         stack.enter_context(_Float32())
-        yield
+        try:
+            yield
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise NoFloat32Error(f"the trainer's float32 forward pass fails: {error}") from error
 
 
 @contextmanager
@@ -149,6 +161,14 @@ def _product_of(linear: Any, dequantize: Any) -> Any:
             )
             bias = None if linear.bias is None else linear.bias.float()
             return torch.nn.functional.linear(x, weight_OI.float(), bias)
+
+    return forward
+
+
+def _convolution_of(module: Any) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        bias = None if module.bias is None else module.bias.float()
+        return module._conv_forward(x.float(), module.weight.float(), bias)
 
     return forward
 

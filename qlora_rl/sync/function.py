@@ -29,6 +29,7 @@ from qlora_rl.errors import PolicyMismatchError, QloraRLError
 from qlora_rl.fidelity import scaled_differences
 from qlora_rl.pieces import is_sharded, shape_of
 from qlora_rl.sync.forward import (
+    NoFloat32Error,
     as_trained,
     bare_model,
     evaluating,
@@ -118,13 +119,11 @@ class FunctionCheck:
         lengths = lengths_for(self._model, self._engine.capabilities().max_model_length)
         if not lengths:
             return []
-        short, *longer = lengths
-        self.found = self._agreed([self._judged([(short, text) for text in range(TEXTS)])])
-        self.found += self._agreed([self._judged([(length, 0)]) for length in longer])
-        for i, apart in enumerate(self.found):
-            if i and apart.odd:
-                (again,) = self._agreed([self._judged([(apart.tokens, 1)])])
-                self.found[i] = again if again.odd != apart.odd else apart
+        try:
+            self.found = self._found(lengths)
+        except NoFloat32Error as why:
+            logger.warning("trainer and engine are not compared on what they compute: %s", why)
+            return []
         if any(apart.odd for apart in self.found):
             said = self._explained()
             if self._on_mismatch != "warn":
@@ -134,6 +133,16 @@ class FunctionCheck:
             logger.warning("%s (on_mismatch='warn': going on)", said)
         return self.found
 
+    def _found(self, lengths: Sequence[int]) -> list[Apart]:
+        short, *longer = lengths
+        found = self._agreed([self._judged([(short, text) for text in range(TEXTS)])])
+        found += self._agreed([self._judged([(length, 0)]) for length in longer])
+        for i, apart in enumerate(found):
+            if i and apart.odd:
+                (again,) = self._agreed([self._judged([(apart.tokens, 1)])])
+                found[i] = again if again.odd != apart.odd else apart
+        return found
+
     @staticmethod
     def _agreed(found: list[Apart]) -> list[Apart]:
         """Of all ranks what the first has found that found anything: they go on alike."""
@@ -142,10 +151,10 @@ class FunctionCheck:
 
     def _judged(self, texts: Sequence[tuple[int, int]]) -> Apart:
         """Texts of one length as one; of all replicas the worst."""
+        ids = {text: make_text(self._model, *text) for text in texts}
+        self._exact |= {text: self._measured(ids[text]) for text in texts if text not in self._exact}
+        asked = list(ids.values())
         with ranks().together("comparing what trainer and engine compute"):
-            ids = {text: make_text(self._model, *text) for text in texts}
-            self._exact |= {text: self._measured(ids[text]) for text in texts if text not in self._exact}
-            asked = list(ids.values())
             if isinstance(self._engine, ReplicatedEngine):
                 scored = self._engine.score_each(asked, bare=True)
             else:

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from qlora_rl import FakeEngine, LocalEngine, PolicyMismatchError, load_base, prepare_base
+from qlora_rl import Canary, FakeEngine, LocalEngine, PolicyMismatchError, load_base, prepare_base
 from qlora_rl.sync.forward import in_float32, tail_logprobs
 from qlora_rl.sync.function import FACTOR, TAIL, Apart, FunctionCheck, lengths_for, lengths_of, make_text, reach_of
 
@@ -261,6 +261,23 @@ def test_long_texts_are_scored_in_float32_by_an_attention_that_takes_it():
     found = FunctionCheck(model, engine).compare()
     assert [apart.tokens for apart in found] == [TAIL + 1, 512, 1500 + TAIL]
     assert not any(apart.odd for apart in found)
+
+
+def test_a_model_that_does_not_compute_in_float32_is_not_compared_and_that_is_said(caplog):
+    model, engine = random_llama(torch.bfloat16), FakeEngine(random_llama(torch.bfloat16))
+    forward = model.model.norm.forward
+
+    def picky(x):
+        if x.dtype != torch.bfloat16:
+            raise RuntimeError("this kernel takes bfloat16 alone")
+        return forward(x)
+
+    model.model.norm.forward = picky
+    with caplog.at_level(logging.WARNING):
+        assert FunctionCheck(model, engine).compare() == []
+    assert "not compared on what they compute" in caplog.text
+    assert "takes bfloat16 alone" in caplog.text
+    assert Canary(model, engine).calibrate() > 0
 
 
 @pytest.mark.parametrize("seed", [103, 129, 145])
