@@ -4,7 +4,6 @@ First what can be verified: the engine must hold the live adapter, byte for byte
 start. Then what can be tried: the same tokens are scored again under what the engine may have multiplied with instead (alpha wrong by
 a factor, the version before, no adapter, one layer lost, another temperature). The one under which the distance falls to noise
 is the cause. Where none explains it, the trainer scores the tokens in float32, which tells rounding from another function (`sync/function.py`).
-This takes some forwards over a few sequences, and runs only when the alarm asks.
 
 Shape letters: T sampled tokens of one completion, V vocabulary, R rank, O out-features.
 """
@@ -260,8 +259,8 @@ class Examiner:
             return Diagnosis("unknown", self._guess(drawn, limit), distance=now)
         try:
             engine, trainer, least, is_alike = self._from_float32(drawn)
-        except NoFloat32Error as error:
-            return Diagnosis("unknown", f"{self._guess(drawn, limit)}; {error}", distance=now)
+        except NoFloat32Error:
+            return Diagnosis("unknown", self._guess(drawn, limit), distance=now)
         said = f"from the trainer's own float32 pass over these tokens the engine is {engine:.2g} (scaled) off, the trainer {trainer:.2g}"
         if engine <= FACTOR * max(trainer, least) and (trainer <= FACTOR * max(engine, least) or not is_alike):
             return Diagnosis("noise", f"{said}: rounding is as large as that for this model", distance=now)
@@ -339,14 +338,15 @@ class Examiner:
         """As the attributes of `Apart`, of tokens that the engine has sampled."""
         t, name = drawn.temperature, self.engine.capabilities().adapter_dtype
         ours, theirs = self._logprobs(drawn, (t,))
-        longest = max((len(p) + len(c) for p, c in zip(drawn.prompts, drawn.completions, strict=True)), default=0)
+        longest = max(map(len, drawn.prompts)) + max(map(len, drawn.completions))
         with in_float32(self.model, longest):
             exact, _ = self._logprobs(drawn, (t,))
-        with in_dtype(self.model, getattr(torch, name)):
-            like, _ = self._logprobs(drawn, (t,), autocast=False)
-        engine, trainer, least = (distance(side, exact[t]) for side in (theirs, ours[t], like[t]))
-        is_alike = (self.autocast or bare_model(self.model).dtype) == getattr(torch, name)
-        return engine, trainer, max(FLOORS.get(name, FLOOR_16_BIT), 0.0 if is_alike else least), is_alike
+        least, dtype = FLOORS.get(name, FLOOR_16_BIT), getattr(torch, name)
+        is_alike = (self.autocast or bare_model(self.model).dtype) == dtype
+        if not is_alike:
+            with in_dtype(self.model, dtype):
+                least = max(least, distance(self._logprobs(drawn, (t,), autocast=False)[0][t], exact[t]))
+        return distance(theirs, exact[t]), distance(ours[t], exact[t]), least, is_alike
 
     @torch.no_grad()
     def _logprobs(

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from qlora_rl.base.attention.choice import attention_for
-from qlora_rl.base.quant import require_bitsandbytes
+from qlora_rl.base.quant import dequantised_weight, require_bitsandbytes
 from qlora_rl.pieces import is_sharded, outermost
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -156,9 +156,11 @@ def _attention(base: Any, *, is_short: bool) -> Iterator[None]:
 def _product_of(linear: Any, dequantize: Any) -> Any:
     def forward(x: torch.Tensor) -> torch.Tensor:
         with _disable_current_modes():  # here a cast is a cast
-            weight_OI = dequantize(
-                linear.weight.t() if linear.weight.shape[0] == 1 else linear.weight, linear.weight.quant_state
-            )
+            if linear.compute_dtype == torch.float32:  # bitsandbytes multiplies with what is not rounded
+                weight_OI = dequantised_weight(linear.weight)
+            else:
+                codes = linear.weight.t() if linear.weight.shape[0] == 1 else linear.weight
+                weight_OI = dequantize(codes, linear.weight.quant_state)
             bias = None if linear.bias is None else linear.bias.float()
             return torch.nn.functional.linear(x, weight_OI.float(), bias)
 

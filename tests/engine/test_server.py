@@ -185,7 +185,7 @@ def test_it_draws_and_scores_to_the_last_bit_what_the_engine_in_this_process_doe
             {"temperature": 0.0},
             {"temperature": 0.7, "seed": 3, "top_p": 0.9},
             {"seed": 5, "extra": {"stop": ["1"]}},
-            {"seed": 5, "stop_token_ids": range(40, 60)},
+            {"seed": 5, "stop_token_ids": list(range(40, 60))},
         ):
             mine, theirs = (e.generate(prompts * 4, max_tokens=12, **fields) for e in (engine, remote))
             assert theirs.completion_ids == mine.completion_ids

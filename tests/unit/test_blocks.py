@@ -48,9 +48,10 @@ def usage(line):
 
 
 @pytest.mark.parametrize("text", SHELL)
-def test_every_command_is_understood_by_its_own_parser(text):
+def test_every_command_is_understood_by_its_own_parser(text, monkeypatch):
     from qlora_rl.cli import _parser
 
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # the runs of the docs
     for line in command_lines(text):
         program, *arguments = shlex.split(line)
         if program == "qlora-rl" and usage(line):
@@ -127,9 +128,9 @@ def test_the_blocks_are_found():
         ("qlora-rl demo [--stepz N]\n", AssertionError),
     ],
 )
-def test_a_wrong_command_would_be_seen(text, error):
+def test_a_wrong_command_would_be_seen(text, error, monkeypatch):
     with pytest.raises(error):
-        test_every_command_is_understood_by_its_own_parser(text)
+        test_every_command_is_understood_by_its_own_parser(text, monkeypatch)
 
 
 def test_a_wrong_keyword_would_be_seen():
