@@ -111,9 +111,11 @@ def pytest_runtest_call() -> Generator[None, object, object]:
     try:
         return (yield)
     except QloraRLError as error:
-        if "Upgrade: pip install 'vllm>=0.31" in str(error):
-            pytest.skip(str(error))
-        raise
+        from qlora_rl.engine.compat import release, vllm_version
+
+        if "Upgrade: pip install 'vllm>=0.31" not in str(error) or release(vllm_version()) >= (0, 31):
+            raise
+        pytest.skip(str(error))
 
 
 pytest_runtest_setup = pytest_runtest_call

@@ -61,15 +61,19 @@ def run(arguments: argparse.Namespace) -> int:
                 fingerprint_stored(base), holder, allow_base_mismatch=True, repair=not arguments.as_loaded
             )
             if proof.is_verified and not arguments.server:
-                function = FunctionCheck(load_base(base), holder)
+                function, said = FunctionCheck(load_base(base), holder), ""
                 try:
-                    found["function"] = [asdict(apart) for apart in function.compare()]
+                    function.compare()
+                    said = function.why_not
                 except PolicyMismatchError as error:
                     found |= {"state": "different", "function": [asdict(apart) for apart in function.found]}
                     return _tell(arguments, found, str(error), 1)
                 except Exception as error:
-                    said = f"{arguments.base}: all weights are equal in vLLM; could not tell what it computes with them: {error}"
-                    return _tell(arguments, found | {"state": "equal"}, said, 2)
+                    said = str(error)
+                if said:
+                    text = f"{arguments.base}: all weights are equal in vLLM; could not tell what it computes with them: {said}"
+                    return _tell(arguments, found | {"state": "equal"}, text, 2)
+                found["function"] = [asdict(apart) for apart in function.found]
     except Exception as error:  # whatever stopped it: 1 would mean that the bases differ
         return _tell(arguments, found, f"could not tell: {error}", 2)
     found |= {

@@ -53,9 +53,8 @@ def launch(config: RunConfig) -> Path:
     train, held_out = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
     if config.data.images is not None:
         check_image_counts(config, train, held_out)
-    if (
-        config.data.format == "chat"
-    ):  # before the base is made: is there a template, and does it know tools and these messages?
+    # Before the base is made: is there a template, and does it know tools and these messages?
+    if config.data.format == "chat":
         check_talks(config, load_tokenizer(config), train, held_out)
     for rows in (train, held_out):
         if (

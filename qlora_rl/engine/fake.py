@@ -44,8 +44,7 @@ class FakeEngine:
         self.model = model.train()  # train mode keeps bitsandbytes from repacking; tiny models have no dropout
         self.max_lora_rank = max_lora_rank
         self.max_model_length = max_model_length
-        ends = model.config.get_text_config().eos_token_id if eos_token_id is None else eos_token_id
-        self._ends = set(ends) if isinstance(ends, Sequence) else {ends}
+        self.eos_token_id = model.config.get_text_config().eos_token_id if eos_token_id is None else eos_token_id
         self._version = 0
         self._hooks: list[Any] = []
         self._bare = False
@@ -155,7 +154,8 @@ class FakeEngine:
     def _complete(
         self, prompt: list[int], spec: SamplingSpec, index: int
     ) -> tuple[list[int], list[float | None], bool]:
-        ends = {*self._ends, *spec.stop_token_ids, *(spec.extra.get("stop_token_ids") or ())}
+        own = self.eos_token_id if isinstance(self.eos_token_id, Sequence) else [self.eos_token_id]
+        ends = {*own, *spec.stop_token_ids, *(spec.extra.get("stop_token_ids") or ())}
         generator = None if spec.seed is None else torch.Generator().manual_seed(spec.seed + index)
         ids: list[int] = []
         logprobs: list[float | None] = []

@@ -16,7 +16,6 @@ import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +28,7 @@ from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngi
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import CanaryError, ConfigConflictError
 from qlora_rl.pieces import is_sharded
-from qlora_rl.sync.forward import NoFloat32Error, as_trained, bare_model, in_float32, plain_forward, without_adapter
+from qlora_rl.sync.forward import NotComparedError, as_trained, bare_model, in_float32, plain_forward, without_adapter
 from qlora_rl.sync.function import FunctionCheck
 from qlora_rl.sync.probe import Probe
 
@@ -142,8 +141,11 @@ class Canary:
             noise = self._difference(self.sequences, bare=True, ours=ours)
             rounding = noise
             if not is_sharded(self.model):
-                with suppress(NoFloat32Error), in_float32(self.model, max(map(len, self.sequences))):
-                    rounding = _distance(ours, self._score(self.sequences))
+                try:
+                    with in_float32(self.model, max(map(len, self.sequences))):
+                        rounding = _distance(ours, self._score(self.sequences))
+                except NotComparedError as why:
+                    logger.warning("the canary takes the engine's distance for rounding: %s", why)
             rounding = max(ranks().gather(rounding, "measuring rounding"))
         if not noise <= UPPER_BOUND:
             raise CanaryError(
@@ -295,7 +297,7 @@ class Canary:
             bare = self._score(self.sequences)
             while not is_found and size <= LARGEST_SIZE and all(map(math.isfinite, effects)) and tries < 16:
                 tries += 1
-                with Probe(adapter, size).added_to(self._bare):
+                with Probe(adapter, size).added_to(bare_model(self.model)):
                     probed = self._score(self.sequences)
                 # Of all ranks, which go on alike.
                 effects = ranks().gather(_distance(probed, bare), "sizing the probe")
@@ -424,7 +426,7 @@ class Canary:
 
     def _logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """The trainer's logits [T - 1, V] at every token but the last of each sequence, float32."""
-        base = self._bare
+        base = bare_model(self.model)
         device = next(base.parameters()).device
         context = as_trained(self.model, self.autocast)
         # Walking the modules takes a tenth of a small model's forward: only where the mode matters.
@@ -457,21 +459,17 @@ class Canary:
                 found.append([ids])
         return found
 
-    @property
-    def _bare(self) -> Any:
-        return bare_model(self.model)
-
     def _drawn_sequences(self) -> list[list[int]]:
         """Two sequences, and one after the image, sampled from the model as it is; calibrating switches the adapter off.
 
         Rollouts consist of what a model may write; at tokens that it would never write, 16-bit logits differ widely without
         harm.
         """
-        vocabulary = int(self._bare.config.get_text_config().vocab_size)
+        vocabulary = int(bare_model(self.model).config.get_text_config().vocab_size)
         length = max(2, min(8, self.engine.capabilities().max_model_length - 1))
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(vocabulary, (2, 1), generator=generator).tolist()
-        never = image_tokens_of(self._bare.config)
+        never = image_tokens_of(bare_model(self.model).config)
         while len(drawn[0]) < length:
             self._sample_next(drawn, generator, never)
         seen = list(self.image.prompt.ids) if self.image is not None else []

@@ -29,7 +29,7 @@ from qlora_rl.fidelity import scaled_differences
 from qlora_rl.pieces import is_sharded, put, shape_of, whole
 from qlora_rl.sync.admission import Admission
 from qlora_rl.sync.forward import (
-    NoFloat32Error,
+    NotComparedError,
     as_trained,
     bare_model,
     evaluating,
@@ -37,7 +37,7 @@ from qlora_rl.sync.forward import (
     in_float32,
     plain_forward,
 )
-from qlora_rl.sync.function import FACTOR, FLOOR_16_BIT, FLOORS, distance
+from qlora_rl.sync.function import Apart, other_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -258,11 +258,11 @@ class Examiner:
         if drawn.filters or is_sharded(self.model):
             return Diagnosis("unknown", self._guess(drawn, limit), distance=now)
         try:
-            engine, trainer, least, is_alike = self._from_float32(drawn)
-        except NoFloat32Error:
-            return Diagnosis("unknown", self._guess(drawn, limit), distance=now)
-        said = f"from the trainer's own float32 pass over these tokens the engine is {engine:.2g} (scaled) off, the trainer {trainer:.2g}"
-        if engine <= FACTOR * max(trainer, least) and (trainer <= FACTOR * max(engine, least) or not is_alike):
+            apart = self._from_float32(drawn)
+        except NotComparedError as error:
+            return Diagnosis("unknown", f"{self._guess(drawn, limit)}; {error}", distance=now)
+        said = f"the engine is {apart.engine:.2g} (scaled) from the trainer's own float32 pass, the trainer {apart.trainer:.2g}"
+        if not apart.odd:
             return Diagnosis("noise", f"{said}: rounding is as large as that for this model", distance=now)
         return Diagnosis("function", f"{self._guess(drawn, limit)}; {said}", distance=now)
 
@@ -315,7 +315,7 @@ class Examiner:
                 "the engine scores these tokens as the trainer does, and reported other probabilities when it sampled them: a filter of the "
                 "sampling (top_p, top_k, a penalty), or a cache of an older version"
             )
-        return "adapter and base are right, byte for byte, and no temperature explains it: the two sides compute different functions of them (positions, a window, an activation) or in different dtypes"
+        return "adapter and base are right: the two sides compute different functions of them, or in different dtypes"
 
     # --- the trainer's side -----------------------------------------------------------------------------------------
 
@@ -334,19 +334,17 @@ class Examiner:
         ours, theirs = self._logprobs(drawn, temperatures, autocast=autocast)
         return {t: scaled_differences(rows - theirs, theirs) for t, rows in ours.items()}
 
-    def _from_float32(self, drawn: Drawn) -> tuple[float, float, float, bool]:
-        """As the attributes of `Apart`, of tokens that the engine has sampled."""
-        t, name = drawn.temperature, self.engine.capabilities().adapter_dtype
+    def _from_float32(self, drawn: Drawn) -> Apart:
+        """Of the tokens that the engine has sampled."""
+        t, name, like = drawn.temperature, self.engine.capabilities().adapter_dtype, None
         ours, theirs = self._logprobs(drawn, (t,))
         longest = max(map(len, drawn.prompts)) + max(map(len, drawn.completions))
         with in_float32(self.model, longest):
             exact, _ = self._logprobs(drawn, (t,))
-        least, dtype = FLOORS.get(name, FLOOR_16_BIT), getattr(torch, name)
-        is_alike = (self.autocast or bare_model(self.model).dtype) == dtype
-        if not is_alike:
-            with in_dtype(self.model, dtype):
-                least = max(least, distance(self._logprobs(drawn, (t,), autocast=False)[0][t], exact[t]))
-        return distance(theirs, exact[t]), distance(ours[t], exact[t]), least, is_alike
+        if (other := other_dtype(self.model, self.autocast, name)) is not None:
+            with in_dtype(self.model, other):
+                like = self._logprobs(drawn, (t,), autocast=False)[0][t]
+        return Apart.of(longest, theirs, ours[t], exact[t], like, name)
 
     @torch.no_grad()
     def _logprobs(

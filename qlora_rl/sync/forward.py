@@ -1,7 +1,8 @@
 """The trainer's model as its class has it: as it trains (`plain_forward`), and in float32 (`in_float32`).
 
-What two computations of one function differ by is rounding. The trainer's forward pass in float32 tells how large that is, whatever the
-model, its depth and its dtype: the float32 pass multiplies with the very weights of the 16-bit one.
+What two computations of one function differ by is rounding. The trainer's forward pass in float32 tells how large
+that is, whatever the model, its depth and its dtype: the float32 pass multiplies with the very weights of the 16-bit
+one.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from qlora_rl.pieces import is_sharded, outermost
 _HALF = (torch.bfloat16, torch.float16)
 # Elements of a 16-bit matrix that are in float32 at once: 256 MiB.
 _AT_ONCE = 1 << 26
-# Up to so many tokens attention is eager, which applies whatever a config asks for; beyond, its scores would need too much memory.
+# Up to so many tokens attention is eager, which applies whatever a config asks for; its scores take too much memory
+# beyond.
 _EAGER = 1024
 
 
-class NoFloat32Error(Exception):
-    """A model has an operation that cannot be lifted to float32, or there is no memory for it."""
+class NotComparedError(Exception):
+    """What two sides compute cannot be compared: a model has no float32 pass, or a side does not score."""
 
 
 def bare_model(model: Any) -> Any:
@@ -88,14 +90,15 @@ def as_trained(model: Any, autocast: torch.dtype | None) -> AbstractContextManag
 
 
 def in_dtype(model: Any, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Within it a model computes in a 16-bit dtype, by autocast where its weights have another; with float32 as its weights are."""
+    """Within it a model computes in a 16-bit dtype, by autocast where its weights have another; in float32 as they are."""
     is_own = bare_model(model).dtype == dtype or dtype not in _HALF
     return as_trained(model, None if is_own else dtype)
 
 
 @contextmanager
 def in_float32(model: Any, tokens: int) -> Iterator[None]:
-    """Within it `plain_forward` of a model computes in float32, whatever autocast is around it; weights are copied one at a time.
+    """Within it `plain_forward` of a model computes in float32, whatever autocast is around it; one weight is copied at a
+    time.
 
     4-bit weights are dequantised and rounded to the base's compute dtype, as both sides multiply with them.
 
@@ -104,7 +107,7 @@ def in_float32(model: Any, tokens: int) -> Iterator[None]:
         tokens: of the longest sequence: attention is eager where that takes little memory, else SDPA.
 
     Raises:
-        NoFloat32Error: the model fails within it.
+        NotComparedError: the model fails within it.
     """
     bnb = require_bitsandbytes()
     with ExitStack() as stack:
@@ -119,7 +122,7 @@ def in_float32(model: Any, tokens: int) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError, TypeError) as error:
-            raise NoFloat32Error(f"the trainer's float32 forward pass fails: {error}") from error
+            raise NotComparedError(f"the trainer's float32 forward pass fails: {error}") from error
 
 
 @contextmanager
@@ -138,7 +141,7 @@ def _exchanged(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _attention(base: Any, *, is_short: bool) -> Iterator[None]:
-    """One that takes float32 and applies whatever the config asks for; models that fix their attention when they are made keep theirs."""
+    """One that takes float32 and applies whatever the config asks for; where a model can be given another."""
     changes = getattr(type(base), "_can_set_attn_implementation", lambda: False)
     configs = {id(c): c for m in base.modules() if (c := getattr(m, "config", None)) is not None} if changes() else {}
     known = [(c, c._attn_implementation) for c in configs.values() if getattr(c, "_attn_implementation", None)]
@@ -204,13 +207,22 @@ def _lifted(value: Any) -> Any:
     return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
 
 
-def tail_logprobs(model: Any, ids: Sequence[int], count: int) -> torch.Tensor:
-    """Natural logs of the model's probabilities of the last `count` tokens of one sequence, float32; without gradients."""
+def tail_logprobs(model: Any, texts: Sequence[Sequence[int]], count: int) -> torch.Tensor:
+    """Natural logs of the model's probabilities of the last tokens of each text, float32; without gradients.
+
+    Args:
+        model: the PeftModel, or the bare one.
+        texts: B sequences of one length.
+        count: tokens of each, C.
+
+    Returns:
+        [B * C], on the CPU.
+    """
     base = bare_model(model)
-    ids_T = torch.tensor(list(ids), device=next(base.parameters()).device)
-    fields = {"input_ids": ids_T[None], "use_cache": False}
+    ids_BT = torch.tensor(texts, device=next(base.parameters()).device)
+    fields = {"input_ids": ids_BT, "use_cache": False}
     if "logits_to_keep" in inspect.signature(type(base).forward).parameters:
         fields["logits_to_keep"] = count + 1
     with torch.no_grad():
-        logits_TV = plain_forward(model, **fields).logits[0, -count - 1 : -1]
-        return logits_TV.float().log_softmax(-1).gather(1, ids_T[-count:, None])[:, 0].cpu()
+        logits_BCV = plain_forward(model, **fields).logits[:, -count - 1 : -1]
+        return logits_BCV.float().log_softmax(-1).gather(2, ids_BT[:, -count:, None]).flatten().cpu()

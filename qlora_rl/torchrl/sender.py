@@ -242,12 +242,11 @@ class AdapterSender:
             return None
         engine: Any = self._engine
         seen: Any = weakref.proxy(model)
-        function = FunctionCheck(seen, engine, autocast=self._scheme.autocast)
-        canary = Canary(
-            seen, engine, every=self._scheme.canary_every, function=function, autocast=self._scheme.autocast
-        )
         self._asking.stage = "prove"
-        function.compare()
+        FunctionCheck(seen, engine, autocast=self._scheme.autocast).compare()
+        if not self._scheme.canary_every:
+            return None
+        canary = Canary(seen, engine, every=self._scheme.canary_every, autocast=self._scheme.autocast)
         canary.calibrate()
         return canary
 

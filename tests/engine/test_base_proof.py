@@ -153,6 +153,7 @@ def test_verify_repairs_and_says_how_much(base):
     assert found["state"] == "equal"
     assert found["repaired"] == 14
     assert 0 < found["largest_relative_error"] < 0.1
+    assert [apart["tokens"] for apart in found["function"]] == [65, 127]
     done = verify(base, "--local", "--json", "--as-loaded")
     assert (done.returncode, json.loads(done.stdout)["state"]) == (1, "repairable")
     assert json.loads(done.stdout)["repaired"] == 0

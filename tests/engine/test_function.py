@@ -8,12 +8,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import make_model
 from test_training import make
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qlora_rl import Canary, FakeEngine, LocalEngine, PolicyMismatchError, load_base, prepare_base
-from qlora_rl.sync.forward import in_float32, tail_logprobs
+from qlora_rl.sync.forward import NotComparedError, in_float32, tail_logprobs
 from qlora_rl.sync.function import FACTOR, TAIL, Apart, FunctionCheck, lengths_for, lengths_of, make_text, reach_of
 
 WINDOW = 64
@@ -115,6 +115,9 @@ def test_a_default_run_of_another_function_does_not_begin(windowed, engine, tmp_
     stretch_positions(faulty)
     with pytest.raises(PolicyMismatchError, match="the weights are equal"):
         make(faulty, tmp_path / "run", rollout=engine, vllm_max_model_length=None)
+    with pytest.raises(PolicyMismatchError) as raised:
+        FunctionCheck(faulty, engine).compare()
+    assert "on_mismatch" not in str(raised.value)  # where there is no such argument
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma", "qwen3_moe"])
@@ -138,14 +141,14 @@ def test_the_float32_pass_is_that_of_a_float32_copy_and_leaves_the_model_as_it_w
     buffers = dict(bare.named_buffers())
     for name, buffer in exact.named_buffers():  # Gemma multiplies embeddings with a rounded root
         buffer.copy_(buffers[name])
-    before = tail_logprobs(model.eval(), ids, 39)
+    before = tail_logprobs(model.eval(), [ids], 39)
     with in_float32(model, len(ids)):
-        adapted = tail_logprobs(model, ids, 39)
+        adapted = tail_logprobs(model, [ids], 39)
         with model.disable_adapter():
-            found = tail_logprobs(model, ids, 39)
-    torch.testing.assert_close(found, tail_logprobs(exact, ids, 39), atol=2e-5, rtol=0)  # float32's own rounding
+            found = tail_logprobs(model, [ids], 39)
+    torch.testing.assert_close(found, tail_logprobs(exact, [ids], 39), atol=2e-5, rtol=0)  # float32's own rounding
     assert (adapted - found).abs().mean() > 1e-3
-    assert torch.equal(tail_logprobs(model, ids, 39), before)
+    assert torch.equal(tail_logprobs(model, [ids], 39), before)
     assert bare.config._attn_implementation != "eager"
 
 
@@ -180,8 +183,10 @@ def test_texts_are_as_long_as_the_engine_takes_and_differ(model):
     assert lengths_for(model, 4096) == [65, 128, 512]
     assert lengths_for(model, 100) == [65, 99]
     assert lengths_for(model, 32) == [31]
-    assert lengths_for(model, 2) == []
-    texts = [make_text(model, 65, number) for number in range(8)]
+    with pytest.raises(NotComparedError, match="takes 2 tokens"):
+        lengths_for(model, 2)
+    tokenizer = AutoTokenizer.from_pretrained(model.qlora_base.path)
+    texts = [make_text(model, tokenizer, 65, number) for number in range(8)]
     assert all(len(ids) == 65 for ids in texts)
     assert len({tuple(ids) for ids in texts}) == 8
 
@@ -273,11 +278,14 @@ def test_a_model_that_does_not_compute_in_float32_is_not_compared_and_that_is_sa
         return forward(x)
 
     model.model.norm.forward = picky
+    check = FunctionCheck(model, engine)
     with caplog.at_level(logging.WARNING):
-        assert FunctionCheck(model, engine).compare() == []
+        assert check.compare() == []
+    assert "takes bfloat16 alone" in check.why_not
     assert "not compared on what they compute" in caplog.text
     assert "takes bfloat16 alone" in caplog.text
     assert Canary(model, engine).calibrate() > 0
+    assert "takes the engine's distance for rounding" in caplog.text
 
 
 @pytest.mark.parametrize("seed", [103, 129, 145])

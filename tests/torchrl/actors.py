@@ -147,14 +147,14 @@ def hold_receiver(side, scheme, stage: str) -> None:
 
 
 def sender(
-    base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", seed=0, dense=False, quiet=False, **_
+    base, rpc, transfer, place, timeout_s=60.0, pushes=1, stall_at="", seed=0, dense=False, quiet=False, every=1, **_
 ) -> None:
     """Pushes a policy that moves, and tells its logprobs after each push; `quiet`: after the last."""
     place = Path(place)
     model = sides.policy(base, seed, modules_to_save=["norm"] if dense else None)
     with model.disable_adapter():
         bare = sides.trainer_logprobs(model)
-    scheme = sides.make_scheme(rpc, transfer, place, timeout_s, canary_every=50 if quiet else 1)
+    scheme = sides.make_scheme(rpc, transfer, place, timeout_s, canary_every=50 if quiet else every)
     side = scheme.create_sender()
     side.register_model(model)
     if stall_at:

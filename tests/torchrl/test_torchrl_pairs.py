@@ -39,6 +39,12 @@ def test_what_is_pushed_is_what_the_other_process_serves(base32, tmp_path, rpc, 
         follow(sender, receiver)
 
 
+def test_without_a_canary_what_is_pushed_arrives_too(base32, tmp_path):
+    settings = {"base": str(base32), "rpc": "multiprocessing", "transfer": "body", "place": str(tmp_path)}
+    with Side("receiver", **settings, pushes=2) as receiver, Side("sender", **settings, pushes=2, every=0) as sender:
+        follow(sender, receiver, pushes=2)
+
+
 @contextmanager
 def cluster():
     """A Ray cluster of this host; the actors' "auto" is this one, whatever other tests have started."""

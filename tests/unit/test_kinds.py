@@ -207,7 +207,7 @@ def test_an_adapter_is_served_where_it_is_applied_and_rejected_by_name_elsewhere
 def test_the_fake_engine_ends_completions_of_a_vision_language_model(vision_base):
     model = load_base(vision_base)
     with FakeEngine(model) as engine:
-        assert engine._ends == {model.config.text_config.eos_token_id}
+        assert engine.eos_token_id == model.config.text_config.eos_token_id
         assert len(engine.generate([[5, 6]], max_tokens=2, temperature=0).completion_ids[0]) in (1, 2)
 
 

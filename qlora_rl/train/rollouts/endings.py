@@ -84,9 +84,8 @@ class EndedCompletions:
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self._masks and isinstance(
-            self, RLOOTrainer
-        ):  # which sums up here, for its ratios and its KL, what its loss masks
+        # RLOO sums up here, for its ratios and its KL, what its loss masks.
+        if self._masks and isinstance(self, RLOOTrainer):
             return (self._without_cut(found[0]), *found[1:])
         return found
 

@@ -21,6 +21,7 @@ from qlora_rl.base.attention.attend import NAME, register, without_masks
 from qlora_rl.base.experts import mixtures_in
 from qlora_rl.base.kinds import has_dropout
 from qlora_rl.ledger.shape import layer_kinds, layer_window
+from qlora_rl.sync.forward import evaluating
 from qlora_rl.train.scoring.row import HANDED_ON, make_row
 
 logger = logging.getLogger(__name__)
@@ -135,8 +136,6 @@ def _why_not(model: Any, implementation: str) -> str:
 @torch.no_grad()
 def _try(model: Any, *, shares_prompts: bool = False) -> str:
     """Two short sequences as a row, against each by itself; why they differ, empty where they do not."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     try:
         mask_BT = (torch.arange(max(_PROBE)) < torch.tensor(_PROBE)[:, None]).long()
         ids_BT = 7 * torch.arange(mask_BT.numel()).view(mask_BT.shape) + 1
@@ -151,16 +150,14 @@ def _try(model: Any, *, shares_prompts: bool = False) -> str:
         def states(**inputs: Any) -> torch.Tensor:
             return model.base_model(**inputs, use_cache=False).last_hidden_state[0].float()
 
-        with without_masks():
-            ours = states(**row.inputs)
-        alone = [states(input_ids=ids[None, :n].to(device)) for ids, n in zip(ids_BT, _PROBE, strict=True)]
+        with evaluating(model):
+            with without_masks():
+                ours = states(**row.inputs)
+            alone = [states(input_ids=ids[None, :n].to(device)) for ids, n in zip(ids_BT, _PROBE, strict=True)]
         if shares_prompts:
             ours, alone = ours[row.inputs["sources"]], [each[:-1] for each in reversed(alone)]  # the shorter one first
     except Exception as error:
         return f"{type(model).__name__} cannot be run without: {type(error).__name__}: {error}"
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     # Of the sequence that is further off.
     parts = zip(ours.split([len(each) for each in alone]), alone, strict=True)
     difference = max(((mine - own).norm() / own.norm()).item() for mine, own in parts)
