@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,6 +47,8 @@ _FACTORS = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125, 16.0, 0.0625, 32.0, 0.03125)
 _TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 # Modules that are tried one by one; of more, only those of the decoder layer that explains most.
 _FEW = 64
+# Time for what is tried. Layers and modules, each with a pass of its own, are left out where it does not suffice.
+_SECONDS = 60.0
 # An explanation must leave at most this share of the distance, and be nearer than the policy at so many more of the tokens than
 # half that chance would be that many standard deviations off. Every other adapter rounds differently: where a few tokens make
 # the distance, one of forty explanations is nearer in the mean by chance.
@@ -227,22 +230,26 @@ class Examiner:
         if drawn.has_images:
             said = "adapter and base are what they should be, byte for byte; completions of prompts with images are not scored again"
             return Diagnosis("unknown", said)
+        started = time.monotonic()
         by_temperature = self._scaled(drawn, (drawn.temperature, *_TEMPERATURES))
+        seconds = max(ranks().gather(time.monotonic() - started, "timing a pass"))
         here = by_temperature.pop(drawn.temperature)
         now = float(here.mean())
         if now <= limit * _EXPLAINED:
             return Diagnosis("dropout", "without the trainer's dropout both sides agree", distance=now)
+        if now <= limit / 2:
+            return self._noise(now)
         found = [
             (there, Diagnosis("sampling", _of_temperature(temperature, drawn.temperature), distance=now))
             for temperature, there in by_temperature.items()
         ]
         if self._sends_adapter:
-            found += self._under_other_adapters(drawn, now)
+            found += self._under_other_adapters(drawn, now, seconds)
         best, diagnosis = min(found, key=lambda pair: float(pair[0].mean()))
-        if now > limit / 2 and float(best.mean()) <= now * _EXPLAINED and _is_nearer(best, here, _first_seen(drawn)):
+        if float(best.mean()) <= now * _EXPLAINED and _is_nearer(best, here, _first_seen(drawn)):
             return diagnosis
         if now <= limit:
-            return Diagnosis("noise", "scored again, the tokens differ no more than rounding explains", distance=now)
+            return self._noise(now)
         if self.autocast is not None:
             plain = self._without_autocast(drawn)
             if plain is not None and float(plain.mean()) <= now * _EXPLAINED:
@@ -252,6 +259,10 @@ class Examiner:
                     distance=now,
                 )
         return self._rounded(drawn, limit, now)
+
+    @staticmethod
+    def _noise(now: float) -> Diagnosis:
+        return Diagnosis("noise", "scored again, the tokens differ no more than rounding explains", distance=now)
 
     def _rounded(self, drawn: Drawn, limit: float, now: float) -> Diagnosis:
         """Tell rounding from another function."""
@@ -266,7 +277,14 @@ class Examiner:
             return Diagnosis("noise", f"{said}: rounding is as large as that for this model", distance=now)
         return Diagnosis("function", f"{self._guess(drawn, limit)}; {said}", distance=now)
 
-    def _under_other_adapters(self, drawn: Drawn, now: float) -> list[tuple[torch.Tensor, Diagnosis]]:
+    def _under_other_adapters(self, drawn: Drawn, now: float, seconds: float) -> list[tuple[torch.Tensor, Diagnosis]]:
+        """What the engine may multiply with instead: another scale, nothing, the version before, all but one layer.
+
+        Args:
+            drawn: what is scored.
+            now: its distance under the policy.
+            seconds: that one pass takes.
+        """
         temperature = drawn.temperature
 
         def under(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -275,36 +293,35 @@ class Examiner:
 
         live = self._bundle().tensors
         b_names = [name for name in live if ".lora_B." in name]
-        found = [
-            (
-                under({name: live[name] * factor for name in b_names}),
-                Diagnosis("scale", _of_scale(factor), distance=now),
-            )
+        nothing = {name: torch.zeros_like(live[name]) for name in b_names}
+        suspects = [
+            ({name: live[name] * factor for name in b_names}, Diagnosis("scale", _of_scale(factor), distance=now))
             for factor in self._factors()
         ]
-        nothing = {name: torch.zeros_like(live[name]) for name in b_names}
-        found.append(
-            (
-                under(nothing),
-                Diagnosis("bare", "the engine applies no adapter: it samples from the bare base", distance=now),
-            )
-        )
-        before = self.strategy.before()
-        if before is not None:
+        said = "the engine applies no adapter: it samples from the bare base"
+        suspects.append((nothing, Diagnosis("bare", said, distance=now)))
+        if (before := self.strategy.before()) is not None:
             said = f"the tokens were sampled by version {before[0]}, which is not the newest: the engine still uses an old one"
-            found.append((under(before[1]), Diagnosis("stale", said, distance=now)))
-        groups: dict[str, list[str]] = {}
+            suspects.append((before[1], Diagnosis("stale", said, distance=now)))
+        layers: dict[str, list[str]] = {}
         for name in b_names:
-            groups.setdefault(_layer_of(name), []).append(name)
-        tried = {group: under({n: nothing[n] for n in names}) for group, names in groups.items()}
-        nearest = min(tried, key=lambda group: float(tried[group].mean()))
-        names = b_names if len(b_names) <= _FEW else groups[nearest]
-        tried |= {_module_of(name): under({name: nothing[name]}) for name in names}
-        lost = min(tried.items(), key=lambda item: float(item[1].mean()))
-        found.append(
-            (lost[1], Diagnosis("layer", f"the engine does not apply the adapter of {lost[0]}", lost[0], distance=now))
-        )
-        return found
+            layers.setdefault(_layer_of(name), []).append(name)
+        passes = int(_SECONDS / max(seconds, 1e-6)) - len(suspects)
+        if seconds * len(suspects) > 2:
+            most = (len(suspects) + max(0, passes)) * seconds
+            logger.warning("rollouts are further from the policy than usual: finding out why takes up to %.0f s", most)
+        found = [(under(tensors), diagnosis) for tensors, diagnosis in suspects]
+        if len(layers) > passes:
+            logger.warning("which of %d layers is lost was not looked for: each takes %.1f s", len(layers), seconds)
+            return found
+        tried = {layer: under({name: nothing[name] for name in names}) for layer, names in layers.items()}
+        nearest = min(tried, key=lambda layer: float(tried[layer].mean()))
+        names = b_names if len(b_names) <= _FEW else layers[nearest]
+        if len(layers) + len(names) <= passes:
+            tried |= {_module_of(name): under({name: nothing[name]}) for name in names}
+        lost, there = min(tried.items(), key=lambda item: float(item[1].mean()))
+        said = f"the engine does not apply the adapter of {lost}"
+        return [*found, (there, Diagnosis("layer", said, lost, distance=now))]
 
     def _guess(self, drawn: Drawn, limit: float) -> str:
         if drawn.filters:

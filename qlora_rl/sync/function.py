@@ -139,6 +139,11 @@ class FunctionCheck:
         self.found: list[Apart] = []
         self.why_not = ""
 
+    @property
+    def rounding(self) -> float:
+        """How far a side is from the trainer's float32 pass where both compute one function; 0 where nothing was measured."""
+        return max((max(apart.engine, apart.trainer) for apart in self.found if not apart.odd), default=0.0)
+
     def compare(self) -> list[Apart]:
         """Score texts on both sides; the trainer scores them once only, as its base does not change.
 

@@ -286,6 +286,22 @@ def test_completions_scored_together_are_scored_as_alone(make_trainer, monkeypat
         assert values.numel() == sum(c for _, c in lengths)
 
 
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_an_examination_has_a_minute_and_says_what_it_left_out(make_trainer, config, monkeypatch, caplog, seconds):
+    trainer = make_trainer(args=config(max_steps=1))
+    trainer.train()
+    randomise(trainer.model)
+    examiner = Examiner(trainer.model, trainer.engine, trainer._link.strategy, trainer.admission, None)
+    drawn = Drawn([[40, 41]] * 4, [[42, 43]] * 4, [[-0.1, -9.0]] * 4)  # as no policy here would draw
+    passes = []
+    trainer.model.get_base_model().model.register_forward_hook(lambda *_: passes.append(1))
+    monkeypatch.setattr(diagnosis, "_SECONDS", seconds)
+    found = examiner._under_other_adapters(drawn, 1.0, 1e-3)
+    assert len(passes) == len(found) + (0 if seconds == 0.0 else 5)  # two layers, four modules: the nearest counts
+    assert [each.cause for _, each in found].count("layer") == (seconds > 0)
+    assert ("which of 2 layers is lost was not looked for" in caplog.text) == (seconds == 0.0)
+
+
 def test_what_another_ranks_engine_is_shown_to_hold_is_the_cause_on_all(make_trainer, config, monkeypatch):
     """Whoever finds nothing does not go on alone to what all ranks of a sharded trainer compute together."""
     trainer = make_trainer(args=config(max_steps=1))

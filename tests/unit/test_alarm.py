@@ -51,6 +51,14 @@ def test_no_threshold_is_so_low_that_rounding_is_examined():
     assert alarm_that_saw(0.0, dtype="float32")[0].threshold == 1e-6
 
 
+def test_a_first_batch_that_is_as_far_as_the_models_rounding_is_not_examined():
+    """SmolLM2-135M in bf16 is 0.012 from its float32 pass, and its first batch 0.02 from the engine's."""
+    assert not alarm_that_saw(0.03, rounding=0.012)[1].limits
+    assert alarm_that_saw(0.03)[1].limits == [0.01]
+    assert alarm_that_saw(0.2, rounding=0.012)[1].limits == [pytest.approx(0.036)]
+    assert alarm_that_saw(0.2, rounding=1.0)[1].limits == [0.1]  # no noise is larger
+
+
 def test_noise_raises_the_threshold_and_is_not_examined_twice():
     alarm, examined = alarm_that_saw(1e-3, 4e-3, 7e-3, 4e-3)
     assert len(examined.limits) == 1

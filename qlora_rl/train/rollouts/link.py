@@ -49,6 +49,7 @@ class Link:
         bridge: what TRL generates through.
         close_engine: closes it with the link; `None` where the engine is somebody else's.
         products: the trainer's claim on products in float32, where the processor asks for it.
+        rounding: how far trainer and engine are from the trainer's float32 pass, as a mean scaled difference; 0 where that was not measured.
     """
 
     engine: RolloutEngine
@@ -58,6 +59,7 @@ class Link:
     bridge: EngineBridge
     close_engine: Callable[[], None] | None
     products: Float32Products
+    rounding: float = 0.0
 
     def close(self) -> None:
         """Remove the versions on their way, and close the engine if it was started here."""
@@ -195,7 +197,16 @@ def link_policy(
         products.close()
         release(strategy, choice.closer(engine))
         raise
-    return Link(engine, admission, plan, strategy, bridge, choice.closer(engine), products)
+    return Link(
+        engine,
+        admission,
+        plan,
+        strategy,
+        bridge,
+        choice.closer(engine),
+        products,
+        function.rounding if function else 0.0,
+    )
 
 
 def _transport(name: str, sync_dir: str | os.PathLike[str] | None, engine: RolloutEngine) -> Any:

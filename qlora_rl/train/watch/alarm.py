@@ -56,6 +56,7 @@ class MismatchAlarm:
         on_mismatch: "stop" raises `PolicyMismatchError`; "warn" logs it and goes on.
         dtype: in which the engine multiplies adapters.
         expected: why the sides are known to differ, such as "top_p=0.9": then only what is shown to be wrong stops a run.
+        rounding: of this model, where it was measured (`FunctionCheck.rounding`): a first batch may be as far apart.
 
     Attributes:
         threshold: of the next step; `None` before the first batch.
@@ -70,6 +71,7 @@ class MismatchAlarm:
         on_mismatch: str = "stop",
         dtype: str = "bfloat16",
         expected: Sequence[str] = (),
+        rounding: float = 0.0,
     ):
         check_word(on_mismatch)
         self.on_mismatch = on_mismatch
@@ -77,7 +79,9 @@ class MismatchAlarm:
         self.threshold: float | None = None
         self.diagnoses: dict[int, Diagnosis] = {}
         self._examine, self._rescore = examine, rescore
-        self._bounds = _BOUNDS.get(dtype, _BOUNDS["16 bit"])
+        self._bounds = dict(_BOUNDS.get(dtype, _BOUNDS["16 bit"]))
+        # Both sides round.
+        self._bounds["usual"] = min(self._bounds["most"], max(self._bounds["usual"], _FACTOR * rounding))
         self._looks = self._unexplained = 0
         self._gaps = {"batch": 0, "again": 0}  # in a row
         self._suspected = ""
@@ -375,4 +379,5 @@ def alarm_for(link: Link, model: Any, args: Any, on_mismatch: str, *, rollout_fu
         on_mismatch=on_mismatch,
         dtype=link.engine.capabilities().adapter_dtype,
         expected=expected,
+        rounding=link.rounding,
     )
