@@ -47,7 +47,10 @@ def add(commands: Any) -> None:
         "--prompts", type=COUNT, default=16, metavar="N", help="number of prompts to compare on (default: %(default)s)"
     )
     export.add_argument(
-        "--max-kl", type=NOT_NEGATIVE, metavar="K", help="largest mean KL (default: 1e-3; 1e-9 in float32)"
+        "--max-kl",
+        type=NOT_NEGATIVE,
+        metavar="K",
+        help="largest mean KL (default: 1e-3 or four times the rounding of the policy; 1e-9 in float32)",
     )
     export.add_argument(
         "--shard-gb", type=POSITIVE, default=4.0, metavar="GB", help="size limit of a file (default: %(default)s)"

@@ -349,6 +349,11 @@ def require_mixtures() -> None:
     _require((0, 31), "starting vLLM on a mixture of experts", "")
 
 
+def require_dense_beside_adapters() -> None:
+    """The same for full weights in an engine that takes adapters, too. Remove when 0.30 is dropped."""
+    _require((0, 31), "loading full weights into an engine that takes adapters", ", or start the engine without them")
+
+
 def _require(since: tuple[int, int], doing: str, instead: str) -> None:
     if release(version := vllm_version()) < since:
         raise MissingDependencyError(

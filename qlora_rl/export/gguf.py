@@ -329,17 +329,22 @@ def _read_tokenizer(base: Path) -> tuple[dict[str, Any], str]:
         raise _Unknown("its tokenizer has no tokenizer.json")
     content = json.loads(file.read_text())
     model = content["model"]
-    if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise _Unknown(f"its tokenizer is no byte-level BPE (type={model.get('type')!r})")
+    if model.get("type") != "BPE" or (model.get("byte_fallback") and "<0x00>" in model["vocab"]):
+        raise _Unknown(f"its tokenizer is no byte-level BPE (type={model.get('type')!r}, SentencePiece's kind)")
     if not model.get("merges"):
         raise _Unknown("its tokenizer has no merges, without which llama.cpp does not load it")
-    if (content.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
-        raise _Unknown(f"its tokenizer rewrites the text first ({content['normalizer']['type']})")
+    normalizer = content.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    rewrites = [each["type"] for each in normalizer.get("normalizers", [normalizer]) if each["type"] != "NFC"]
+    if rewrites:
+        raise _Unknown(f"its tokenizer rewrites the text first ({', '.join(rewrites)})")
     before = content.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
     kinds = [step.get("type") for step in steps]
-    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True) and not steps[0].get("add_prefix_space", True):
-        return content, "gpt-2"
+    if kinds[-1] == "ByteLevel" and steps[-1].get("use_regex", True) and not steps[-1].get("add_prefix_space", True):
+        if kinds[:-1] == []:
+            return content, "gpt-2"
+        if kinds[:-1] == ["Digits"] and steps[0].get("individual_digits"):
+            return content, "smollm"
     if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
         known = _NAMES.get(steps[0]["pattern"].get("Regex", ""))
         if known is not None:

@@ -36,8 +36,8 @@ KINDS = ("adapter", "merged", "merged-original", "gguf", "gguf-adapter")
 FORMS = ("canonical", "original")
 DTYPES = ("bfloat16", "float16", "float32", "q8_0", "q4_k_m")
 # Largest mean KL (nats per token) of an export that claims to be the policy. Two 16-bit computations of one function differ by
-# rounding; two of float32 by next to nothing.
-LIMIT, LIMIT_FLOAT32 = 1e-3, 1e-9
+# rounding, about twice as much as either of them from float32; merged weights are rounded once more. Two of float32 differ by next to nothing.
+LIMIT, LIMIT_FLOAT32, ROUNDINGS = 1e-3, 1e-9, 4.0
 # Of weights that are quantised again.
 LIMITS = {"q8_0": 1e-2, "q4_k_m": 0.5}
 
@@ -94,7 +94,8 @@ def export_run(
         base: directory of the base, if it was moved.
         data: .jsonl file with prompts to compare on; by default the run's own, or random tokens.
         prompts: how many of them.
-        max_kl: largest mean KL in nats per token; by default 1e-3, or 1e-9 in float32. "merged-original" has no limit of its own.
+        max_kl: largest mean KL in nats per token; by default 1e-3 or four times the policy's distance from its own float32 pass, and 1e-9 in
+            float32. "merged-original" has no limit of its own.
         shard_gb: largest file of weights, in 10^9 bytes.
         on: GGUF file of another base on which "gguf-adapter" will be served: its distance is measured, too.
         push: name of a repository on the hub, to which the finished directory is uploaded; it is created private.
@@ -153,6 +154,7 @@ def export_run(
             longest=min(256, positions // 2),
             **trained.template_kwargs,
         )
+        say(f"sampling from the policy, and scoring what it says, on {len(ids)} prompts ({where})")
         is_exact = dtype == "float32" and to in ("merged", "gguf")
         witness = None if is_exact else Witness(policy, ids, autocast=trained.autocast)
         say(f"writing {to}")
@@ -196,14 +198,14 @@ def export_run(
         del again
         _forget()
         elsewhere = _in_llama_cpp(trained, tokenizer, witness, staging, to, on, say) if to.startswith("gguf") else {}
-        limit = max_kl if max_kl is not None else _limit(to, dtype)
+        limit = max_kl if max_kl is not None else _limit(to, dtype, witness.rounding)
         own = {name: found for name, found in elsewhere.items() if on is None or name != _on(on)}
         # What is not a number is beyond any limit.
         worst = max([distance, *own.values()], key=lambda found: (math.isnan(found.kl_mean), found.kl_mean))
         if not worst.kl_mean <= limit:
             raise ExportError(
-                f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:g}. Nothing was written. In 16 bits "
-                "the rounding of a large model may come to that: look at it with --max-kl 1, or export float32."
+                f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:.2g} (16-bit rounding of this policy: {witness.rounding:.2g}). Nothing "
+                "was written. Another limit: --max-kl; without rounding: --dtype float32."
             )
         far = (
             None
@@ -247,12 +249,12 @@ def _check(to: str, form: str, dtype: str | None, original: Any) -> None:
         raise ConfigConflictError(f"exporting: original={os.fspath(original)!r} is for --to merged-original.")
 
 
-def _limit(to: str, dtype: str) -> float:
+def _limit(to: str, dtype: str, rounding: float) -> float:
     if to == "merged-original":
         return float("inf")
-    if dtype in LIMITS:
-        return LIMITS[dtype]
-    return LIMIT_FLOAT32 if dtype == "float32" and to == "merged" else LIMIT
+    if dtype == "float32" and to == "merged":
+        return LIMIT_FLOAT32
+    return max(LIMITS.get(dtype, LIMIT), ROUNDINGS * rounding)
 
 
 def _original(trained: TrainedRun, wish: str | os.PathLike[str] | None) -> str:

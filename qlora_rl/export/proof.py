@@ -6,6 +6,7 @@ Shape letters: N tokens, V vocabulary.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,11 +18,14 @@ from qlora_rl.config.schema import Data
 from qlora_rl.engine.images import token_ids
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.pictures import without_images
-from qlora_rl.policy.draw import draw, precision
+from qlora_rl.policy.draw import end_tokens, precision
 from qlora_rl.policy.evaluation import read_rows
 from qlora_rl.policy.prompts import encode
 from qlora_rl.policy.rows import as_trained
+from qlora_rl.sync.forward import NotComparedError, in_float32
 from qlora_rl.train.run import ROLLOUTS
+
+logger = logging.getLogger(__name__)
 
 SAMPLES = "samples.json"
 
@@ -62,6 +66,9 @@ class Witness:
         tokens: to sample for each prompt, at most.
         autocast: torch name of the dtype under which the policy is asked; `None`: as it is.
         seed: of the sampling.
+
+    Attributes:
+        rounding: mean KL of the policy to its own float32 forward pass, in nats per token: what 16 bits cost this model. 0 where it has none.
     """
 
     def __init__(
@@ -73,14 +80,17 @@ class Witness:
         autocast: str | None = None,
         seed: int = 0,
     ):
-        self._cases: list[tuple[list[int], int]] = []
-        self._logprobs_NV: list[torch.Tensor] = []
-        for i, prompt in enumerate(prompts):
-            generator = torch.Generator().manual_seed(seed + i)
-            ids = [*prompt, *draw(policy, prompt, tokens, generator, autocast=autocast)]
-            self._cases.append((ids, len(prompt)))
-            with precision(policy, autocast):
-                self._logprobs_NV.append(_logprobs(policy, ids, len(prompt)).cpu())
+        self._cases = _sampled(policy, prompts, tokens, autocast, seed)
+        with precision(policy, autocast):
+            self._logprobs_NV = [_logprobs(policy, ids, start).cpu() for ids, start in self._cases]
+        self.rounding = 0.0
+        if policy.dtype == torch.float32 and autocast is None:
+            return
+        try:
+            with in_float32(policy, self.longest):
+                self.rounding = self.distance_of(lambda ids, start: _logprobs(policy, ids, start).cpu()).kl_mean
+        except NotComparedError as why:
+            logger.info("the rounding of the policy is not measured: %s", why)
 
     @property
     def tokens(self) -> int:
@@ -168,6 +178,28 @@ def _prompts_of(rows: Any) -> list[Any]:
     """Without the images, of which a run keeps small copies: what is compared is the language model."""
     found = (row["prompt"] for row in rows if isinstance(row, dict) and isinstance(row.get("prompt"), str | list))
     return [without_images(prompt) for prompt in found]
+
+
+@torch.no_grad()
+def _sampled(
+    policy: Any, prompts: Sequence[Sequence[int]], tokens: int, autocast: str | None, seed: int
+) -> list[tuple[list[int], int]]:
+    """Each prompt with what the policy says after it, and the length of the prompt; all are sampled at once."""
+    device, longest = next(policy.parameters()).device, max(map(len, prompts))
+    ids_BT = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask_BT = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    room = policy.config.get_text_config().max_position_embeddings - longest
+    plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    with torch.random.fork_rng(), precision(policy, autocast):
+        torch.manual_seed(seed)
+        said = policy.generate(
+            input_ids=ids_BT, attention_mask=mask_BT, max_new_tokens=min(tokens, room), pad_token_id=0, **plain
+        )
+    ends, cases = end_tokens(policy.generation_config), []
+    for prompt, row in zip(prompts, said[:, longest:].tolist(), strict=True):
+        length = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+        cases.append(([*prompt, *row[:length]], len(prompt)))
+    return cases
 
 
 @torch.no_grad()

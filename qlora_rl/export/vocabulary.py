@@ -16,7 +16,8 @@ from qlora_rl.errors import ExportError
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# How the text is split before merging, by llama.cpp's name of it: as tokenizer.json has it. "gpt-2" is ByteLevel's own.
+# How the text is split before merging, by llama.cpp's name of it: as tokenizer.json has it. "gpt-2" is ByteLevel's own, "smollm" that with
+# each digit apart.
 SPLITS = {"qwen2": _LETTERS + r"\p{N}" + _REST, "llama-bpe": _LETTERS + r"\p{N}{1,3}" + _REST}
 # Of these names a whole word that is a token stays one, whatever the merges say.
 _TAKES_WORDS = ("llama-bpe",)
@@ -112,8 +113,10 @@ def _rebuild(held: dict[str, Any]) -> Any:
     made = Tokenizer(
         models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=way in _TAKES_WORDS)
     )
-    if way == "gpt-2":
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if way in ("gpt-2", "smollm"):
+        own = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        made.pre_tokenizer = own if way == "gpt-2" else pre_tokenizers.Sequence([digits, own])
     else:
         as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLITS[way]), "isolated"), as_bytes])

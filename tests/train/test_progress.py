@@ -5,7 +5,7 @@ import math
 import sys
 
 import pytest
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
 from qlora_rl.train.run.progress import Progress, show_progress, shown
 
@@ -51,6 +51,22 @@ def test_a_run_that_ends_before_the_first_log_is_a_line_without_values(make_trai
     assert ", ," not in text
     assert text.startswith("training: step 3/3, ")
     assert " s/step, " in text
+
+
+def test_a_slow_first_step_is_forgotten(monkeypatch):
+    """100 s, then 10 s each: after six more steps the line knows of ten seconds alone."""
+    stream, now = io.StringIO(), 0.0
+    monkeypatch.setattr("qlora_rl.train.run.progress.time.monotonic", lambda: now)
+    bar, state = Progress(stream=stream, every_s=0.0), TrainerState(max_steps=10, is_world_process_zero=True)
+    bar.on_train_begin(None, state, None)
+    for step, seconds in enumerate((100, 10, 10, 10, 10, 10), start=1):
+        now += seconds
+        state.global_step = step
+        bar.on_step_end(None, state, None)
+        bar.on_log(None, state, None, logs={"loss": 0.0})
+    first, *_, last = stream.getvalue().splitlines()
+    assert first.endswith("100.00 s/step, 0:01:40 gone, 0:15:00 left")
+    assert last.endswith("10.00 s/step, 0:02:30 gone, 0:00:40 left")
 
 
 def test_in_a_terminal_a_bar_stays_on_its_line(make_trainer, config, plain):

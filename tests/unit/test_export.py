@@ -74,6 +74,27 @@ def test_a_wrong_weight_shows_in_the_distance(run, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_16_bits_cost_the_policy_moves_the_limit(run, tmp_path, monkeypatch):
+    """A policy that is far from its own float32 pass: so is each 16-bit computation of it."""
+    from qlora_rl.export import proof
+
+    real = proof.Witness
+
+    class Rounded(real):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            assert 0 < self.rounding < LIMIT
+            self.rounding = rounding
+
+    monkeypatch.setattr("qlora_rl.export.job.Witness", Rounded)
+    monkeypatch.setattr("qlora_rl.export.job.LIMIT", 0.0)
+    rounding = 0.0
+    with pytest.raises(ExportError, match=r"above the limit of 0 \(16-bit rounding of this policy: 0\).*--max-kl"):
+        export(run, "merged", out=tmp_path / "a")
+    rounding = 1e-3
+    assert export(run, "merged", out=tmp_path / "a").distance.kl_mean > 0
+
+
 def test_shards_tokenizer_and_template_are_all_there(run, tmp_path, reload, base):
     whole = export(run, "merged", out=tmp_path / "whole")
     cut = export(run, "merged", out=tmp_path / "cut", shard_gb=3e-4)
@@ -364,6 +385,28 @@ def test_a_tokenizer_made_of_the_files_own_fields_gives_every_text_the_same_ids(
     from qlora_rl.export.vocabulary import check_vocabulary
 
     file, tokenizer = written(architecture)
+    assert check_vocabulary(file, tokenizer, ASKED) > 200
+
+
+def _splits_digits(model):
+    """As SmolLM2's tokenizer.json has it, with the flag and the empty normalizer that a conversion from GGUF leaves."""
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text())
+    own = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    digits = {"type": "Digits", "individual_digits": True}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, own]}
+    content["normalizer"] = {"type": "Sequence", "normalizers": []}
+    content["model"]["byte_fallback"] = True
+    file.write_text(json.dumps(content))
+
+
+def test_a_tokenizer_that_splits_off_each_digit_is_written_by_its_name(written):
+    import gguf
+
+    from qlora_rl.export.vocabulary import check_vocabulary
+
+    file, tokenizer = written("llama", _splits_digits)
+    assert gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents() == "smollm"
     assert check_vocabulary(file, tokenizer, ASKED) > 200
 
 

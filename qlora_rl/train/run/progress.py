@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TextIO
@@ -21,6 +22,8 @@ _SHOWN = {
     "qlora_rl/mismatch_kl": "KL {:.0e}",
     "qlora_rl/rollout_tokens_per_s": "{:,.0f} tok/s",
 }
+# Steps whose time is shown, and taken for that of the next ones: the first step of a run is often the longest.
+_LAST = 5
 
 
 class Progress(ProgressCallback):
@@ -41,6 +44,7 @@ class Progress(ProgressCallback):
         self._stream = stream
         self._begun_at = self._started = self._said = 0.0
         self._said_step, self._latest = -1, ""
+        self._ends: deque[float] = deque(maxlen=_LAST + 1)
 
     @property
     def stream(self) -> TextIO:
@@ -56,6 +60,8 @@ class Progress(ProgressCallback):
         """Training begins, or goes on, at `state.global_step`."""
         self._started, self._said, self._begun_at, self._latest = time.monotonic(), -math.inf, state.global_step, ""
         self.current_step, self._said_step = state.global_step, -1
+        self._ends.clear()
+        self._ends.append(self._started)
         if state.is_world_process_zero and self.is_live:
             self.training_bar = tqdm(
                 total=state.max_steps,
@@ -68,6 +74,7 @@ class Progress(ProgressCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step is done."""
+        self._ends.append(time.monotonic())
         if self.training_bar is not None:
             super().on_step_end(args, state, control, **kwargs)
 
@@ -100,12 +107,12 @@ class Progress(ProgressCallback):
 
     def _say_step(self, state: Any) -> None:
         self._said, self._said_step = time.monotonic(), state.global_step
-        done, spent = state.global_step - self._begun_at, self._said - self._started
-        left = (state.max_steps - state.global_step) * spent / max(1, done)
+        step = (self._ends[-1] - self._ends[0]) / max(1, len(self._ends) - 1)
+        left = (state.max_steps - state.global_step) * step
         latest = f"{self._latest}, " if self._latest else ""  # before the first of logging_steps there is none
         self._say(
-            f"{self.label}: step {state.global_step}/{state.max_steps}, {latest}{spent / max(1, done):.2f} s/step, "
-            f"{_clock(spent)} gone, {_clock(left)} left"
+            f"{self.label}: step {state.global_step}/{state.max_steps}, {latest}{step:.2f} s/step, "
+            f"{_clock(self._said - self._started)} gone, {_clock(left)} left"
         )
 
     def _say(self, line: str) -> None:
