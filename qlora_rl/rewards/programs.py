@@ -20,7 +20,8 @@ from qlora_rl.rewards.match import references, text_of
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)")
+_PYTHON = re.compile(r"[\s{.]*(?:$|i?py(?:thon)?[\d.]*(?![\w-]))", re.IGNORECASE)
 _JUDGING = Path(__file__).with_name("judging") / "__main__.py"
 _GRACE_S = 20.0  # for processes to start on a busy machine; the time of a program is counted from there
 _REWARDS = {"passed": 1.0, "failed": 0.0, "idle": None}
@@ -81,9 +82,22 @@ def program_isolation() -> dict[str, str]:
 
 
 def program_of(text: str) -> str:
-    """The last fenced block, or the whole text."""
-    blocks = _BLOCK.findall(text)
-    return blocks[-1] if blocks else text
+    """The last fenced block of Python, or of no language, as Markdown has it; the whole text where there is none."""
+    found, block, opened = [], None, None
+    for line in text.replace("\r\n", "\n").split("\n"):
+        fence = _FENCE.fullmatch(line)
+        if block is None or opened is None:
+            if fence and "`" not in fence[3]:
+                opened, block = fence, []
+        elif fence and fence[2].startswith(opened[2]) and not fence[3].strip():
+            found.append((opened, block))
+            opened = block = None
+        else:
+            block.append(line.removeprefix(opened[1]))
+    if opened is not None and block:  # unclosed, or closed behind the last line
+        found.append((opened, "\n".join(block).rstrip().removesuffix(opened[2]).split("\n")))
+    programs = [lines for opened, lines in found if _PYTHON.match(opened[3]) and any(lines)]
+    return "\n".join([*programs[-1], ""]) if programs else text
 
 
 def _tests_of(value: Any, column: str) -> _Tests:
