@@ -16,8 +16,7 @@ def programs(name):
     for part in re.split(r"^=== ", (FOLDER / f"{name}.txt").read_text(), flags=re.MULTILINE)[1:]:
         title, body = part.rstrip("\n").split("\n", 1)
         program, kind, rest = re.split(r"\n(?=--- (tests|in)\n)", body, maxsplit=1)
-        for escape, meant in (("\\ufeff", "\ufeff"), ("\\r\n", "\r\n")):
-            program = program.replace(escape, meant)
+        program = re.sub(r"\\r$", "\r", program, flags=re.MULTILINE).replace("\\ufeff", "\ufeff")
         asked = rest.removeprefix("--- tests\n") if kind == "tests" else [
             {"input": text, "output": wanted} for text, wanted in _CASE.findall(rest)
         ]

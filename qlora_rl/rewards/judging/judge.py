@@ -58,6 +58,8 @@ class _ProgramModule(ModuleType):
 class _Judge(Peer):
     """Asks for the tests, decides what may not be the program's word, and keeps their failures out of its hands."""
 
+    releases = True
+
     def __init__(self, reads: int, writes: int, tests: ast.Module):
         super().__init__(reads, writes)
         self.has_failed = False
@@ -102,11 +104,12 @@ class _Judge(Peer):
         if name in CONVERSIONS and known.is_mixed:
             raise TypeError(f"{name} of what the program has made of data of the tests")
         result = super().special(value, name, arguments)
-        if name in ARITHMETIC and (any(are_ours) or known.is_mixed or any(link(each).is_mixed for each in arguments)):
+        if name in ARITHMETIC and (any(are_ours) or known.is_mixed or any(is_standin(each) and link(each).is_mixed for each in arguments)):
             if result is not NotImplemented:
-                if not is_standin(result) or link(result).base is not None:
-                    raise TypeError(f"{name} of an object of the program's with data gives data")
-                link(result).is_mixed = True
+                for each in result if type(result) is tuple else (result,):
+                    if not is_standin(each) or link(each).base is not None:
+                        raise TypeError(f"{name} of an object of the program's with data gives data")
+                    link(each).is_mixed = True
         return result
 
     def _leave(self, value: Any, name: str, arguments: tuple[Any, ...]) -> bool:

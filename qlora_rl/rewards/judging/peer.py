@@ -29,6 +29,8 @@ class Peer:
         writes: descriptor for one's own.
     """
 
+    releases = False  # one of the two sides says when a container is needed no more
+
     def __init__(self, reads: int, writes: int):
         self._reads, self._writes, self._lock = reads, writes, threading.RLock()
         self.shared = Shared()
@@ -49,9 +51,8 @@ class Peer:
             PeerGone: the other side is gone.
         """
         with self._lock:
-            lost = self.shared.release()
             coded = [operation, [self._coded(each) for each in arguments], {k: self._coded(v) for k, v in keywords.items()}]
-            self._send("ask", coded, lost)
+            self._send("ask", coded)
             while (message := self._receive())[0] == "ask":
                 self._answer(*message[1])
             value = self._decoded(self._value, message[1])
@@ -96,7 +97,7 @@ class Peer:
             if type(error).__name__ != "CancelledError":
                 raise
             kind, coded = "raised", self._raised(error)
-        self._send(kind, coded, [])
+        self._send(kind, coded)
 
     def _raised(self, error: BaseException) -> Any:
         try:
@@ -168,8 +169,9 @@ class Peer:
         except Exception as error:  # nothing that `encode` makes
             raise PeerGone from error
 
-    def _send(self, kind: str, coded: Any, lost: list[Any]) -> None:
+    def _send(self, kind: str, coded: Any) -> None:
         changes = self.shared.changes(self._coded)
+        lost = self.shared.release() if kind == "ask" and self.releases else []
         text = json.dumps([kind, coded, self._described, changes, lost])
         self._described = []
         try:

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .values import CONTAINERS
+from .values import data_kind
 
 Reference = dict[str, int]  # {"mine": 3} of the sender's objects, {"yours": 3} of the receiver's
 
@@ -107,40 +107,30 @@ def _growing(tracked: dict[tuple[str, int], Any]) -> Iterator[tuple[str, int]]:
 
 def _items(value: Any) -> tuple[Any, ...]:
     """In order: of a dict its keys, then its values; not asked of a subclass."""
-    kind = next(each for each in CONTAINERS.values() if isinstance(value, each))
+    kind = data_kind(type(value))
     if issubclass(kind, dict):
-        return (*dict.keys(value), *dict.values(value))
+        return (*kind.keys(value), *kind.values(value))
     return (bytes(value),) if kind is bytearray else tuple(kind.__iter__(value))
 
 
 def _fill(value: Any, new: list[Any]) -> None:
-    if isinstance(value, dict):
+    kind: Any = data_kind(type(value))
+    kind.clear(value)
+    if issubclass(kind, dict):
         half = len(new) // 2
-        dict.clear(value)
         for key, each in zip(new[:half], new[half:], strict=True):
-            dict.__setitem__(value, key, each)
-    elif isinstance(value, (list, deque)):
-        kind = list if isinstance(value, list) else deque
-        kind.clear(value)
-        kind.extend(value, new)
-    elif isinstance(value, set):
-        set.clear(value)
+            kind.__setitem__(value, key, each)
+    elif kind is set:
         set.update(value, new)
-    elif isinstance(value, bytearray):
-        bytearray.__setitem__(value, slice(None), new[0])
     else:
-        raise ValueError("no container")
+        kind.extend(value, new[0] if kind is bytearray else new)
 
 
-def empty(kind: type, extra: Any) -> Any:
-    """A container to be filled."""
-    if issubclass(kind, defaultdict):
-        made = kind.__new__(kind)
-        made.default_factory = extra
-        return made
-    if issubclass(kind, deque):
-        made = kind.__new__(kind)
-        deque.__init__(made, (), extra)
-        return made
+def empty(kind: Any, extra: Any) -> Any:
+    """A container to be filled; `extra` is the default of a `defaultdict`, the greatest length of a `deque`."""
     made = kind.__new__(kind)
+    if issubclass(kind, defaultdict):
+        made.default_factory = extra
+    elif issubclass(kind, deque):
+        deque.__init__(made, (), extra)
     return made

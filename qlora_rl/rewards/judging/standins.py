@@ -31,7 +31,7 @@ _OWN = frozenset(
     "_standin __class__ __copy__ __deepcopy__ __reduce_ex__ __traceback__ __suppress_context__ __context__ with_traceback add_note".split()
 )
 _ASKED_OF_CLASSES = frozenset(
-    "__doc__ __annotations__ __match_args__ __slots__ __members__ __signature__ __init__ __abstractmethods__ __wrapped__ __orig_bases__".split()
+    "__doc__ __annotations__ __match_args__ __slots__ __members__ __init__ __abstractmethods__ __wrapped__ __orig_bases__".split()
 )
 _NOT_MEMBERS = SPECIAL | {
     "__new__", "__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__init_subclass__", "__class_getitem__", "__slots__",
@@ -86,9 +86,16 @@ class ClassStandIn(type):
         if name.startswith("__") and name.endswith("__"):
             if name == "__dataclass_fields__":
                 return dataclasses.make_dataclass("Fields", cls._peer.ask("fields", cls)).__dataclass_fields__
+            if name == "__signature__":
+                return signature(cls._peer.ask("signature", cls))
+            if name in ("__mro__", "__bases__"):
+                shown = tuple(each for each in type.__getattribute__(cls, name) if each is not StandIn)
+                return shown or (object,)
             if name not in _ASKED_OF_CLASSES:
                 return type.__getattribute__(cls, name)
-        if name.startswith("_") and name in ("_peer", "_stands_for") or name == "mro" or _is_defined_here(cls, name):
+        if name == "mro":
+            return lambda: list(cls.__mro__)
+        if name in ("_peer", "_stands_for") or _is_defined_here(cls, name):
             return type.__getattribute__(cls, name)
         return cls._peer.ask("get", cls, name)
 
@@ -129,6 +136,8 @@ class StandIn:
     def __getattribute__(self, name: str) -> Any:
         if name in _OWN:
             return type(self)._stands_for or type(self) if name == "__class__" else object.__getattribute__(self, name)
+        if name == "__dataclass_fields__":
+            return type(self).__dataclass_fields__
         if _is_defined_here(type(self), name):
             return object.__getattribute__(self, name)
         return link(self).peer.attribute(self, name)
@@ -310,8 +319,10 @@ def _forwarded(name: str) -> Callable[..., Any]:
     def special(self: Any, /, *arguments: Any) -> Any:
         return link(self).peer.special(self, name, arguments)
 
-    special.__name__ = name
-    return special
+    def call(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        return link(self).peer.ask("call", self, *arguments, **keywords)
+
+    return call if name == "__call__" else special
 
 
 def _specials(kind: type) -> dict[str, bool]:
