@@ -14,8 +14,8 @@ from typing import Any
 from .names import Names
 from .peer import Peer, PeerGone
 from .reached import TESTS, Assertions
-from .standins import ARITHMETIC, COMPARISONS, CONVERSIONS, SPECIAL, ClassStandIn, is_standin, link, parameters
-from .values import CONTAINERS, data_kind, is_standard
+from .standins import ARITHMETIC, COMPARISONS, CONVERSIONS, SPECIAL, is_standin, link, parameters
+from .values import CONTAINERS, data_kind
 
 PASSED, FAILED, IDLE = b"passed", b"failed", b"idle"
 # Of these the program can call, or step on, what the tests have given it, and nothing else: their attributes lead to the tests' names.
@@ -101,7 +101,7 @@ class _Judge(Peer):
             return getattr(known.base, name)(value, *arguments) if known.base else NotImplemented
         if name == "__contains__" and not known.is_made and any(are_ours):
             return known.base.__contains__(value, *arguments) if known.base else any(each is arguments[0] or each == arguments[0] for each in value)
-        if name in CONVERSIONS and known.is_mixed:
+        if known.is_mixed and (name in CONVERSIONS or name == "__format__" and arguments != ("",)):
             raise TypeError(f"{name} of what the program has made of data of the tests")
         result = super().special(value, name, arguments)
         if name in ARITHMETIC and (any(are_ours) or known.is_mixed or any(is_standin(each) and link(each).is_mixed for each in arguments)):
@@ -115,22 +115,35 @@ class _Judge(Peer):
     def _leave(self, value: Any, name: str, arguments: tuple[Any, ...]) -> bool:
         """The program's manager hears of no failure of the tests, and may not keep them from an assertion."""
         _, error, raised = arguments
-        if _is_failure(error):
-            self.ask("special", value, name, None, None, None)
-            return False
-        is_kept = self.ask("special", value, name, type(error), error, None)
-        if is_kept and self._assertions.are_skipped(raised):
-            self.has_failed = True
-        return bool(is_kept)
+        try:
+            is_kept = bool(self.ask("special", value, name, *_heard(error)))
+        except Exception:
+            self.has_failed = self.has_failed or _is_failure(error)
+            raise
+        return self._is_kept(is_kept, error, raised)
 
     async def _leave_later(self, value: Any, arguments: tuple[Any, ...]) -> bool:
         _, error, raised = arguments
-        is_failure = _is_failure(error)
-        told = (None, None, None) if is_failure else (type(error), error, None)
-        is_kept = await self.ask("special", value, "__aexit__", *told) and not is_failure
+        try:
+            is_kept = bool(await self.ask("special", value, "__aexit__", *_heard(error)))
+        except Exception:
+            self.has_failed = self.has_failed or _is_failure(error)
+            raise
+        return self._is_kept(is_kept, error, raised)
+
+    def _is_kept(self, is_kept: bool, error: BaseException, raised: types.TracebackType | None) -> bool:
+        if _is_failure(error):
+            return False
         if is_kept and self._assertions.are_skipped(raised):
             self.has_failed = True
-        return bool(is_kept)
+        return is_kept
+
+    def _other_value(self, kind: str, inner: Any) -> Any:
+        """What the program hands over is no longer what the tests have constructed, even where it is that."""
+        value = super()._other_value(kind, inner)
+        if is_standin(value):
+            link(value).is_made = False
+        return value
 
     def check_lent(self, value: Any) -> None:
         kind = type(value)
@@ -143,7 +156,7 @@ class _Judge(Peer):
     def _description(self, value: Any) -> list[Any]:
         if isinstance(value, _CLOSED[:3]) or isinstance(value, functools.partial):
             try:
-                shown: Any = tuple((name, kind, *([...] if rest else [])) for name, kind, *rest in parameters(value))
+                shown = _without_defaults(value)
                 hints = [(k, v) for k, v in getattr(value, "__annotations__", {}).items() if isinstance(v, type) and v.__module__ == "builtins"]
                 coded = self._coded((shown, tuple(hints)))
             except (TypeError, ValueError):
@@ -172,21 +185,21 @@ class _Judge(Peer):
             if not inspect.isawaitable(result):
                 self._owed = [each for each in self._owed if each is not value]
             return result if not inspect.iscoroutine(result) else self._ended(result, value)
-        if operation == "special" and rest and rest[0] in (*SPECIAL, "send", "throw"):
+        if operation == "special" and rest and rest[0] in (*SPECIAL, "send", "throw", "close"):
             return getattr(kind, rest[0])(value, *rest[1:])
         if operation == "task":
             return self._task(value)
         if operation in ("copy", "deepcopy") and _is_of_tests(kind):
             return getattr(copy, operation)(value)
         if operation in ("isinstance", "signature"):
-            return isinstance(value, *rest) if operation == "isinstance" else parameters(value)
+            return isinstance(value, *rest) if operation == "isinstance" else _without_defaults(value)
         if operation not in ("get", "set", "delete") or not rest or type(rest[0]) is not str:
             raise PeerGone
         if rest[0].startswith("__") or isinstance(value, _CLOSED) or (isinstance(value, type) and not _is_of_tests(value)):
             raise AttributeError(rest[0])
         if operation == "get":
             return getattr(value, rest[0])
-        if not _is_of_tests(kind) or callable(getattr(kind, rest[0], None)):
+        if not _is_of_tests(kind) or callable(getattr(value, rest[0], None)):
             raise AttributeError(f"{rest[0]} of the tests cannot be set")
         return setattr(value, *rest) if operation == "set" else delattr(value, *rest)
 
@@ -241,13 +254,23 @@ def judge(tests: str, reads: int, writes: int) -> bytes:
     return PASSED if peer.asked else IDLE
 
 
+def _without_defaults(function: Any) -> tuple[Any, ...]:
+    """Its parameters; what the tests expect may be a default."""
+    return tuple((name, kind, *([...] if rest else [])) for name, kind, *rest in parameters(function))
+
+
 def _is_failure(error: BaseException | None) -> bool:
     """How tests say that a program is wrong."""
     is_ending = isinstance(error, BaseException) and not isinstance(error, Exception) and not isinstance(error, GeneratorExit)
     return isinstance(error, AssertionError) or type(error) is Exception or (is_ending and type(error).__name__ != "CancelledError")
 
 
-def _is_of_tests(kind: Any) -> bool:
-    return isinstance(kind, type) and not isinstance(kind, ClassStandIn) and not is_standard(kind.__module__) or kind.__module__ == "__main__"
+def _heard(error: BaseException | None) -> tuple[Any, Any, None]:
+    """What the program's manager is told of an error."""
+    return (None, None, None) if _is_failure(error) else (type(error), error, None)
+
+
+def _is_of_tests(kind: type) -> bool:
+    return kind.__module__ == "__main__"
 
 

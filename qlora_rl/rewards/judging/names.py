@@ -15,7 +15,7 @@ from .values import is_standard
 _HELPERS = ("math", "cmath", "itertools", "functools", "collections", "copy", "statistics", "string", "typing", "operator")
 # Names under which packages are known that no program has.
 _PACKAGES = frozenset(
-    "np numpy pd pandas pytest torch tf tensorflow scipy sp sklearn plt matplotlib nx networkx sympy jax hypothesis mock parameterized".split()
+    "np numpy pd pandas pytest torch tf tensorflow scipy sp sklearn plt matplotlib nx networkx sympy jax hypothesis mock parameterized approx raises allclose".split()
 )
 
 
@@ -48,9 +48,10 @@ class Names(dict[str, Any]):
             source = self._from_library(name)
         except AttributeError:
             source = None
-        if source is not None and is_standard(source):
+        if isinstance(source, str) and is_standard(source):
             module, _, own = source.rpartition(".")
-            return importlib.import_module(source) if source in sys.stdlib_module_names else getattr(importlib.import_module(module), own)
+            if source in sys.stdlib_module_names or own == name:
+                return getattr(importlib.import_module(module), own) if module else importlib.import_module(source)
         if name in sys.stdlib_module_names and name in self._of_modules:  # `math.pi`, imported by the program alone
             return importlib.import_module(name)
         try:
@@ -67,12 +68,13 @@ def helpers(tests: ast.Module) -> dict[str, Any]:
     of_program = {name for name in used if name not in public and name not in sys.stdlib_module_names and not hasattr(builtins, name)}
     while more := {name for node in ast.walk(tests) for name in _assigned(node, of_program)} - of_program:
         of_program |= more
-    return {
-        node.func.id: public[node.func.id]
-        for node in ast.walk(tests)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in used & public.keys()
-        if any(_calls(each, of_program) for each in [*node.args, *(keyword.value for keyword in node.keywords)])
-    }
+    found = set()
+    for node in ast.walk(tests):
+        if isinstance(node, ast.Call):
+            parts = [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
+            if any(_calls(each, of_program) for each in parts[1:]):
+                found |= {each.id for each in parts if isinstance(each, ast.Name)}
+    return {name: public[name] for name in found & used & public.keys()}
 
 
 def _public(module: Any) -> Iterator[str]:

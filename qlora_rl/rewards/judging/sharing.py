@@ -66,11 +66,14 @@ class Shared:
 
     def apply(self, changes: list[Any], decode: Callable[[Any], Any]) -> None:
         """What the other side has told."""
-        for owner, number, items in changes:
-            value = self.get(owner, number)
-            new = [decode(each) for each in items]
-            _fill(value, new)
-            self._tracked["yours" if owner == "mine" else "mine", number] = _items(value)
+        told = [("yours" if owner == "mine" else "mine", number, items) for owner, number, items in changes]
+        for owner, number, _ in told:
+            self._tracked.pop((owner, number), None)  # a key of a set may ask for its hash: nothing is told of what is half done
+        for owner, number, items in told:
+            value = self._tables[owner][number]
+            _fill(value, [decode(each) for each in items])
+        for owner, number, _ in told:
+            self._tracked[owner, number] = _items(self._tables[owner][number])
 
     def release(self) -> list[Any]:
         """Forget containers that nobody here holds any more, and say which."""

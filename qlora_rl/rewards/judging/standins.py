@@ -33,11 +33,6 @@ _OWN = frozenset(
 _ASKED_OF_CLASSES = frozenset(
     "__doc__ __annotations__ __match_args__ __slots__ __members__ __init__ __abstractmethods__ __wrapped__ __orig_bases__".split()
 )
-_NOT_MEMBERS = SPECIAL | {
-    "__new__", "__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__init_subclass__", "__class_getitem__", "__slots__",
-    "__getattribute__", "__getattr__", "__setattr__", "__delattr__", "__set_name__", "__get__", "__set__", "__delete__", "__class__",
-}  # fmt: skip
-
 
 class Link:
     """What an object that stands for another knows of it.
@@ -183,7 +178,7 @@ def describe(value: Any, lend: Callable[[Any], Any]) -> list[Any]:
     """One's own class or object, as the other side needs it to make what stands for it; `lend` gives what it refers to."""
     if isinstance(value, type):
         bases = [lend(each) for each in value.__bases__ if each is not object]
-        members = [name for name in vars(value) if name not in _NOT_MEMBERS]
+        members = [name for name in vars(value) if _is_member(name)]
         return ["class", value.__name__, value.__qualname__, value.__module__, bases, members, _specials(value)]
     kind = type(value)
     base = data_kind(kind)
@@ -219,7 +214,7 @@ def make(number: int, description: list[Any], peer: Any, value_of: Callable[[Any
 def _make_class(
     name: str, qualified: str, module: str, bases: list[Any], members: list[str], specials: dict[str, bool], peer: Any, stands_for: Any = None
 ) -> ClassStandIn:
-    namespace: dict[str, Any] = {each: _Member(each) for each in members if isinstance(each, str) and each not in _NOT_MEMBERS}
+    namespace: dict[str, Any] = {each: _Member(each) for each in members if _is_member(each)}
     namespace |= {each: _forwarded(each) if is_there else None for each, is_there in specials.items() if each in SPECIAL}
     if "__eq__" in namespace and "__hash__" not in namespace:
         namespace["__hash__"] = object.__hash__
@@ -334,6 +329,11 @@ def _specials(kind: type) -> dict[str, bool]:
         if not is_native:
             found[name] = vars(owner)[name] is not None
     return found
+
+
+def _is_member(name: str) -> bool:
+    """Whether `super()` may look for it; what Python itself looks for in a class is in `SPECIAL`."""
+    return not name.startswith("__") or name in ("__init__", "__post_init__")
 
 
 def _is_defined_here(kind: Any, name: str) -> bool:
