@@ -75,7 +75,9 @@ def program_match(
     tests = [_tests_of(each, column) for each in references(columns, column, len(completions))]
     with ThreadPoolExecutor(max(1, min(len(completions), os.cpu_count() or 1))) as pool:
         programs = [program_of(text_of(each)) for each in completions]
-        verdicts = list(pool.map(lambda program, test: _judged(program, test, timeout_s, memory_mib, sandbox), programs, tests))
+        verdicts = list(
+            pool.map(lambda program, test: _judged(program, test, timeout_s, memory_mib, sandbox), programs, tests)
+        )
     if None in verdicts:
         _say_once(
             "some tests ask nothing of the program, and give no reward: call what is to be tested, as in check(add)."
@@ -90,7 +92,9 @@ def program_isolation() -> dict[str, str]:
 
 def program_of(text: str) -> str:
     """The last fenced block of Python, or of no language, as Markdown has it; the whole text where there is none."""
-    found, block, opened = [], None, None
+    found: list[tuple[re.Match[str], list[str]]] = []
+    block: list[str] | None = None
+    opened: re.Match[str] | None = None
     for line in text.replace("\r\n", "\n").split("\n"):
         fence = _FENCE.fullmatch(line)
         if block is None or opened is None:
@@ -164,7 +168,9 @@ def _asked(program: str, tests: str | list[tuple[str, str]], timeout_s: float, m
     with tempfile.TemporaryDirectory(prefix="qlora-rl-program-") as directory:
         job = _started(directory, timeout_s + _GRACE_S)
         if job is None:
-            _say_once(f"{_DOING}: this machine starts no more processes, and a program that could not be run has failed.")
+            _say_once(
+                f"{_DOING}: this machine starts no more processes, and a program that could not be run has failed."
+            )
             return {"verdict": "failed", "isolation": {means: "active" for means in _MEANS}}
         with job:
             try:

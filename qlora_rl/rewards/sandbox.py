@@ -19,7 +19,9 @@ print({sentinel!r})
 """
 
 
-def passes_elsewhere(address: str, program: str, tests: str | list[tuple[str, str]], timeout_s: float, memory_mib: int) -> bool:
+def passes_elsewhere(
+    address: str, program: str, tests: str | list[tuple[str, str]], timeout_s: float, memory_mib: int
+) -> bool:
     """Whether a program passes its tests in the sandbox at this address.
 
     Python tests run in the program's interpreter, behind a word that no program can know before; but a program can change what tests them.
@@ -46,7 +48,13 @@ def lines(text: str) -> list[str]:
 
 def _run(address: str, code: str, stdin: str, timeout_s: float, memory_mib: int) -> str | None:
     """What it has written, where it has ended well."""
-    asked = {"code": code, "stdin": stdin, "language": "python", "run_timeout": timeout_s, "memory_limit_MB": memory_mib}
+    asked = {
+        "code": code,
+        "stdin": stdin,
+        "language": "python",
+        "run_timeout": timeout_s,
+        "memory_limit_MB": memory_mib,
+    }
     request = urllib.request.Request(
         f"{address.rstrip('/')}/run_code", json.dumps(asked).encode(), {"Content-Type": "application/json"}
     )
@@ -55,8 +63,12 @@ def _run(address: str, code: str, stdin: str, timeout_s: float, memory_mib: int)
             said: dict[str, Any] = json.load(answer)
         status, result = said["status"], said.get("run_result") or {}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RewardFunctionError(f"running programs: the sandbox at {address} does not answer ({error}). Is it running?") from error
+        raise RewardFunctionError(
+            f"running programs: the sandbox at {address} does not answer ({error}). Is it running?"
+        ) from error
     if status not in ("Success", "Failed"):
-        raise RewardFunctionError(f"running programs: the sandbox at {address} has failed: {status}, {said.get('message')}")
+        raise RewardFunctionError(
+            f"running programs: the sandbox at {address} has failed: {status}, {said.get('message')}"
+        )
     is_well = status == "Success" and result.get("status") == "Finished" and result.get("return_code") == 0
     return str(result.get("stdout") or "") if is_well else None

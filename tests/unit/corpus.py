@@ -17,10 +17,13 @@ def programs(name):
         title, body = part.rstrip("\n").split("\n", 1)
         program, kind, rest = re.split(r"\n(?=--- (tests|in)\n)", body, maxsplit=1)
         program = re.sub(r"\\r$", "\r", program, flags=re.MULTILINE).replace("\\ufeff", "\ufeff")
-        asked = rest.removeprefix("--- tests\n") if kind == "tests" else [
-            {"input": text, "output": wanted} for text, wanted in _CASE.findall(rest)
-        ]
-        assert title not in found and asked, title
+        asked = (
+            rest.removeprefix("--- tests\n")
+            if kind == "tests"
+            else [{"input": text, "output": wanted} for text, wanted in _CASE.findall(rest)]
+        )
+        assert title not in found, title
+        assert asked, title
         found[title] = (program, asked)
     return found
 

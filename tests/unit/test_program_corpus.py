@@ -7,8 +7,8 @@ import sys
 import threading
 
 import pytest
-
 from corpus import RIGHT, programs
+
 from qlora_rl import RewardFunctionError
 from qlora_rl.rewards import program_match
 from qlora_rl.rewards import programs as judging
@@ -21,7 +21,9 @@ ADDS = "assert add(1, 2) == 3"
 
 def passing(found, **options):
     """What passes, in one call: the judge starts two at a time."""
-    rewards = program_match([p for p, _ in found.values()], tests=[t for _, t in found.values()], timeout_s=60.0, **options)
+    rewards = program_match(
+        [p for p, _ in found.values()], tests=[t for _, t in found.values()], timeout_s=60.0, **options
+    )
     return {name for name, reward in zip(found, rewards, strict=True) if reward == 1.0}
 
 
@@ -65,9 +67,15 @@ class Sandbox(http.server.BaseHTTPRequestHandler):
 
     failing = False
 
-    def do_POST(self):  # noqa: N802 - the name is the library's
+    def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        ran = subprocess.run([sys.executable, "-I", "-c", asked["code"]], input=asked["stdin"], capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            [sys.executable, "-I", "-c", asked["code"]],
+            input=asked["stdin"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         said = {"status": "Success" if ran.returncode == 0 else "Failed", "message": "", "run_result": {
             "status": "Finished", "return_code": ran.returncode, "stdout": ran.stdout, "stderr": ran.stderr}}  # fmt: skip
         body = json.dumps({"status": "SandboxError", "message": "broken"} if self.failing else said).encode()

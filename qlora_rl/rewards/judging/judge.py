@@ -24,7 +24,7 @@ _CLOSED = (
     types.CoroutineType, types.AsyncGeneratorType, types.TracebackType, functools.partial,
 )  # fmt: skip
 _EXITS = ("__exit__", "__aexit__")
-_SAYING_YES = frozenset("startswith endswith issubset issuperset isdisjoint".split())
+_SAYING_YES = frozenset(["startswith", "endswith", "issubset", "issuperset", "isdisjoint"])
 
 
 class _Tests(ModuleType):
@@ -87,29 +87,34 @@ class _Judge(Peer):
     def attribute(self, value: Any, name: str) -> Any:
         known = link(value)
         if not known.is_made and known.base is not None and hasattr(known.base, name):
-            return object.__getattribute__(value, name)  # a method of the kind of data: not as the program has it
+            found = inspect.getattr_static(known.base, name)  # of the kind of data: not as the program has it
+            return found.__get__(value, type(value)) if hasattr(found, "__get__") else found
         if name in _SAYING_YES and not known.is_made:
             raise TypeError(f"{name} of an object of the program's, where a text or a set is expected")
         return super().attribute(value, name)
 
     def special(self, value: Any, name: str, arguments: tuple[Any, ...]) -> Any:
-        known = link(value)
+        known: Any = link(value)
         if name in _EXITS and arguments and arguments[0] is not None:
             return self._leave(value, name, arguments) if name == "__exit__" else self._leave_later(value, arguments)
         are_ours = [not is_standin(each) for each in arguments]
         if name in COMPARISONS and any(are_ours):
             return getattr(known.base, name)(value, *arguments) if known.base else NotImplemented
         if name == "__contains__" and not known.is_made and any(are_ours):
-            return known.base.__contains__(value, *arguments) if known.base else any(each is arguments[0] or each == arguments[0] for each in value)
-        if known.is_mixed and (name in CONVERSIONS or name == "__format__" and arguments != ("",)):
+            return (
+                known.base.__contains__(value, *arguments)
+                if known.base
+                else any(each is arguments[0] or each == arguments[0] for each in value)
+            )
+        if known.is_mixed and (name in CONVERSIONS or (name == "__format__" and arguments != ("",))):
             raise TypeError(f"{name} of what the program has made of data of the tests")
         result = super().special(value, name, arguments)
-        if name in ARITHMETIC and (any(are_ours) or known.is_mixed or any(is_standin(each) and link(each).is_mixed for each in arguments)):
-            if result is not NotImplemented:
-                for each in result if type(result) is tuple else (result,):
-                    if not is_standin(each) or link(each).base is not None:
-                        raise TypeError(f"{name} of an object of the program's with data gives data")
-                    link(each).is_mixed = True
+        mixes = any(are_ours) or any(link(each).is_mixed for each in (value, *arguments) if is_standin(each))
+        if name in ARITHMETIC and mixes and result is not NotImplemented:
+            for each in result if type(result) is tuple else (result,):
+                if not is_standin(each) or link(each).base is not None:
+                    raise TypeError(f"{name} of an object of the program's with data gives data")
+                link(each).is_mixed = True
         return result
 
     def _leave(self, value: Any, name: str, arguments: tuple[Any, ...]) -> bool:
@@ -147,17 +152,26 @@ class _Judge(Peer):
 
     def check_lent(self, value: Any) -> None:
         kind = type(value)
-        is_open = callable(value) or hasattr(kind, "__next__") or hasattr(kind, "__await__") or data_kind(kind) in CONTAINERS.values()
+        is_open = (
+            callable(value)
+            or hasattr(kind, "__next__")
+            or hasattr(kind, "__await__")
+            or data_kind(kind) in CONTAINERS.values()
+        )
         if isinstance(value, ModuleType) or not (is_open or _is_of_tests(kind) or not isinstance(value, _CLOSED)):
             raise TypeError(f"a {kind.__name__} of the tests cannot be given to the program")
         if self._assertions.are_in(value):
             self._owed.append(value)
 
     def _description(self, value: Any) -> list[Any]:
-        if isinstance(value, _CLOSED[:3]) or isinstance(value, functools.partial):
+        if isinstance(value, (*_CLOSED[:3], functools.partial)):
             try:
                 shown = _without_defaults(value)
-                hints = [(k, v) for k, v in getattr(value, "__annotations__", {}).items() if isinstance(v, type) and v.__module__ == "builtins"]
+                hints = [
+                    (k, v)
+                    for k, v in getattr(value, "__annotations__", {}).items()
+                    if isinstance(v, type) and v.__module__ == "builtins"
+                ]
                 coded = self._coded((shown, tuple(hints)))
             except (TypeError, ValueError):
                 coded = None
@@ -195,7 +209,11 @@ class _Judge(Peer):
             return isinstance(value, *rest) if operation == "isinstance" else _without_defaults(value)
         if operation not in ("get", "set", "delete") or not rest or type(rest[0]) is not str:
             raise PeerGone
-        if rest[0].startswith("__") or isinstance(value, _CLOSED) or (isinstance(value, type) and not _is_of_tests(value)):
+        if (
+            rest[0].startswith("__")
+            or isinstance(value, _CLOSED)
+            or (isinstance(value, type) and not _is_of_tests(value))
+        ):
             raise AttributeError(rest[0])
         if operation == "get":
             return getattr(value, rest[0])
@@ -261,8 +279,14 @@ def _without_defaults(function: Any) -> tuple[Any, ...]:
 
 def _is_failure(error: BaseException | None) -> bool:
     """How tests say that a program is wrong."""
-    is_ending = isinstance(error, BaseException) and not isinstance(error, Exception) and not isinstance(error, GeneratorExit)
-    return isinstance(error, AssertionError) or type(error) is Exception or (is_ending and type(error).__name__ != "CancelledError")
+    is_ending = (
+        isinstance(error, BaseException) and not isinstance(error, Exception) and not isinstance(error, GeneratorExit)
+    )
+    return (
+        isinstance(error, AssertionError)
+        or type(error) is Exception
+        or (is_ending and type(error).__name__ != "CancelledError")
+    )
 
 
 def _heard(error: BaseException | None) -> tuple[Any, Any, None]:
@@ -272,5 +296,3 @@ def _heard(error: BaseException | None) -> tuple[Any, Any, None]:
 
 def _is_of_tests(kind: type) -> bool:
     return kind.__module__ == "__main__"
-
-

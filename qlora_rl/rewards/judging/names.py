@@ -12,10 +12,45 @@ from typing import Any
 from .values import is_standard
 
 # Whose public names tests use without an import, on what the program has returned.
-_HELPERS = ("math", "cmath", "itertools", "functools", "collections", "copy", "statistics", "string", "typing", "operator")
+_HELPERS = (
+    "math",
+    "cmath",
+    "itertools",
+    "functools",
+    "collections",
+    "copy",
+    "statistics",
+    "string",
+    "typing",
+    "operator",
+)
 # Names under which packages are known that no program has.
 _PACKAGES = frozenset(
-    "np numpy pd pandas pytest torch tf tensorflow scipy sp sklearn plt matplotlib nx networkx sympy jax hypothesis mock parameterized approx raises allclose".split()
+    [
+        "np",
+        "numpy",
+        "pd",
+        "pandas",
+        "pytest",
+        "torch",
+        "tf",
+        "tensorflow",
+        "scipy",
+        "sp",
+        "sklearn",
+        "plt",
+        "matplotlib",
+        "nx",
+        "networkx",
+        "sympy",
+        "jax",
+        "hypothesis",
+        "mock",
+        "parameterized",
+        "approx",
+        "raises",
+        "allclose",
+    ]
 )
 
 
@@ -31,11 +66,15 @@ class Names(dict[str, Any]):
         from_program: asks the program for its value.
     """
 
-    def __init__(self, tests: ast.Module, from_library: Callable[[str], str | None], from_program: Callable[[str], Any]):
+    def __init__(
+        self, tests: ast.Module, from_library: Callable[[str], str | None], from_program: Callable[[str], Any]
+    ):
         super().__init__(__name__="__main__", __builtins__=builtins)
         self._from_library, self._from_program = from_library, from_program
         self._of_modules = {
-            node.value.id for node in ast.walk(tests) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            node.value.id
+            for node in ast.walk(tests)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
         self._helpers = helpers(tests)
 
@@ -63,9 +102,17 @@ class Names(dict[str, Any]):
 def helpers(tests: ast.Module) -> dict[str, Any]:
     """Names of the library that the tests call with a result of the program's, as in `isclose(area(1), 3.14)`."""
     own = {name for node in ast.walk(tests) for name in _bound(node)}
-    public = {name: getattr(module, name) for module in map(importlib.import_module, reversed(_HELPERS)) for name in _public(module)}
+    public = {
+        name: getattr(module, name)
+        for module in map(importlib.import_module, reversed(_HELPERS))
+        for name in _public(module)
+    }
     used = {node.id for node in ast.walk(tests) if isinstance(node, ast.Name)} - own
-    of_program = {name for name in used if name not in public and name not in sys.stdlib_module_names and not hasattr(builtins, name)}
+    of_program = {
+        name
+        for name in used
+        if name not in public and name not in sys.stdlib_module_names and not hasattr(builtins, name)
+    }
     while more := {name for node in ast.walk(tests) for name in _assigned(node, of_program)} - of_program:
         of_program |= more
     found = set()
@@ -97,7 +144,9 @@ def _assigned(node: ast.AST, of_program: set[str]) -> list[str]:
     match node:
         case ast.Assign(targets=targets, value=value) if _calls(value, of_program):
             return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
-        case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value) if _calls(value, of_program):
+        case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value) if _calls(
+            value, of_program
+        ):
             return [each.id for each in ast.walk(target) if isinstance(each, ast.Name)]
         case ast.NamedExpr(target=ast.Name(id=name), value=value) if _calls(value, of_program):
             return [name]

@@ -51,7 +51,11 @@ class Peer:
             PeerGone: the other side is gone.
         """
         with self._lock:
-            coded = [operation, [self._coded(each) for each in arguments], {k: self._coded(v) for k, v in keywords.items()}]
+            coded = [
+                operation,
+                [self._coded(each) for each in arguments],
+                {k: self._coded(v) for k, v in keywords.items()},
+            ]
             self._send("ask", coded)
             while (message := self._receive())[0] == "ask":
                 self._answer(*message[1])
@@ -61,8 +65,10 @@ class Peer:
         if not isinstance(value, BaseException):
             raise PeerGone
         ends_loop = isinstance(value, (StopIteration, StopAsyncIteration))
-        if ends_loop and not (operation == "done" or operation == "special" and arguments[1] in _STEPS):
-            raise RuntimeError(f"the program raised {type(value).__name__}")  # it would end a loop of the tests early, and well
+        if ends_loop and not (operation == "done" or (operation == "special" and arguments[1] in _STEPS)):
+            raise RuntimeError(
+                f"the program raised {type(value).__name__}"
+            )  # it would end a loop of the tests early, and well
         raise value
 
     def answer(self) -> None:
@@ -190,7 +196,7 @@ class Peer:
             self.shared.forget(lost)
         except (Exception, RecursionError) as error:
             raise PeerGone from error
-        if kind not in ("ask", "answer", "raised") or kind == "ask" and not _is_question(content):
+        if kind not in ("ask", "answer", "raised") or (kind == "ask" and not _is_question(content)):
             raise PeerGone
         return kind, content
 

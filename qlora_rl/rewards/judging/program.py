@@ -65,7 +65,9 @@ class _Program(Peer):
         if isinstance(value, ModuleType):
             return value.__name__
         module = getattr(value, "__module__", None)
-        is_taken = isinstance(module, str) and is_standard(module) and getattr(sys.modules.get(module), name, None) is value
+        is_taken = (
+            isinstance(module, str) and is_standard(module) and getattr(sys.modules.get(module), name, None) is value
+        )
         return f"{module}.{name}" if is_taken else None
 
     def _member(self, kind: type, name: str, value: Any) -> Any:
@@ -82,7 +84,8 @@ class _Program(Peer):
 
     def _made(self, number: int, description: list[Any]) -> Any:
         if description[0] == "function":
-            return _function(*description[1:3], self._value(description[3]), description[4], self)
+            _, name, document, shown, is_asynchronous = description
+            return _function(name, document, self._value(shown), is_asynchronous, self)
         return super()._made(number, description)
 
     def _task(self, value: Any) -> int:
@@ -111,11 +114,11 @@ def _function(name: str, document: str | None, shown: Any, is_asynchronous: bool
     async def waits(*arguments: Any, **keywords: Any) -> Any:
         return await asks(*arguments, **keywords)
 
-    made = waits if is_asynchronous else asks
+    made: Any = waits if is_asynchronous else asks
     made.__name__ = made.__qualname__ = name
     made.__doc__ = document
     if shown is not None:
-        made.__signature__ = signature(shown[0])  # type: ignore[attr-defined]
+        made.__signature__ = signature(shown[0])
         made.__annotations__ = dict(shown[1])
     return made
 

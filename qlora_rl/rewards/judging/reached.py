@@ -15,7 +15,9 @@ class Assertions:
     def __init__(self, tests: ast.Module):
         self._tests = tests
         self._functions = {
-            (_first_line(node), node.name): node for node in ast.walk(tests) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            (_first_line(node), node.name): node
+            for node in ast.walk(tests)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         }
 
     def are_in(self, function: object) -> bool:
@@ -31,7 +33,8 @@ class Assertions:
             frame = frame.f_back
         if frame is None:
             return True
-        block = next((node.body for node in ast.walk(self._tests) if _leaves(node, frame.f_lineno)), self._tests.body)
+        blocks = (node for node in ast.walk(self._tests) if isinstance(node, (ast.With, ast.AsyncWith)))
+        block = next((each.body for each in blocks if _leaves(each, frame.f_lineno)), self._tests.body)
         inner = False
         while raised is not None:
             if raised.tb_frame.f_code.co_filename == TESTS:
@@ -49,10 +52,10 @@ class Assertions:
         return node is not None and _asserts_from(node.body, raised.tb_lineno)
 
 
-def _leaves(node: ast.AST, line: int) -> bool:
-    if not isinstance(node, (ast.With, ast.AsyncWith)):
-        return False
-    return node.lineno == line or any(each.context_expr.lineno <= line <= (each.context_expr.end_lineno or 0) for each in node.items)
+def _leaves(node: ast.With | ast.AsyncWith, line: int) -> bool:
+    return node.lineno == line or any(
+        each.context_expr.lineno <= line <= (each.context_expr.end_lineno or 0) for each in node.items
+    )
 
 
 def _asserts_from(block: list[ast.stmt], line: int) -> bool:
@@ -60,7 +63,11 @@ def _asserts_from(block: list[ast.stmt], line: int) -> bool:
     for statement in block:
         for node in ast.walk(statement):
             is_later = (getattr(node, "end_lineno", 0) or 0) >= line
-            if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and is_later and any(map(_is_assertion, ast.walk(node))):
+            if (
+                isinstance(node, (ast.For, ast.AsyncFor, ast.While))
+                and is_later
+                and any(map(_is_assertion, ast.walk(node)))
+            ):
                 return True
             if is_later and _is_assertion(node):
                 return True

@@ -19,7 +19,9 @@ class Shared:
     def __init__(self) -> None:
         self._numbers: dict[int, Reference] = {}  # by id; what is known here lives on in the tables
         self._tables: dict[str, dict[int, Any]] = {"mine": {}, "yours": {}}
-        self._tracked: dict[tuple[str, int], Any] = {}  # containers: what they held when the other side last heard of them
+        self._tracked: dict[
+            tuple[str, int], Any
+        ] = {}  # containers: what they held when the other side last heard of them
         self._kept: list[Any] = []  # what is known by its id must not end
         self._next = 0
 
@@ -68,7 +70,9 @@ class Shared:
         """What the other side has told."""
         told = [("yours" if owner == "mine" else "mine", number, items) for owner, number, items in changes]
         for owner, number, _ in told:
-            self._tracked.pop((owner, number), None)  # a key of a set may ask for its hash: nothing is told of what is half done
+            self._tracked.pop(
+                (owner, number), None
+            )  # a key of a set may ask for its hash: nothing is told of what is half done
         for owner, number, items in told:
             value = self._tables[owner][number]
             _fill(value, [decode(each) for each in items])
@@ -110,7 +114,7 @@ def _growing(tracked: dict[tuple[str, int], Any]) -> Iterator[tuple[str, int]]:
 
 def _items(value: Any) -> tuple[Any, ...]:
     """In order: of a dict its keys, then its values; not asked of a subclass."""
-    kind = data_kind(type(value))
+    kind: Any = data_kind(type(value))
     if issubclass(kind, dict):
         return (*kind.keys(value), *kind.values(value))
     return (bytes(value),) if kind is bytearray else tuple(kind.__iter__(value))

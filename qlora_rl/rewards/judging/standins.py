@@ -15,12 +15,30 @@ from typing import Any
 from .sharing import empty
 from .values import CONTAINERS, COPIED, class_name, data_kind, is_standard, standard_class
 
-COMPARISONS = frozenset(f"__{each}__" for each in "eq ne lt le gt ge".split())
-_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()
+COMPARISONS = frozenset(f"__{each}__" for each in ["eq", "ne", "lt", "le", "gt", "ge"])
+_BINARY = [
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "divmod",
+    "pow",
+    "lshift",
+    "rshift",
+    "and",
+    "xor",
+    "or",
+]
 ARITHMETIC = frozenset(
     f"__{prefix}{each}__" for each in (*_BINARY, "neg", "pos", "invert") for prefix in ("", "r", "i")
 ) - {"__idivmod__"}
-CONVERSIONS = frozenset(f"__{each}__" for each in "abs int float complex index round trunc floor ceil bool len".split())
+CONVERSIONS = frozenset(
+    f"__{each}__"
+    for each in ["abs", "int", "float", "complex", "index", "round", "trunc", "floor", "ceil", "bool", "len"]
+)
 _OTHERS = (
     "call length_hint getitem setitem delitem contains iter next reversed str repr format bytes hash enter exit aenter aexit aiter anext await "
     "fspath missing"
@@ -28,11 +46,33 @@ _OTHERS = (
 SPECIAL = COMPARISONS | ARITHMETIC | CONVERSIONS | {f"__{each}__" for each in _OTHERS.split()}
 # What an object here answers itself; every other attribute is asked for.
 _OWN = frozenset(
-    "_standin __class__ __copy__ __deepcopy__ __reduce_ex__ __traceback__ __suppress_context__ __context__ with_traceback add_note".split()
+    [
+        "_standin",
+        "__class__",
+        "__copy__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "__traceback__",
+        "__suppress_context__",
+        "__context__",
+        "with_traceback",
+        "add_note",
+    ]
 )
 _ASKED_OF_CLASSES = frozenset(
-    "__doc__ __annotations__ __match_args__ __slots__ __members__ __init__ __abstractmethods__ __wrapped__ __orig_bases__".split()
+    [
+        "__doc__",
+        "__annotations__",
+        "__match_args__",
+        "__slots__",
+        "__members__",
+        "__init__",
+        "__abstractmethods__",
+        "__wrapped__",
+        "__orig_bases__",
+    ]
 )
+
 
 class Link:
     """What an object that stands for another knows of it.
@@ -54,7 +94,7 @@ def link(value: Any) -> Link:
     return found
 
 
-def is_standin(value: Any) -> bool:
+def is_standin(value: object) -> bool:
     """Whether a value stands for an object of the other side's; a class does not count."""
     return issubclass(type(value), StandIn)
 
@@ -69,7 +109,9 @@ class ClassStandIn(type):
         """For a `class` statement of the tests; the other side gets a subclass, too, whose methods are asked of this one."""
         made = super().__new__(mcs, name, bases, namespace)
         peer = next(vars(each)["_peer"] for each in made.__mro__ if "_peer" in vars(each))
-        own = {key: each for key, each in namespace.items() if key not in ("__module__", "__qualname__", "__classcell__")}
+        own = {
+            key: each for key, each in namespace.items() if key not in ("__module__", "__qualname__", "__classcell__")
+        }
         members = {key: _taken_apart(each) for key, each in own.items()}
         peer.shared.borrow(peer.ask("subclass", name, bases, members, keywords), made)
         return made
@@ -80,7 +122,7 @@ class ClassStandIn(type):
     def __getattribute__(cls, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             if name == "__dataclass_fields__":
-                return dataclasses.make_dataclass("Fields", cls._peer.ask("fields", cls)).__dataclass_fields__
+                return getattr(dataclasses.make_dataclass("Fields", cls._peer.ask("fields", cls)), name)
             if name == "__signature__":
                 return signature(cls._peer.ask("signature", cls))
             if name in ("__mro__", "__bases__"):
@@ -101,13 +143,16 @@ class ClassStandIn(type):
         cls._peer.ask("delete", cls, name)
 
     def __call__(cls, /, *arguments: Any, **keywords: Any) -> Any:
+        """An object that is constructed over there."""
         made = cls._peer.ask("call", cls, *arguments, **keywords)
         if type(made) is cls and cls.__name__[:1].isupper():
             link(made).is_made = True
         return made
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return type.__instancecheck__(cls, value) or is_standin(value) and cls._peer.ask("isinstance", value, cls) is True
+        return type.__instancecheck__(cls, value) or (
+            is_standin(value) and cls._peer.ask("isinstance", value, cls) is True
+        )
 
     def __getitem__(cls, key: Any) -> Any:
         return cls._peer.ask("item", cls, key)
@@ -130,9 +175,13 @@ class StandIn:
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OWN:
-            return type(self)._stands_for or type(self) if name == "__class__" else object.__getattribute__(self, name)
+            return (
+                getattr(type(self), "_stands_for", None) or type(self)
+                if name == "__class__"
+                else object.__getattribute__(self, name)
+            )
         if name == "__dataclass_fields__":
-            return type(self).__dataclass_fields__
+            return getattr(type(self), name)
         if _is_defined_here(type(self), name):
             return object.__getattribute__(self, name)
         return link(self).peer.attribute(self, name)
@@ -186,10 +235,14 @@ def describe(value: Any, lend: Callable[[Any], Any]) -> list[Any]:
     if base in COPIED:
         data = COPIED[base](value)
     elif base is not None:
-        data = getattr(value, "default_factory", None) if base is CONTAINERS["defaultdict"] else getattr(value, "maxlen", None)
+        data = (
+            getattr(value, "default_factory", None)
+            if base is CONTAINERS["defaultdict"]
+            else getattr(value, "maxlen", None)
+        )
     elif isinstance(value, BaseException):
         data = value.args
-    if is_standard(kind.__module__) and base is None or kind in CONTAINERS.values():
+    if (is_standard(kind.__module__) and base is None) or kind in CONTAINERS.values():
         return ["standard", class_name(kind), None if base else _specials(kind), lend(data)]
     return ["object", lend(kind), lend(data)]
 
@@ -203,7 +256,9 @@ def make(number: int, description: list[Any], peer: Any, value_of: Callable[[Any
             if specials is None:
                 return empty(CONTAINERS[name.rpartition(".")[2]], value_of(data))
             own = name.rpartition(".")[2]
-            made = _make_object(_make_class(own, own, "program", [], [], specials, peer, standard_class(name)), peer, None)
+            made = _make_object(
+                _make_class(own, own, "program", [], [], specials, peer, standard_class(name)), peer, None
+            )
             peer.shared.borrow(number, made)
             return _native(own, made, peer)
         case ["object", kind, data]:
@@ -212,10 +267,19 @@ def make(number: int, description: list[Any], peer: Any, value_of: Callable[[Any
 
 
 def _make_class(
-    name: str, qualified: str, module: str, bases: list[Any], members: list[str], specials: dict[str, bool], peer: Any, stands_for: Any = None
+    name: str,
+    qualified: str,
+    module: str,
+    bases: list[Any],
+    members: list[str],
+    specials: dict[str, bool],
+    peer: Any,
+    stands_for: Any = None,
 ) -> ClassStandIn:
     namespace: dict[str, Any] = {each: _Member(each) for each in members if _is_member(each)}
-    namespace |= {each: _forwarded(each) if is_there else None for each, is_there in specials.items() if each in SPECIAL}
+    namespace |= {
+        each: _forwarded(each) if is_there else None for each, is_there in specials.items() if each in SPECIAL
+    }
     if "__eq__" in namespace and "__hash__" not in namespace:
         namespace["__hash__"] = object.__hash__
     namespace |= {"__module__": module, "__qualname__": qualified, "_peer": peer, "_stands_for": stands_for}
@@ -234,14 +298,15 @@ def _make_class(
 def _make_object(kind: Any, peer: Any, data: Any) -> Any:
     if not isinstance(kind, ClassStandIn):
         raise ValueError(kind)
-    base = data_kind(kind)
+    base: Any = data_kind(kind)
+    made: Any
     if base in COPIED:
         made = base.__new__(kind, data)
     elif base is not None:
         made = empty(kind, data)
     elif issubclass(kind, BaseException):
         made = kind.__new__(kind)
-        BaseException.args.__set__(made, data)
+        vars(BaseException)["args"].__set__(made, data)
     else:
         made = object.__new__(kind)
     object.__setattr__(made, "_standin", Link(peer, base))
@@ -325,7 +390,10 @@ def _specials(kind: type) -> dict[str, bool]:
     found = {}
     for name in SPECIAL:
         owner = next((each for each in kind.__mro__ if name in vars(each)), object)
-        is_native = owner is object or is_standard(owner.__module__) and (owner in (*CONTAINERS.values(), *COPIED) or issubclass(owner, BaseException))
+        is_native = owner is object or (
+            is_standard(owner.__module__)
+            and (owner in (*CONTAINERS.values(), *COPIED) or issubclass(owner, BaseException))
+        )
         if not is_native:
             found[name] = vars(owner)[name] is not None
     return found
@@ -359,22 +427,29 @@ def _taken_apart(value: Any) -> Any:
 def put_together(member: tuple[Any, ...]) -> Any:
     """Again."""
     kind, *parts = member
-    return {"property": property, "classmethod": classmethod, "staticmethod": staticmethod, "value": lambda value: value}[kind](*parts)
+    made: dict[str, Callable[..., Any]] = {
+        "property": property,
+        "classmethod": classmethod,
+        "staticmethod": staticmethod,
+    }
+    return made[kind](*parts) if kind in made else parts[0]
 
 
 def parameters(function: Any) -> tuple[Any, ...]:
     """Of a function, as data."""
     found = inspect.signature(function)
-    shown = tuple((each.name, int(each.kind), *([] if each.default is each.empty else [each.default])) for each in found.parameters.values())
-    return shown
+    return tuple(
+        (each.name, int(each.kind), *([] if each.default is each.empty else [each.default]))
+        for each in found.parameters.values()
+    )
 
 
 def signature(shown: tuple[Any, ...]) -> inspect.Signature:
     """Of what `parameters` has given."""
     made = [
-        inspect.Parameter(name, inspect._ParameterKind(kind), default=default[0] if default else inspect.Parameter.empty)
+        inspect.Parameter(
+            name, inspect._ParameterKind(kind), default=default[0] if default else inspect.Parameter.empty
+        )
         for name, kind, *default in shown
     ]
     return inspect.Signature(made)
-
-

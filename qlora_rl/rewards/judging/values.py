@@ -39,7 +39,17 @@ CONTAINERS: dict[str, type] = {
     "bytearray": bytearray,
 }
 # Modules whose classes cross by name, as what they are.
-_CLASSES = ("builtins", "collections", "collections.abc", "datetime", "decimal", "fractions", "numbers", "typing", "abc")
+_CLASSES = (
+    "builtins",
+    "collections",
+    "collections.abc",
+    "datetime",
+    "decimal",
+    "fractions",
+    "numbers",
+    "typing",
+    "abc",
+)
 _HIDDEN = {kind.__name__: kind for kind in vars(types).values() if isinstance(kind, type)}  # `function` and others
 
 
@@ -76,7 +86,9 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
             return {"Fraction": [encode(value.numerator, other), encode(value.denominator, other)]}
         case "datetime.date":
             return {"date": value.isoformat()}
-        case "datetime.datetime" | "datetime.time" if value.tzinfo is None or class_name(type(value.tzinfo)) == "datetime.timezone":
+        case "datetime.datetime" | "datetime.time" if (
+            value.tzinfo is None or class_name(type(value.tzinfo)) == "datetime.timezone"
+        ):
             return {kind.__name__: value.isoformat()}
         case "datetime.timedelta":
             return {"timedelta": [value.days, value.seconds, value.microseconds]}
@@ -114,7 +126,13 @@ def decode(coded: Any, other: Callable[[str, Any], Any]) -> Any:
             return made(*([inner] if kind == "Decimal" else (decode(each, other) for each in inner)))
         case "date" | "datetime" | "time" | "timedelta" | "timezone":
             made = getattr(importlib.import_module("datetime"), kind)
-            return made(*inner) if kind == "timedelta" else made(decode(inner, other)) if kind == "timezone" else made.fromisoformat(inner)
+            return (
+                made(*inner)
+                if kind == "timedelta"
+                else made(decode(inner, other))
+                if kind == "timezone"
+                else made.fromisoformat(inner)
+            )
     return other(kind, inner)
 
 
@@ -131,7 +149,11 @@ def standard_class(name: str, modules: Iterable[str] = _CLASSES) -> type | None:
     if module in modules:
         found = getattr(builtins if module == "builtins" else importlib.import_module(module), own, None)
     else:
-        found = getattr(sys.modules.get(module), own, None) if is_standard(module) and not module.startswith("unittest") else None
+        found = (
+            getattr(sys.modules.get(module), own, None)
+            if is_standard(module) and not module.startswith("unittest")
+            else None
+        )
         found = found if isinstance(found, type) and issubclass(found, BaseException) else None
     return found if isinstance(found, type) else None
 
