@@ -41,7 +41,7 @@ class Assertions:
                 if inner and self._is_in_function(raised):
                     return True
                 inner = inner or raised.tb_frame is frame
-                if raised.tb_frame is frame and _asserts_from(block, raised.tb_lineno):
+                if raised.tb_frame is frame and _asserts_from(block, raised.tb_lineno, raises=True):
                     return True
             raised = raised.tb_next
         return not inner
@@ -58,20 +58,18 @@ def _leaves(node: ast.With | ast.AsyncWith, line: int) -> bool:
     )
 
 
-def _asserts_from(block: list[ast.stmt], line: int) -> bool:
-    """Whether an assertion of the block ends on this line or later, or is in a loop that does."""
-    for statement in block:
-        for node in ast.walk(statement):
-            is_later = (getattr(node, "end_lineno", 0) or 0) >= line
-            if (
-                isinstance(node, (ast.For, ast.AsyncFor, ast.While))
-                and is_later
-                and any(map(_is_assertion, ast.walk(node)))
-            ):
-                return True
-            if is_later and _is_assertion(node):
-                return True
-    return False
+def _asserts_from(block: list[ast.stmt], line: int, *, raises: bool = False) -> bool:
+    """Whether an assertion of the block ends on this line or later, or is in a loop that does; with `raises` an `if` that raises is one, too."""
+    nodes = [
+        node for statement in block for node in ast.walk(statement) if (getattr(node, "end_lineno", 0) or 0) >= line
+    ]
+    loops = [each for node in nodes if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) for each in ast.walk(node)]
+    found = any(map(_is_assertion, (*nodes, *loops)))
+    return (
+        found
+        or (raises
+        and any(isinstance(node, ast.If) and any(isinstance(each, ast.Raise) for each in node.body) for node in nodes))
+    )
 
 
 def _is_assertion(node: ast.AST) -> bool:
