@@ -28,4 +28,4 @@ def programs(name):
     return found
 
 
-RIGHT = ("functions", "classes", "asynchronous", "fences", "scripts")
+RIGHT = ("functions", "classes", "asynchronous", "fences", "scripts", "larger")
