@@ -65,10 +65,9 @@ def _asserts_from(block: list[ast.stmt], line: int, *, raises: bool = False) -> 
     ]
     loops = [each for node in nodes if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) for each in ast.walk(node)]
     found = any(map(_is_assertion, (*nodes, *loops)))
-    return (
-        found
-        or (raises
-        and any(isinstance(node, ast.If) and any(isinstance(each, ast.Raise) for each in node.body) for node in nodes))
+    return found or (
+        raises
+        and any(isinstance(node, ast.If) and any(isinstance(each, ast.Raise) for each in node.body) for node in nodes)
     )
 
 
