@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +18,12 @@ from typing import Any
 
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.rewards.match import references, text_of
+from qlora_rl.rewards.sandbox import passes_elsewhere
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)")
+_PYTHON = re.compile(r"[\s{.]*(?:$|i?py(?:thon)?[\d.]*(?![\w-]))", re.IGNORECASE)
 _JUDGING = Path(__file__).with_name("judging") / "__main__.py"
 _GRACE_S = 20.0  # for processes to start on a busy machine; the time of a program is counted from there
 _REWARDS = {"passed": 1.0, "failed": 0.0, "idle": None}
@@ -35,6 +38,7 @@ def program_match(
     column: str = "tests",
     timeout_s: float = 5.0,
     memory_mib: int = 256,
+    sandbox: str | None = None,
     **columns: Any,
 ) -> list[float | None]:
     """1 where the program in the completion passes its tests; else 0.
@@ -42,7 +46,8 @@ def program_match(
     The program is the last fenced block of the completion, or all of it. Its tests are one of two kinds:
 
     - Python that raises where the program is wrong, as a text or a list of them (`assert add(1, 2) == 3`). It runs in a process of its own, in which
-      none of the program's code runs: names that it neither defines nor imports are asked of the program, arguments and results cross as data.
+      none of the program's code runs: names that it neither defines nor imports are asked of the program, data crosses, and classes and objects of
+      the program have stand-ins there.
       The program is imported, so a block under `if __name__ == "__main__"` is not run.
     - A list of `{"input": ..., "output": ...}`: the program is run once for each as a script. What it has written must be the output, white space at
       the ends of lines aside, and its exit code 0.
@@ -55,6 +60,8 @@ def program_match(
         column: of the dataset, which holds the tests.
         timeout_s: for one program and all of its tests, in seconds.
         memory_mib: that each of its processes may take, in MiB; two run at a time.
+        sandbox: address of a server that speaks as SandboxFusion does (`http://localhost:8080`), to run the programs there. Python tests then share
+            the program's interpreter, which can cheat them.
         columns: what TRL passes: the dataset's columns and more, B values each.
 
     Returns:
@@ -63,11 +70,14 @@ def program_match(
     Raises:
         ConfigConflictError: tests of another form.
         NotYetSupportedError: this machine cannot take from a process what a program must not have.
+        RewardFunctionError: the judging process, or the sandbox, has failed.
     """
     tests = [_tests_of(each, column) for each in references(columns, column, len(completions))]
     with ThreadPoolExecutor(max(1, min(len(completions), os.cpu_count() or 1))) as pool:
         programs = [program_of(text_of(each)) for each in completions]
-        verdicts = list(pool.map(lambda program, test: _judged(program, test, timeout_s, memory_mib), programs, tests))
+        verdicts = list(
+            pool.map(lambda program, test: _judged(program, test, timeout_s, memory_mib, sandbox), programs, tests)
+        )
     if None in verdicts:
         _say_once(
             "some tests ask nothing of the program, and give no reward: call what is to be tested, as in check(add)."
@@ -81,9 +91,24 @@ def program_isolation() -> dict[str, str]:
 
 
 def program_of(text: str) -> str:
-    """The last fenced block, or the whole text."""
-    blocks = _BLOCK.findall(text)
-    return blocks[-1] if blocks else text
+    """The last fenced block of Python, or of no language, as Markdown has it; the whole text where there is none."""
+    found: list[tuple[re.Match[str], list[str]]] = []
+    block: list[str] | None = None
+    opened: re.Match[str] | None = None
+    for line in text.replace("\r\n", "\n").split("\n"):
+        fence = _FENCE.fullmatch(line)
+        if block is None or opened is None:
+            if fence and "`" not in fence[3]:
+                opened, block = fence, []
+        elif fence and fence[2].startswith(opened[2]) and not fence[3].strip():
+            found.append((opened, block))
+            opened = block = None
+        else:
+            block.append(line.removeprefix(opened[1]))
+    if opened is not None and block:  # unclosed, or closed behind the last line
+        found.append((opened, "\n".join(block).rstrip().removesuffix(opened[2]).split("\n")))
+    programs = [lines for opened, lines in found if _PYTHON.match(opened[3]) and any(lines)]
+    return "\n".join([*programs[-1], ""]) if programs else text
 
 
 def _tests_of(value: Any, column: str) -> _Tests:
@@ -107,9 +132,11 @@ def _tests_of(value: Any, column: str) -> _Tests:
     )
 
 
-def _judged(program: str, tests: _Tests, timeout_s: float, memory_mib: int) -> float | None:
+def _judged(program: str, tests: _Tests, timeout_s: float, memory_mib: int, sandbox: str | None) -> float | None:
     if tests is None:
         return None
+    if sandbox is not None:
+        return float(passes_elsewhere(sandbox, program, tests, timeout_s, memory_mib)) if tests else None
     said = _asked(program, tests, timeout_s, memory_mib)
     if "active" not in said["isolation"].values():
         reasons = "; ".join(f"{means}: {reason}" for means, reason in said["isolation"].items())
@@ -139,18 +166,16 @@ def _asked(program: str, tests: str | list[tuple[str, str]], timeout_s: float, m
     ]
     frames = [part.encode("utf-8", "surrogatepass") for part in parts]
     with tempfile.TemporaryDirectory(prefix="qlora-rl-program-") as directory:
-        with subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_JUDGING)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=directory,
-            env={},
-            start_new_session=True,
-        ) as job:
+        job = _started(directory, timeout_s + _GRACE_S)
+        if job is None:
+            _say_once(
+                f"{_DOING}: this machine starts no more processes, and a program that could not be run has failed."
+            )
+            return {"verdict": "failed", "isolation": {means: "active" for means in _MEANS}}
+        with job:
             try:
                 out, err = job.communicate(
-                    b"".join(len(f).to_bytes(4, "big") + f for f in frames), timeout=timeout_s + _GRACE_S
+                    b"".join(len(f).to_bytes(4, "big") + f for f in frames), timeout=2 * timeout_s + _GRACE_S
                 )
             except subprocess.TimeoutExpired:
                 out, err = b"", b"it did not end in time"
@@ -166,6 +191,26 @@ def _asked(program: str, tests: str | list[tuple[str, str]], timeout_s: float, m
     if "error" in said:
         raise _unsupported(said["error"])
     return said
+
+
+def _started(directory: str, longest_s: float) -> subprocess.Popen[bytes] | None:
+    """A supervisor. Threads of another program may be all that a limit on processes allows for: then this waits for their end."""
+    tried_until = time.monotonic() + longest_s
+    while True:
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_JUDGING)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=directory,
+                env={},
+                start_new_session=True,
+            )
+        except BlockingIOError:
+            if time.monotonic() > tried_until:
+                return None
+            time.sleep(0.1)
 
 
 def _unsupported(reason: str) -> NotYetSupportedError:

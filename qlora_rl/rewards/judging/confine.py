@@ -9,6 +9,7 @@ import resource
 import signal
 import struct
 import sys
+import threading
 from collections.abc import Sequence
 
 from .calls import filter_calls
@@ -18,6 +19,7 @@ _READABLE = (
     "/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache",
     "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom",
 )  # fmt: skip
+_STACK = 2 * 2**20  # bytes
 _NEWUSER, _NEWNS = 0x10000000, 0x00020000
 _BIND, _REC, _PRIVATE, _NOSUID, _NODEV = 0x1000, 0x4000, 0x40000, 0x2, 0x4
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # of Landlock, on every architecture
@@ -75,6 +77,9 @@ def confine(*, supervisor: int, seconds: float, nbytes: int, landlock: bool) -> 
     Raises:
         OSError: something of it cannot be had.
     """
+    # Threads take little of the memory: one pool of it for all (M_ARENA_MAX), and less than 8 MiB for the stack of each.
+    _libc("mallopt", -8, 1)
+    threading.stack_size(_STACK)
     limits = {
         resource.RLIMIT_CPU: math.ceil(seconds) + 1,
         resource.RLIMIT_AS: nbytes,

@@ -1,181 +1,298 @@
-"""The judge's process: runs the tests, and no code of the program's. What they call is asked of the program; what comes back is data."""
+"""The judge's process: runs the tests, and no code of the program's. What they call is asked of the program; what comes back is data or a stand-in."""
 
 from __future__ import annotations
 
 import ast
-import builtins
-import importlib
+import copy
+import functools
+import inspect
 import sys
+import types
 from types import ModuleType
 from typing import Any
 
+from .names import Names
 from .peer import Peer, PeerGone
+from .reached import TESTS, Assertions
+from .standins import ARITHMETIC, COMPARISONS, CONVERSIONS, SPECIAL, is_standin, link, parameters
+from .values import CONTAINERS, data_kind
 
 PASSED, FAILED, IDLE = b"passed", b"failed", b"idle"
+# Of these the program can call, or step on, what the tests have given it, and nothing else: their attributes lead to the tests' names.
+_CLOSED = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.FrameType, types.CodeType, types.GeneratorType,
+    types.CoroutineType, types.AsyncGeneratorType, types.TracebackType, functools.partial,
+)  # fmt: skip
+_EXITS = ("__exit__", "__aexit__")
+_SAYING_YES = frozenset(["startswith", "endswith", "issubset", "issuperset", "isdisjoint"])
 
 
-class Remote:
-    """Stands for an object of the program's: a function, a class, one of its instances.
+class _Tests(ModuleType):
+    """The module of the tests, as `unittest` and `pickle` look for it; not what the program defines."""
 
-    Its attributes, items and steps are asked for, and its methods are called; each comes back as data, or as another one of these. Whether it is
-    equal to something is decided here, from its data. It has no order and no arithmetic: there the program's object would be asked what it is to
-    be compared with.
-    """
-
-    __slots__ = ("_judging_data", "_judging_number", "_judging_peer")
-    __hash__ = object.__hash__
-
-    def __init__(self, peer: Peer, number: int):
-        object.__setattr__(self, "_judging_peer", peer)
-        object.__setattr__(self, "_judging_number", number)
-        object.__setattr__(self, "_judging_data", (-1, None))
-
-    def __eq__(self, other: object) -> bool:
-        if other is self:
-            return True
-        if other is None:
-            return False
-        if isinstance(other, Remote):
-            raise TypeError("two objects of the program's are no data: compare what they hold")
-        return bool(_data(self) == other)
+    def __init__(self, names: Names):
+        super().__init__("__main__")
+        self.__dict__["_names"] = names
 
     def __getattr__(self, name: str) -> Any:
-        return _ask(self, "get", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _ask(self, "set", name, value)
-
-    def __call__(self, /, *arguments: Any, **keywords: Any) -> Any:
-        """What the program's function returns."""
-        return _ask(self, "call", *arguments, **keywords)
-
-    def __getitem__(self, key: Any) -> Any:
-        return _ask(self, "item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _ask(self, "set_item", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        _ask(self, "delete_item", key)
-
-    def __iter__(self) -> Any:
-        return iter(steps) if not isinstance(steps := _ask(self, "iter"), Remote) else steps
-
-    def __next__(self) -> Any:
-        return _ask(self, "next")
-
-    def __len__(self) -> int:
-        return _ask(self, "len")
-
-    def __bool__(self) -> bool:
-        return _ask(self, "bool")
-
-    def __str__(self) -> str:
-        return _ask(self, "str")
-
-    def __repr__(self) -> str:
-        return _ask(self, "repr")
-
-    def __enter__(self) -> Any:
-        return _ask(_ask(self, "get", "__enter__"), "call")
-
-    def __exit__(self, *raised: object) -> Any:
-        return _ask(_ask(self, "get", "__exit__"), "call", None, None, None)
-
-
-class Names(dict[str, Any]):
-    """What the tests can name: what they define and import themselves, then Python's own names, then what the program defines.
-
-    A name of Python's or of the standard library is never the program's: it would decide how it is tested. `from program import sum` is.
-    """
-
-    def __init__(self, program: ModuleType, tests: ast.Module):
-        super().__init__(__name__="__main__")
-        self._program = program
-        self._of_modules = {
-            node.value.id
-            for node in ast.walk(tests)
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        }
-
-    def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name):
-            raise KeyError(name)  # looked for there next
-        if name in sys.stdlib_module_names and name in self._of_modules:  # `math.pi`, imported by the program alone
-            return importlib.import_module(name)
         try:
-            return getattr(self._program, name)
-        except AttributeError:
-            raise KeyError(name) from None
+            return dict.__getitem__(self.__dict__["_names"], name)
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __dir__(self) -> list[str]:
+        return list(self.__dict__["_names"])
 
 
-class _Program(ModuleType):
+class _ProgramModule(ModuleType):
     def __init__(self, peer: Peer):
         super().__init__("program")
-        self.__dict__["_judging_peer"] = peer
+        self.__dict__["_peer"] = peer
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what `import` looks for
             raise AttributeError(name)
-        return self._judging_peer.ask("name", name)
+        return self.__dict__["_peer"].ask("name", name)
 
 
-class _Asking(Peer):
-    """Counts what is asked, and keeps a failure in a function of the tests that the program has called."""
+class _Judge(Peer):
+    """Asks for the tests, decides what may not be the program's word, and keeps their failures out of its hands."""
 
-    has_failed = False
-    asked = 0
+    releases = True
 
-    def __init__(self, reads: int, writes: int):
-        super().__init__(reads, writes, self._called, _can_be_lent, Remote, tells=False)
+    def __init__(self, reads: int, writes: int, tests: ast.Module):
+        super().__init__(reads, writes)
+        self.has_failed = False
+        self.asked = 0
+        self.exits: list[BaseException] = []
+        self._assertions = Assertions(tests)
+        self._owed: list[Any] = []  # functions with assertions that the program has not called to their end
+        self._tasks: list[Any] = []
+
+    def is_done(self) -> bool:
+        """Whether nothing has failed, and nothing was left out."""
+        return not self.has_failed and not self._owed
 
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
-        self.asked += 1
+        self.asked += operation not in ("load", "library")
         try:
             return super().ask(operation, *arguments, **keywords)
         except PeerGone:
             self.has_failed = True
             raise
-
-    def _called(self, operation: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        if operation not in ("call", "next") or not arguments or not self.has_lent(arguments[0]):
-            raise PeerGone
-        try:
-            return next(arguments[0]) if operation == "next" else arguments[0](*arguments[1:], **keywords)
-        except AssertionError:
-            self.has_failed = True
+        except SystemExit as error:
+            self.exits.append(error)
             raise
+
+    def attribute(self, value: Any, name: str) -> Any:
+        known = link(value)
+        if not known.is_made and known.base is not None and hasattr(known.base, name):
+            found = inspect.getattr_static(known.base, name)  # of the kind of data: not as the program has it
+            return found.__get__(value, type(value)) if hasattr(found, "__get__") else found
+        if name in _SAYING_YES and not known.is_made:
+            raise TypeError(f"{name} of an object of the program's, where a text or a set is expected")
+        return super().attribute(value, name)
+
+    def special(self, value: Any, name: str, arguments: tuple[Any, ...]) -> Any:
+        known: Any = link(value)
+        if name in _EXITS and arguments and arguments[0] is not None:
+            return self._leave(value, name, arguments) if name == "__exit__" else self._leave_later(value, arguments)
+        are_ours = [not is_standin(each) for each in arguments]
+        if name in COMPARISONS and any(are_ours):
+            return getattr(known.base, name)(value, *arguments) if known.base else NotImplemented
+        if name == "__contains__" and not known.is_made and any(are_ours):
+            return (
+                known.base.__contains__(value, *arguments)
+                if known.base
+                else any(each is arguments[0] or each == arguments[0] for each in value)
+            )
+        if known.is_mixed and (name in CONVERSIONS or (name == "__format__" and arguments != ("",))):
+            raise TypeError(f"{name} of what the program has made of data of the tests")
+        result = super().special(value, name, arguments)
+        mixes = any(are_ours) or any(link(each).is_mixed for each in (value, *arguments) if is_standin(each))
+        if name in ARITHMETIC and mixes and result is not NotImplemented:
+            for each in result if type(result) is tuple else (result,):
+                if not is_standin(each) or link(each).base is not None:
+                    raise TypeError(f"{name} of an object of the program's with data gives data")
+                link(each).is_mixed = True
+        return result
+
+    def _leave(self, value: Any, name: str, arguments: tuple[Any, ...]) -> bool:
+        """The program's manager hears of no failure of the tests, and may not keep them from an assertion."""
+        _, error, raised = arguments
+        try:
+            is_kept = bool(self.ask("special", value, name, *_heard(error)))
+        except Exception:
+            self.has_failed = self.has_failed or _is_failure(error)
+            raise
+        return self._is_kept(is_kept, error, raised)
+
+    async def _leave_later(self, value: Any, arguments: tuple[Any, ...]) -> bool:
+        _, error, raised = arguments
+        try:
+            is_kept = bool(await self.ask("special", value, "__aexit__", *_heard(error)))
+        except Exception:
+            self.has_failed = self.has_failed or _is_failure(error)
+            raise
+        return self._is_kept(is_kept, error, raised)
+
+    def _is_kept(self, is_kept: bool, error: BaseException, raised: types.TracebackType | None) -> bool:
+        if _is_failure(error):
+            return False
+        if is_kept and self._assertions.are_skipped(raised):
+            self.has_failed = True
+        return is_kept
+
+    def _other_value(self, kind: str, inner: Any) -> Any:
+        """What the program hands over is no longer what the tests have constructed, even where it is that."""
+        value = super()._other_value(kind, inner)
+        if is_standin(value):
+            link(value).is_made = False
+        return value
+
+    def check_lent(self, value: Any) -> None:
+        kind = type(value)
+        is_open = (
+            callable(value)
+            or hasattr(kind, "__next__")
+            or hasattr(kind, "__await__")
+            or data_kind(kind) in CONTAINERS.values()
+        )
+        if isinstance(value, ModuleType) or not (is_open or _is_of_tests(kind) or not isinstance(value, _CLOSED)):
+            raise TypeError(f"a {kind.__name__} of the tests cannot be given to the program")
+        if self._assertions.are_in(value):
+            self._owed.append(value)
+
+    def _description(self, value: Any) -> list[Any]:
+        if isinstance(value, (*_CLOSED[:3], functools.partial)):
+            try:
+                shown = _without_defaults(value)
+                hints = [
+                    (k, v)
+                    for k, v in getattr(value, "__annotations__", {}).items()
+                    if isinstance(v, type) and v.__module__ == "builtins"
+                ]
+                coded = self._coded((shown, tuple(hints)))
+            except (TypeError, ValueError):
+                coded = None
+            name = getattr(value, "__name__", "function")
+            return ["function", name, getattr(value, "__doc__", None), coded, inspect.iscoroutinefunction(value)]
+        return super()._description(value)
+
+    def told(self, error: BaseException) -> BaseException:
+        """The program does not hear why an assertion has failed."""
+        if _is_failure(error):
+            self.has_failed = True
+            return AssertionError()
+        return error
+
+    def serve(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
+        """What the program asks of what it was given; nothing else, and nothing that leads further."""
+        if operation in ("done", "cancel"):
+            return self._task_is(operation, *arguments)
+        if not arguments or not self.shared.has_lent(arguments[0]):
+            raise PeerGone
+        value, *rest = arguments
+        kind = type(value)
+        if operation == "call":
+            result = value(*rest, **keywords)
+            if not inspect.isawaitable(result):
+                self._owed = [each for each in self._owed if each is not value]
+            return result if not inspect.iscoroutine(result) else self._ended(result, value)
+        if operation == "special" and rest and rest[0] in (*SPECIAL, "send", "throw", "close"):
+            return getattr(kind, rest[0])(value, *rest[1:])
+        if operation == "task":
+            return self._task(value)
+        if operation in ("copy", "deepcopy") and _is_of_tests(kind):
+            return getattr(copy, operation)(value)
+        if operation in ("isinstance", "signature"):
+            return isinstance(value, *rest) if operation == "isinstance" else _without_defaults(value)
+        if operation not in ("get", "set", "delete") or not rest or type(rest[0]) is not str:
+            raise PeerGone
+        if (
+            rest[0].startswith("__")
+            or isinstance(value, _CLOSED)
+            or (isinstance(value, type) and not _is_of_tests(value))
+        ):
+            raise AttributeError(rest[0])
+        if operation == "get":
+            return getattr(value, rest[0])
+        if not _is_of_tests(kind) or callable(getattr(value, rest[0], None)):
+            raise AttributeError(f"{rest[0]} of the tests cannot be set")
+        return setattr(value, *rest) if operation == "set" else delattr(value, *rest)
+
+    async def _ended(self, result: Any, function: Any) -> Any:
+        value = await result
+        self._owed = [each for each in self._owed if each is not function]
+        return value
+
+    def _task(self, value: Any) -> int:
+        import asyncio
+
+        try:
+            self._tasks.append(asyncio.ensure_future(value, loop=asyncio.get_running_loop()))
+        except RuntimeError:
+
+            async def alone() -> Any:
+                return await value
+
+            self._tasks.append(asyncio.run(alone()))
+        return len(self._tasks) - 1
+
+    def _task_is(self, operation: str, number: int) -> Any:
+        import asyncio
+
+        task = self._tasks[number]
+        if not isinstance(task, asyncio.Future):
+            return (task,)
+        if operation == "cancel":
+            task.cancel()
+            return None
+        return (task.result(),) if task.done() else ()
 
 
 def judge(tests: str, reads: int, writes: int) -> bytes:
     """Whether the program passes the tests; `IDLE` where they have asked nothing of it."""
-    peer = _Asking(reads, writes)
     try:
-        peer.ask("load")
-        sys.modules["program"] = program = _Program(peer)
         tree = ast.parse(tests)
-        names = Names(program, tree)
-        peer.asked = 0
-        exec(compile(tree, "tests", "exec"), names)
-    except BaseException:  # exits too
+        peer = _Judge(reads, writes, tree)
+        peer.ask("load")
+        sys.modules["program"] = _ProgramModule(peer)
+        names = Names(tree, lambda name: peer.ask("library", name), lambda name: peer.ask("name", name))
+        sys.modules["__main__"] = _Tests(names)
+        sys.argv = [TESTS]
+        exec(compile(tree, TESTS, "exec", dont_inherit=True), names)
+    except SystemExit as error:
+        if error.code or any(each is error for each in peer.exits):
+            return FAILED
+    except BaseException:
         return FAILED
-    if peer.has_failed:
+    if not peer.is_done():
         return FAILED
     return PASSED if peer.asked else IDLE
 
 
-def _ask(remote: Remote, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
-    return remote._judging_peer.ask(operation, remote, *arguments, **keywords)
+def _without_defaults(function: Any) -> tuple[Any, ...]:
+    """Its parameters; what the tests expect may be a default."""
+    return tuple((name, kind, *([...] if rest else [])) for name, kind, *rest in parameters(function))
 
 
-def _data(remote: Remote) -> Any:
-    """Asked for once, until something else is asked: in `f(3) in (4, 5)` a program must not answer twice."""
-    peer = remote._judging_peer
-    if remote._judging_data[0] != peer.asked:
-        value = _ask(remote, "data")
-        object.__setattr__(remote, "_judging_data", (peer.asked, value))
-    return remote._judging_data[1]
+def _is_failure(error: BaseException | None) -> bool:
+    """How tests say that a program is wrong."""
+    is_ending = (
+        isinstance(error, BaseException) and not isinstance(error, Exception) and not isinstance(error, GeneratorExit)
+    )
+    return (
+        isinstance(error, AssertionError)
+        or type(error) is Exception
+        or (is_ending and type(error).__name__ != "CancelledError")
+    )
 
 
-def _can_be_lent(value: Any) -> bool:
-    return callable(value) or hasattr(type(value), "__next__")
+def _heard(error: BaseException | None) -> tuple[Any, Any, None]:
+    """What the program's manager is told of an error."""
+    return (None, None, None) if _is_failure(error) else (type(error), error, None)
+
+
+def _is_of_tests(kind: type) -> bool:
+    return kind.__module__ == "__main__"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
-import sys
+import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
-from .values import decode, encode
+from . import standins
+from .sharing import Shared
+from .values import CONTAINERS, class_name, data_kind, decode, encode, standard_class
 
 _LONGEST = 64 * 2**20  # bytes of one message
-_CHANGEABLE = (list, dict, set, bytearray)
-_STANDARD = frozenset(sys.stdlib_module_names)
+_STEPS = ("__next__", "send", "throw")  # that end by StopIteration
 
 
 class PeerGone(BaseException):
@@ -21,33 +22,27 @@ class PeerGone(BaseException):
 
 
 class Peer:
-    """Asks and answers.
+    """Asks and answers, by threads one at a time.
 
     Args:
         reads: descriptor that the other side's messages come from.
         writes: descriptor for one's own.
-        serve: `serve(operation, arguments, keywords)` does what the other side asks for.
-        may_lend: what of one's own the other side may hold, by a number; nothing else than data and this crosses.
-        proxy: a class; `proxy(peer, number)` stands for something of the other side's, and knows its `_judging_number`.
-        tells: whether the other side hears what an error says, or its class alone.
     """
 
-    def __init__(
-        self,
-        reads: int,
-        writes: int,
-        serve: Callable[[str, list[Any], dict[str, Any]], Any],
-        may_lend: Callable[[Any], bool],
-        proxy: type[Any],
-        *,
-        tells: bool,
-    ):
-        self._reads, self._writes, self._serve, self._may_lend = reads, writes, serve, may_lend
-        self._proxy, self._tells = proxy, tells
-        self._lent: list[Any] = []
-        self._numbers: dict[int, int] = {}  # by id; what is lent lives on in the list
-        self._borrowed: dict[int, Any] = {}
-        self._errors: dict[str, type[BaseException]] = {}
+    releases = False  # one of the two sides says when a container is needed no more
+
+    def __init__(self, reads: int, writes: int):
+        self._reads, self._writes, self._lock = reads, writes, threading.RLock()
+        self.shared = Shared()
+        self._described: list[Any] = []  # what the next message makes known
+        standins._Restoring.peer = self
+
+    def serve(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
+        """Do what the other side asks for."""
+        raise NotImplementedError
+
+    def check_lent(self, value: Any) -> None:
+        """Raises: TypeError: the other side may not have it."""
 
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """What the other side answers; raises what it raises.
@@ -55,123 +50,159 @@ class Peer:
         Raises:
             PeerGone: the other side is gone.
         """
-        self._send(
-            ["ask", operation, [self._coded(a) for a in arguments], {k: self._coded(a) for k, a in keywords.items()}]
-        )
-        while (message := self._receive())[0] == "ask":
-            self._answer(*message[1:])
-        try:
-            value = self._error(*message[1:]) if message[0] == "raised" else self._value(message[1])
-            for place, changed in message[2] if message[0] == "answer" else ():
-                _change(arguments[place], self._value(changed))
-        except Exception as error:  # nothing that `encode` makes
-            raise PeerGone from error
-        if message[0] != "raised":
+        with self._lock:
+            coded = [
+                operation,
+                [self._coded(each) for each in arguments],
+                {k: self._coded(v) for k, v in keywords.items()},
+            ]
+            self._send("ask", coded)
+            while (message := self._receive())[0] == "ask":
+                self._answer(*message[1])
+            value = self._decoded(self._value, message[1])
+        if message[0] == "answer":
             return value
-        if isinstance(value, StopIteration) and operation != "next":  # it would end a loop of the tests early, and well
-            raise RuntimeError("the program raised StopIteration")
+        if not isinstance(value, BaseException):
+            raise PeerGone
+        ends_loop = isinstance(value, (StopIteration, StopAsyncIteration))
+        if ends_loop and not (operation == "done" or (operation == "special" and arguments[1] in _STEPS)):
+            raise RuntimeError(
+                f"the program raised {type(value).__name__}"
+            )  # it would end a loop of the tests early, and well
         raise value
 
-    def serve(self) -> None:
+    def answer(self) -> None:
         """Answer until the other side is gone."""
         while True:
-            message = self._receive()
-            if message[0] != "ask":
+            kind, content = self._receive()
+            if kind != "ask":
                 raise PeerGone
-            self._answer(*message[1:])
+            self._answer(*content)
 
-    def has_lent(self, value: Any) -> bool:
-        """Whether the other side was given this very object."""
-        return any(each is value for each in self._lent)
+    def attribute(self, value: Any, name: str) -> Any:
+        """Of what stands for an object of the other side's."""
+        found = self.ask("get", value, name) if name != "__signature__" else self.ask("signature", value)
+        return found if name != "__signature__" else standins.signature(found)
 
-    def _answer(self, operation: str, arguments: list[Any], keywords: dict[str, Any]) -> None:
-        try:
-            values = [self._value(each) for each in arguments]
-            result = self._serve(operation, values, {key: self._value(each) for key, each in keywords.items()})
-            after = [[n, self._coded(v)] for n, v in enumerate(values) if type(v) in _CHANGEABLE]
-            message = ["answer", self._coded(result), [[n, coded] for n, coded in after if coded != arguments[n]]]
-            text = json.dumps(message)
-        except Exception as error:
-            text = json.dumps(
-                ["raised", _names(type(error)), [self._told(each) for each in error.args] if self._tells else []]
-            )
-        except SystemExit:
-            text = json.dumps(["raised", ["builtins.SystemExit"], []])
-        self._send_text(text)
+    def special(self, value: Any, name: str, arguments: tuple[Any, ...]) -> Any:
+        """What a special method of it returns."""
+        return standins.wait_for(value, self) if name == "__await__" else self.ask("special", value, name, *arguments)
 
-    def _told(self, value: Any) -> Any:
-        try:
-            return encode(value)
-        except Exception:
-            return str(value)
-
-    def _coded(self, value: Any) -> Any:
-        return encode(value, self._lend_coded)
-
-    def _lend_coded(self, value: Any) -> Any:
-        if isinstance(value, self._proxy):
-            return {"yours": value._judging_number}
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return {"error": _names(value)}
-        if not self._may_lend(value):
-            raise TypeError(
-                f"a {type(value).__name__} of the tests cannot be given to the program: data and functions can"
-            )
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self._lent)
-            self._lent.append(value)
-        return {"mine": self._numbers[id(value)]}
-
-    def _value(self, coded: Any) -> Any:
-        return decode(coded, self._borrow)
-
-    def _borrow(self, kind: str, inner: Any) -> Any:
-        match kind:
-            case "mine":
-                if inner not in self._borrowed:  # one for each
-                    self._borrowed[inner] = self._proxy(self, inner)
-                return self._borrowed[inner]
-            case "yours":
-                return self._lent[inner]
-            case "error":
-                return self._error_class(inner)
-        raise PeerGone
-
-    def _error(self, names: list[str], arguments: list[Any]) -> BaseException:
-        kind = self._error_class(names)
-        try:
-            error = kind.__new__(kind)
-        except TypeError:  # one that needs arguments
-            error = Exception.__new__(Exception)
-        error.args = tuple(self._value(each) for each in arguments)
+    def told(self, error: BaseException) -> BaseException:
+        """The error that the other side hears of."""
         return error
 
-    def _error_class(self, names: list[str]) -> type[BaseException]:
-        """This side's class of an error of the other side: Python's own, or one made under it for each of the other's."""
-        if names[0] not in self._errors:
-            known = [each for each in map(_standard_error, names) if each is not None]
-            base = known[0] if known else Exception
-            is_own = _standard_error(names[0]) is None
-            self._errors[names[0]] = type(names[0].rpartition(".")[2], (base,), {}) if is_own else base
-        return self._errors[names[0]]
+    def _answer(self, operation: str, arguments: list[Any], keywords: dict[str, Any]) -> None:
+        values = self._decoded(lambda: [self._value(each) for each in arguments])
+        named = self._decoded(lambda: {key: self._value(each) for key, each in keywords.items()})
+        try:
+            kind, coded = "answer", self._coded(self.serve(operation, *values, **named))
+        except (Exception, SystemExit, GeneratorExit) as error:
+            kind, coded = "raised", self._raised(self.told(error))
+        except BaseException as error:
+            if type(error).__name__ != "CancelledError":
+                raise
+            kind, coded = "raised", self._raised(error)
+        self._send(kind, coded)
 
-    def _send(self, message: list[Any]) -> None:
-        self._send_text(json.dumps(message))
+    def _raised(self, error: BaseException) -> Any:
+        try:
+            return self._coded(error)
+        except Exception:
+            return {"exception": [["builtins.TypeError"], {"tuple": [str(type(error))]}, [], None]}
 
-    def _send_text(self, text: str) -> None:
+    def _coded(self, value: Any) -> Any:
+        return encode(value, self._coded_object)
+
+    def _coded_object(self, value: Any) -> Any:
+        if isinstance(value, TracebackType):
+            return None
+        kind = type(value)
+        if isinstance(value, BaseException) and standard_class(class_name(kind)) is kind:
+            return {"exception": self._coded_error(value)}
+        reference = self.shared.reference(value)
+        if reference is None:
+            self.check_lent(value)
+            reference = self.shared.lend(value)
+            (number,) = reference.values()
+            self._described.append([number, self._description(value)])
+            if data_kind(kind) in CONTAINERS.values():
+                self.shared.track(value)
+        return reference
+
+    def _description(self, value: Any) -> list[Any]:
+        return standins.describe(value, self._coded)
+
+    def _coded_error(self, error: BaseException) -> list[Any]:
+        names = [class_name(each) for each in type(error).__mro__]
+        more = [[key, self._coded(each)] for key, each in vars(error).items()]
+        return [names, self._coded(error.args), more, self._coded(error.__cause__)]
+
+    def _value(self, coded: Any) -> Any:
+        return decode(coded, self._other_value)
+
+    def _other_value(self, kind: str, inner: Any) -> Any:
+        if kind == "exception":
+            return self._error(*inner)
+        if kind in ("mine", "yours"):
+            return self.shared.get(kind, inner)
+        raise ValueError(kind)
+
+    def _error(self, names: list[str], arguments: Any, more: list[Any], cause: Any) -> BaseException:
+        kind = standard_class(names[0])
+        if kind is None or not issubclass(kind, BaseException):
+            kind = Exception
+        values = self._value(arguments)
+        if type(values) is not tuple:
+            raise ValueError(arguments)
+        try:
+            error = kind(*values)
+        except TypeError:  # it is made of other arguments than it keeps
+            error = kind.__new__(kind)
+            error.args = values
+        for key, each in more:
+            setattr(error, str(key), self._value(each))
+        if cause is not None:
+            error.__cause__ = self._value(cause)
+        return error
+
+    def _made(self, number: int, description: list[Any]) -> Any:
+        return standins.make(number, description, self, self._value)
+
+    def _decoded(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return make(*arguments)
+        except Exception as error:  # nothing that `encode` makes
+            raise PeerGone from error
+
+    def _send(self, kind: str, coded: Any) -> None:
+        changes = self.shared.changes(self._coded)
+        lost = self.shared.release() if kind == "ask" and self.releases else []
+        text = json.dumps([kind, coded, self._described, changes, lost])
+        self._described = []
         try:
             write_frame(self._writes, text.encode())
         except OSError as error:
             raise PeerGone from error
 
-    def _receive(self) -> list[Any]:
+    def _receive(self) -> tuple[str, Any]:
         try:
-            message = json.loads(read_frame(self._reads, _LONGEST))
-            if isinstance(message, list) and len(message) >= 3 and message[0] in ("ask", "answer", "raised"):
-                return message
-        except (OSError, ValueError, RecursionError, MemoryError) as error:
+            kind, content, described, changes, lost = json.loads(read_frame(self._reads, _LONGEST))
+            for number, description in described:
+                self.shared.borrow(number, self._made(number, description))
+                if data_kind(type(self.shared.get("mine", number))) in CONTAINERS.values():
+                    self.shared.track(self.shared.get("mine", number))
+            self.shared.apply(changes, self._value)
+            self.shared.forget(lost)
+        except (Exception, RecursionError) as error:
             raise PeerGone from error
-        raise PeerGone
+        if kind not in ("ask", "answer", "raised") or (kind == "ask" and not _is_question(content)):
+            raise PeerGone
+        return kind, content
+
+
+def _is_question(content: Any) -> bool:
+    return isinstance(content, list) and [type(each) for each in content] == [str, list, dict]
 
 
 def read_frame(descriptor: int, longest: int = 2**31) -> bytes:
@@ -203,24 +234,3 @@ def _read(descriptor: int, length: int) -> bytes:
         parts.append(part)
         length -= len(part)
     return b"".join(parts)
-
-
-def _change(own: Any, new: Any) -> None:
-    """What the other side has changed in what it was given."""
-    if type(own) is not type(new) or type(own) not in _CHANGEABLE:
-        raise PeerGone
-    own.clear()
-    own.extend(new) if isinstance(own, (list, bytearray)) else own.update(new)
-
-
-def _names(kind: type) -> list[str]:
-    return [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__ if issubclass(each, BaseException)]
-
-
-def _standard_error(name: str) -> type[BaseException] | None:
-    """An error of the standard library by its name, where its module is loaded."""
-    module, _, own = name.rpartition(".")
-    if module.partition(".")[0] not in _STANDARD:
-        return None
-    found = getattr(builtins if module == "builtins" else sys.modules.get(module), own, None)
-    return found if isinstance(found, type) and issubclass(found, BaseException) else None

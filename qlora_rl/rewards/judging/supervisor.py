@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .confine import confine, end_with, enter_namespace, has_landlock, hide_memory
 from .judge import FAILED, IDLE, PASSED, judge
 from .peer import read_frame, write_frame
-from .program import answer, run
+from .program import NAME, answer
 
+_PATIENCE_S = 10.0  # to wait for a process, beyond the time of a program
 _SLACK = 2**16  # bytes that a program may write beyond twice what is expected
 
 
@@ -24,14 +26,23 @@ class _Unconfined(Exception):
     """A process could not give up what it must."""
 
 
-def main() -> None:
-    """Read what is asked from stdin, in frames: options as JSON, the program, then the tests, or each case's input and output."""
+class _InScript(BaseException):
+    """Raised in the process of a script, which has left all of the supervisor's work behind."""
+
+
+def main() -> str | None:
+    """Read what is asked from stdin, in frames: options as JSON, the program, then the tests, or each case's input and output.
+
+    Returns:
+        "run" in a process where the script is to be run; in the supervisor's it does not return.
+    """
     options = json.loads(read_frame(0))
     end_with(options["trainer"])
-    source = read_frame(0).decode("utf-8", "surrogatepass")
-    supervisor = _Supervisor(options, source)
+    supervisor = _Supervisor(options, read_frame(0))
     try:
         said = {"verdict": supervisor.verdict(options["cases"]).decode(), "isolation": supervisor.isolation}
+    except _InScript:
+        return "run"
     except _Unconfined as error:
         said = {"error": str(error)}
     write_frame(1, json.dumps(said).encode())
@@ -39,8 +50,8 @@ def main() -> None:
 
 
 class _Supervisor:
-    def __init__(self, options: dict[str, Any], source: str):
-        self._source, self._options = source, options
+    def __init__(self, options: dict[str, Any], source: bytes):
+        self._options = options
         self._null = os.open(os.devnull, os.O_RDWR)
         self._running: list[int] = []
         self._may_raise = True
@@ -55,6 +66,8 @@ class _Supervisor:
         if "landlock" in options["means"]:
             self.isolation["landlock"] = "active" if has_landlock() else "this kernel has none"
         hide_memory()
+        with open(NAME, "wb") as file:
+            file.write(source)
 
     def verdict(self, cases: int | None) -> bytes:
         """Of the program, within its time; nothing of it is left behind."""
@@ -74,7 +87,7 @@ class _Supervisor:
         reads, asks = os.pipe()
         hears, answers = os.pipe()
         verdict, says = os.pipe()
-        self._start((self._null,) * 3, (reads, answers), lambda: answer(self._source, reads, answers))
+        self._start((self._null,) * 3, (reads, answers), lambda: answer(reads, answers))
         # Not before now are the tests read, and not here.
         self._start(
             (0, self._null, self._null), (asks, hears, says, self._null), lambda: self._judge(hears, asks, says)
@@ -100,7 +113,7 @@ class _Supervisor:
             file.write(text)
         os.lseek(stdin, 0, os.SEEK_SET)
         out, stdout = os.pipe()
-        pid = self._start((stdin, stdout, self._null), (), lambda: os._exit(run(self._source)))
+        pid = self._start((stdin, stdout, self._null), (), self._leave)
         os.close(stdin)
         os.close(stdout)
         wanted = read_frame(0)  # not before now
@@ -112,11 +125,15 @@ class _Supervisor:
         self._running.remove(pid)
         return status == 0 and _lines(written) == _lines(wanted)
 
+    def _leave(self) -> None:
+        self._running = []
+        raise _InScript
+
     def _start(self, standard: Sequence[int], kept: Sequence[int], do: Callable[[], None]) -> int:
         """A process that does one thing, and has nothing open but this."""
         supervisor = os.getpid()
         hears, says = os.pipe()
-        pid = os.fork()
+        pid = self._fork()
         if pid == 0:
             try:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -133,7 +150,10 @@ class _Supervisor:
                     os._exit(1)
                 os.close(says)
                 do()
-            finally:
+                os._exit(1)
+            except _InScript:
+                raise
+            except BaseException:
                 os._exit(1)
         self._running.append(pid)
         os.close(says)
@@ -142,6 +162,22 @@ class _Supervisor:
         if reason:
             raise _Unconfined(reason)
         return pid
+
+    def _fork(self) -> int:
+        """Another program's threads may be all that the machine allows for: wait for their end, which is no time of this program's."""
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        tried_until = time.monotonic() + self._options["seconds"] + _PATIENCE_S
+        while True:
+            try:
+                pid = os.fork()
+            except BlockingIOError:
+                if time.monotonic() > tried_until:
+                    raise _TimeUp from None
+                time.sleep(0.05)
+            else:
+                if pid:
+                    signal.setitimer(signal.ITIMER_REAL, left)
+                return pid
 
     def _time_is_up(self, *_: object) -> None:
         if self._may_raise:

@@ -1,81 +1,107 @@
-"""Values as JSON. What crosses is data; of everything else only a number crosses, under which its owner knows it.
+"""Values as JSON. What is data crosses; of everything else only a number crosses, under which its owner knows it.
 
-A list is a list. Of other kinds there is an object with one key, the kind: `{"tuple": [1, 2]}`. Objects of a class of the program's own stay
-there, even where the class is a number's or a list's: what compares, sorts or prints a value here is never code of the program's.
+Other kinds than JSON's are an object with one key, the kind: `{"tuple": [1, 2]}`. What can be changed in place (`CONTAINERS`) is kept equal on
+both sides by `sharing`. Objects of a class of the program's own stay there (`standins`), but for a copy of the data that they are.
 """
 
 from __future__ import annotations
 
 import builtins
+import collections
+import importlib
 import math
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
-_PLAIN = (type(None), bool, str)
 _LARGE = 2**63
 _STANDARD = frozenset(sys.stdlib_module_names)
+# Kinds that are copied, each with what gives the data of an object of a subclass, whatever that has redefined.
+COPIED: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+    tuple: lambda value: tuple(tuple.__iter__(value)),
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+    complex: complex.__complex__,
+}
+# Kinds that can be changed in place, those of the library first: they are subclasses of the others.
+CONTAINERS: dict[str, type] = {
+    "Counter": collections.Counter,
+    "defaultdict": collections.defaultdict,
+    "OrderedDict": collections.OrderedDict,
+    "deque": collections.deque,
+    "list": list,
+    "dict": dict,
+    "set": set,
+    "bytearray": bytearray,
+}
+# Modules whose classes cross by name, as what they are.
+_CLASSES = (
+    "builtins",
+    "collections",
+    "collections.abc",
+    "datetime",
+    "decimal",
+    "fractions",
+    "numbers",
+    "typing",
+    "abc",
+)
+_HIDDEN = {kind.__name__: kind for kind in vars(types).values() if isinstance(kind, type)}  # `function` and others
 
 
-class NotData(TypeError):
-    """A value that cannot cross."""
+def data_kind(kind: type) -> type | None:
+    """The kind of data that objects of a class are, `None` where they are none."""
+    return next((each for each in (*CONTAINERS.values(), *COPIED) if issubclass(kind, each)), None)
 
 
-def encode(value: Any, lend: Callable[[Any], Any] | None = None, *, whole: bool = False) -> Any:
-    """As what `json.dumps` takes.
-
-    Args:
-        value: to be encoded.
-        lend: makes something of what is no data; without it that is `NotData`.
-        whole: take an object of a subclass of a kind of data as that kind, whoever has written the class.
-
-    Raises:
-        NotData: of something that is no data.
-    """
+def encode(value: Any, other: Callable[[Any], Any]) -> Any:
+    """As what `json.dumps` takes; `other` makes it of what is no immutable data."""
     kind = type(value)
-    if kind in _PLAIN:
+    if value is None or kind in (bool, str):
         return value
-
-    def inner(each: Any) -> Any:
-        return encode(each, lend)
-
-    if _is_named_tuple(kind):
-        return {"namedtuple": [kind.__name__, list(kind._fields), [inner(each) for each in value]]}
-    if not (whole or kind.__module__ in _STANDARD):
-        return _lent(value, lend)
-    if isinstance(value, int):
-        number = int(value)
-        return number if -_LARGE < number < _LARGE else {"int": hex(number)}
-    if isinstance(value, float):
-        real = float(value)
-        return real if math.isfinite(real) else {"float": repr(real)}
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, list):
-        return [inner(each) for each in value]
-    for known in (tuple, set, frozenset):
-        if isinstance(value, known):
-            return {known.__name__: [inner(each) for each in value]}
-    if isinstance(value, dict):
-        return {"dict": [[inner(key), inner(each)] for key, each in value.items()]}
-    if isinstance(value, (bytes, bytearray)):
-        return {"bytearray" if isinstance(value, bytearray) else "bytes": bytes(value).hex()}
-    if isinstance(value, complex):
+    if kind is int:
+        return value if -_LARGE < value < _LARGE else {"int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if kind in (tuple, frozenset):
+        return {kind.__name__: [encode(each, other) for each in value]}
+    if kind is bytes:
+        return {"bytes": value.hex()}
+    if kind is complex:
         return {"complex": [repr(value.real), repr(value.imag)]}
-    if kind is range:
-        return {"range": [inner(value.start), inner(value.stop), inner(value.step)]}
+    if kind in (range, slice):
+        return {kind.__name__: [encode(each, other) for each in (value.start, value.stop, value.step)]}
     if value is Ellipsis or value is NotImplemented:
         return {"constant": repr(value)}
-    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
-        return {"type": value.__name__}
-    return _of_the_library(value, kind, inner, lend)
+    if isinstance(value, type) and standard_class(name := class_name(value)) is value:
+        return {"type": name}
+    match class_name(kind):
+        case "decimal.Decimal":
+            return {"Decimal": str(value)}
+        case "fractions.Fraction":
+            return {"Fraction": [encode(value.numerator, other), encode(value.denominator, other)]}
+        case "datetime.date":
+            return {"date": value.isoformat()}
+        case "datetime.datetime" | "datetime.time" if (
+            value.tzinfo is None or class_name(type(value.tzinfo)) == "datetime.timezone"
+        ):
+            return {kind.__name__: value.isoformat()}
+        case "datetime.timedelta":
+            return {"timedelta": [value.days, value.seconds, value.microseconds]}
+        case "datetime.timezone":
+            return {"timezone": encode(value.utcoffset(None), other)}
+    return other(value)
 
 
-def decode(coded: Any, borrow: Callable[[str, Any], Any]) -> Any:
-    """The value of what `encode` has made, in kinds of data of this process; `borrow(kind, ...)` makes something of all others."""
-    if isinstance(coded, list):
-        return [decode(each, borrow) for each in coded]
+def decode(coded: Any, other: Callable[[str, Any], Any]) -> Any:
+    """The value of what `encode` has made, in kinds of data of this process; `other(kind, ...)` makes something of all others."""
     if not isinstance(coded, dict):
+        if isinstance(coded, list):
+            raise ValueError(coded)
         return coded
     ((kind, inner),) = coded.items()
     match kind:
@@ -83,78 +109,55 @@ def decode(coded: Any, borrow: Callable[[str, Any], Any]) -> Any:
             return int(inner, 16)
         case "float":
             return float(inner)
-        case "tuple" | "set" | "frozenset":
-            return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(each, borrow) for each in inner)
-        case "dict":
-            return {decode(key, borrow): decode(each, borrow) for key, each in inner}
-        case "bytes" | "bytearray":
-            return (bytes if kind == "bytes" else bytearray).fromhex(inner)
+        case "tuple" | "frozenset":
+            return {"tuple": tuple, "frozenset": frozenset}[kind](decode(each, other) for each in inner)
+        case "bytes":
+            return bytes.fromhex(inner)
         case "complex":
             return complex(*map(float, inner))
-        case "range":
-            return range(*inner)
+        case "range" | "slice":
+            return {"range": range, "slice": slice}[kind](*(decode(each, other) for each in inner))
         case "constant":
             return {"Ellipsis": ..., "NotImplemented": NotImplemented}[inner]
         case "type":
-            found = getattr(builtins, inner)
-            return found if isinstance(found, type) else None
-        case "namedtuple":
-            from collections import namedtuple
-
-            return namedtuple(inner[0], inner[1])(*decode(inner[2], borrow))
-        case "deque":
-            from collections import deque
-
-            return deque(decode(inner[0], borrow), inner[1])
-        case "Decimal":
-            from decimal import Decimal
-
-            return Decimal(inner)
-        case "Fraction":
-            from fractions import Fraction
-
-            return Fraction(*decode(inner, borrow))
-        case "date" | "datetime" | "time" | "timedelta":
-            return _moment(kind, inner)
-    return borrow(kind, inner)
+            return standard_class(inner)
+        case "Decimal" | "Fraction":
+            made = getattr(importlib.import_module(f"{kind.lower()}{'s' if kind == 'Fraction' else ''}"), kind)
+            return made(*([inner] if kind == "Decimal" else (decode(each, other) for each in inner)))
+        case "date" | "datetime" | "time" | "timedelta" | "timezone":
+            made = getattr(importlib.import_module("datetime"), kind)
+            return (
+                made(*inner)
+                if kind == "timedelta"
+                else made(decode(inner, other))
+                if kind == "timezone"
+                else made.fromisoformat(inner)
+            )
+    return other(kind, inner)
 
 
-def _of_the_library(value: Any, kind: type, inner: Callable[[Any], Any], lend: Callable[[Any], Any] | None) -> Any:
-    """Of modules that are imported only where such values are."""
-    match f"{kind.__module__}.{kind.__name__}":
-        case "collections.deque":
-            return {"deque": [[inner(each) for each in value], value.maxlen]}
-        case "decimal.Decimal":
-            return {"Decimal": str(value)}
-        case "fractions.Fraction":
-            return {"Fraction": [inner(value.numerator), inner(value.denominator)]}
-        case "datetime.date":
-            return {"date": value.isoformat()}
-        case "datetime.datetime" | "datetime.time" if value.tzinfo is None:
-            return {kind.__name__: value.isoformat()}
-        case "datetime.timedelta":
-            return {"timedelta": [value.days, value.seconds, value.microseconds]}
-    return _lent(value, lend)
+def class_name(kind: type) -> str:
+    """By which a class of the library is found."""
+    return f"{type.__getattribute__(kind, '__module__')}.{type.__getattribute__(kind, '__qualname__')}"
 
 
-def _moment(kind: str, inner: Any) -> Any:
-    import datetime
+def standard_class(name: str, modules: Iterable[str] = _CLASSES) -> type | None:
+    """A class of the standard library by its name, of these modules and of those that hold errors."""
+    module, _, own = name.rpartition(".")
+    if module == "builtins" and own in _HIDDEN:
+        return _HIDDEN[own]
+    if module in modules:
+        found = getattr(builtins if module == "builtins" else importlib.import_module(module), own, None)
+    else:
+        found = (
+            getattr(sys.modules.get(module), own, None)
+            if is_standard(module) and not module.startswith("unittest")
+            else None
+        )
+        found = found if isinstance(found, type) and issubclass(found, BaseException) else None
+    return found if isinstance(found, type) else None
 
-    made = getattr(datetime, kind)
-    return made(*inner) if kind == "timedelta" else made.fromisoformat(inner)
 
-
-def _is_named_tuple(kind: type) -> bool:
-    """One that has fields, and nothing else that could be called."""
-    fields = getattr(kind, "_fields", ())
-    return (
-        kind.__bases__ == (tuple,)
-        and fields != ()
-        and all(name.startswith("_") or name in fields for name in vars(kind))
-    )
-
-
-def _lent(value: Any, lend: Callable[[Any], Any] | None) -> Any:
-    if lend is None:
-        raise NotData(f"a {type(value).__name__} cannot be compared outside of the program")
-    return lend(value)
+def is_standard(module: str) -> bool:
+    """Whether a module of this name is Python's."""
+    return module.partition(".")[0] in _STANDARD
