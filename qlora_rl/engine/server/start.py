@@ -52,6 +52,8 @@ def run():
 sys.exit(as_command(run))
 """
 _MIB = 2**20
+# Routes of vLLM that answer 500 to bad bodies: two that start and end its engines, and another name of those under /v1.
+_CLOSED = ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/invocations")
 # Of one request with images: a rollout of a hundred photographs.
 _IMAGES_MIB = 512.0
 
@@ -235,6 +237,7 @@ class _Server:
             "base_compute": compute.base,
             "multiplies_in_float32": all(lifts),
         }
+        app.router.routes = [route for route in app.router.routes if getattr(route, "path", "") not in _CLOSED]
         app.include_router(Api(policy, about, max_body, Lease(LEASE_S)).router())
         # In front of everything, Starlette's own error page included; vLLM has built the stack already, so that none can be added.
         inner = Shutter(app.middleware_stack or app.build_middleware_stack(), weights, PREFIX)
