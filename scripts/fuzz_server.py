@@ -20,6 +20,7 @@ import struct
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,10 @@ class Fuzzer:
         for method, path in self.routes:
             for _ in range(5):
                 self.ask(method, path)
+        # Pools of threads grow with what comes at once, up to a limit.
+        with ThreadPoolExecutor(32) as crowd:
+            right = {"prompts": [[40, 41]], "sampling": {"max_tokens": 2}}
+            list(crowd.map(lambda _: self.send("POST", f"{OWN}/generate", {}, json.dumps(right).encode()), range(64)))
         self.counts.by_status.clear()
         self.counts.before = self.held()
         started = time.monotonic()
