@@ -30,7 +30,7 @@ from qlora_rl.base.hub import hub_reachable, in_short, why_missing
 from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, digest_parts, digest_tokenizer, misfits
 from qlora_rl.base.kinds import auto_class, check_vision_type
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
-from qlora_rl.base.writer import embedding_rows, write_checkpoint, write_tokenizer
+from qlora_rl.base.writer import embedding_rows, require_writable, write_checkpoint, write_tokenizer
 from qlora_rl.documents import read_object
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, QloraRLError, UnsupportedQuantError
 
@@ -430,7 +430,7 @@ def _publish(
             held = f"holds a base {base.spec.label}, and {other} was asked for" if base else "contains other files"
             raise ConfigConflictError(f"preparing a base: {target} {held}. Choose another directory or remove it.")
         return base
-    target.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(target.parent)
     with _exclusive(target.parent / f".{target.name}.lock"):
         if (target / MANIFEST).is_file():
             return open_base(target)
