@@ -325,7 +325,8 @@ _is_joined = False
 @functools.cache
 def _joined() -> Ranks:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    host, told = os.environ.get("MASTER_ADDR", "127.0.0.1"), [0, b""]
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    told: list[Any] = [0, b""]  # port and secret
     store = None
     if rank == 0:
         store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)

@@ -62,7 +62,7 @@ class Message:
             raise SyncError(
                 f"reading a message of {len(message)} bytes: {error}. Something else uses this channel."
             ) from error
-        return cls(*found, body=bytes(message[end:]))
+        return cls(*found, bytes(message[end:]))
 
 
 def lost(stage: str, who: str, why: str) -> PeerLostError:
