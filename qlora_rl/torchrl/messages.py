@@ -62,7 +62,8 @@ class Message:
             raise SyncError(
                 f"reading a message of {len(message)} bytes: {error}. Something else uses this channel."
             ) from error
-        return cls(*found, bytes(message[end:]))
+        session, number, method, content = found
+        return cls(session, number, method, content, bytes(message[end:]))
 
 
 def lost(stage: str, who: str, why: str) -> PeerLostError:
