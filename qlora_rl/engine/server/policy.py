@@ -442,9 +442,8 @@ def _resolve(root: Path, path: str) -> str:
     """
     top = os.path.realpath(root)
     asked = os.path.normpath(os.path.join(top, path))
-    is_path = (
-        len(path) < 4096 and path.isprintable()
-    )  # the kernel takes neither what is longer nor zeros; surrogates are none
+    # The kernel takes neither what is longer nor zeros; half a surrogate pair is no path at all.
+    is_path = len(path) < 4096 and path.isprintable()
     is_inside = is_path and ".." not in Path(path).parts and asked.startswith(top + os.sep)
     if not is_inside or os.path.realpath(asked) != asked:
         raise AccessDeniedError(
