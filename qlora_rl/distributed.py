@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import pickle
+import secrets
 import signal
 import threading
 import time
@@ -324,14 +325,16 @@ _is_joined = False
 @functools.cache
 def _joined() -> Ranks:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), [0]
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    told: list[Any] = [0, b""]  # port and secret
     store = None
     if rank == 0:
         store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        port = [store.port]
-    torch.distributed.broadcast_object_list(port, src=0)
+        told = [store.port, secrets.token_bytes(32)]
+    torch.distributed.broadcast_object_list(told, src=0)
+    letters.sign_with(told[1])
     if store is None:
-        store = torch.distributed.TCPStore(host, port[0], is_master=False, timeout=timedelta(seconds=SILENT_S))
+        store = torch.distributed.TCPStore(host, told[0], is_master=False, timeout=timedelta(seconds=SILENT_S))
     return Ranks(rank, size, store)
 
 

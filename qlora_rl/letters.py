@@ -1,15 +1,27 @@
-"""Messages of any length in a key-value store of torch: under a key its pieces, of which the first one comes last."""
+"""Messages of any length in a key-value store of torch: under a key its pieces, of which the first one comes last.
+
+torch's store lets in whoever reaches its port, and messages are unpickled: each is signed with a secret of the run.
+"""
 
 from __future__ import annotations
 
+import hmac
 from typing import Any
 
 # Of one value of the store; it takes no more than 8 MiB.
 _PIECE = 4 * 2**20
+_SIGNED = 32  # bytes of a signature
+_secrets = [b""]  # of this process's run, the newest last
+
+
+def sign_with(secret: bytes) -> None:
+    """The processes of a run sign with what rank 0 has made, and read nothing that was signed otherwise."""
+    _secrets.append(secret)
 
 
 def put(store: Any, key: str, value: bytes) -> None:
     """Write it; who sees it sees all of it."""
+    value = _signature(key, value) + value
     pieces = [value[i : i + _PIECE] for i in range(0, len(value), _PIECE)] or [b""]
     for number, piece in enumerate(pieces[1:], 1):
         store.set(f"{key}/{number}", piece)
@@ -22,10 +34,19 @@ def is_there(store: Any, key: str) -> bool:
 
 
 def read(store: Any, key: str) -> bytes:
-    """What was put there; waits until something is."""
+    """What was put there; waits until something is.
+
+    Raises:
+        RuntimeError: no process of this run has written it.
+    """
     head = store.get(f"{key}/0")
     count = int.from_bytes(head[:4], "big")
-    return b"".join([head[4:], *(store.get(f"{key}/{number}") for number in range(1, count))])
+    found = b"".join([head[4:], *(store.get(f"{key}/{number}") for number in range(1, count))])
+    if not hmac.compare_digest(found[:_SIGNED], _signature(key, found[_SIGNED:])):
+        raise RuntimeError(
+            f"reading {key}: no process of this run has written it. Keep its ports to machines that you trust."
+        )
+    return found[_SIGNED:]
 
 
 def drop(store: Any, key: str) -> None:
@@ -34,3 +55,7 @@ def drop(store: Any, key: str) -> None:
         count = int.from_bytes(store.get(f"{key}/0")[:4], "big")
         for number in range(count):
             store.delete_key(f"{key}/{number}")
+
+
+def _signature(key: str, value: bytes) -> bytes:
+    return hmac.digest(_secrets[-1], key.encode() + b"\0" + value, "sha256")

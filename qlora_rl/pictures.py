@@ -62,11 +62,13 @@ def read_image(source: bytes | str | os.PathLike[str], limits: ImageLimits | Non
                 if image.mode not in _MODES:
                     raise ValueError(f"its pixels are of mode {image.mode}, not of 8 bits a channel")
                 return image.convert("RGB")
+        except ValueError:
+            raise
         except Image.DecompressionBombError as error:
             raise ValueError(f"it is too large: {error}") from error
         except Image.UnidentifiedImageError as error:
             raise ValueError(f"it is no image ({', '.join(FORMATS)})") from error
-        except (OSError, SyntaxError, EOFError, IndexError, MemoryError) as error:  # as Pillow's decoders have it
+        except Exception as error:  # Pillow's decoders have many
             raise ValueError(f"it is damaged: {error}") from error
 
 

@@ -7,7 +7,6 @@ Nothing is unpickled.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from qlora_rl.adapter.subject import active_adapter, method_of
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.experts import ATTENTION, NAMINGS, experts_as_linears, is_expert_matrix
 from qlora_rl.base.kinds import auto_class
+from qlora_rl.documents import read_object
 from qlora_rl.errors import AdapterRejectedError
 
 _PREFIX = "base_model.model."
@@ -103,6 +103,15 @@ def adapter_in(directory: str | os.PathLike[str]) -> Path:
     return inside if os.path.isfile(inside / CONFIG) and not os.path.isfile(path / CONFIG) else path
 
 
+def why_no_weights(path: Path) -> str:
+    """Why a PEFT directory holds no weights that are read here; empty where it does."""
+    if (path / WEIGHTS).is_file():
+        return ""
+    is_pickled = (path / "adapter_model.bin").is_file()
+    why = "its weights are pickled, which may run code" if is_pickled else f"there is no {WEIGHTS}"
+    return f"{path}: {why}. Save it with safetensors (PEFT's default)."
+
+
 def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> OpenedAdapter:
     """Open a PEFT directory, or that of a run; see `judge_adapter`.
 
@@ -127,10 +136,8 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
         return _refused(f"{CONFIG} cannot be read by PEFT: {type(error).__name__}: {error}. Save the adapter again.")
     method = method_of(config)
     findings = [*judge_method(method), *_unknown_settings(path, config)]
-    if not (path / WEIGHTS).is_file():
-        pickled = (path / "adapter_model.bin").is_file()
-        why = "its weights are pickled, which may run code" if pickled else f"there is no {WEIGHTS}"
-        return _refused(f"{path}: {why}. Save it with safetensors (PEFT's default).", method)
+    if why := why_no_weights(path):
+        return _refused(why, method)
     try:
         tensors = _read_tensors(path)
     except Exception as error:
@@ -152,6 +159,10 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
     config.task_type = None
     config.inference_mode = False
     tokens = config.trainable_token_indices
+    if not isinstance(tokens, list | dict | None):
+        return _refused(
+            f"{CONFIG} has trainable_token_indices={tokens!r}, which is no list. Save the adapter again.", method
+        )
     if where is None:
         config.trainable_token_indices = None  # there is no embedding to wrap
     try:
@@ -182,7 +193,7 @@ def _unknown_settings(path: Path, config: Any) -> list[Finding]:
     from dataclasses import fields
 
     known = {field.name for field in fields(config)} | {"auto_mapping", "peft_version"}
-    asked = json.loads((path / CONFIG).read_text())
+    asked = read_object(path / CONFIG)
     unknown = sorted(key for key, value in asked.items() if value and key not in known)
     if not unknown:
         return []
@@ -212,12 +223,11 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 def _read_object(file: Path) -> Mapping[str, Any] | None:
     """A JSON object; `None` where there is no file, an empty one where it holds something else."""
     try:
-        content = json.loads(file.read_text())
+        return read_object(file)
     except OSError:
         return None
     except ValueError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _base_directory(config: Any, base: str | os.PathLike[str] | None) -> Path | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qlora_rl.contracts import AdapterBundle
+from qlora_rl.documents import parse_object
 from qlora_rl.errors import SyncError
 from qlora_rl.held import let_go, new_directory
 
@@ -57,18 +58,29 @@ def unpack_adapter(blob: bytes) -> AdapterBundle:
     Raises:
         SyncError: it is no such blob, or was cut off.
     """
-    from safetensors import SafetensorError
+    try:
+        header = blob[8 : 8 + int.from_bytes(blob[:8], "little")]
+        config = (parse_object(header).get("__metadata__") or {}).get(_CONFIG_KEY)
+        if not isinstance(config, str):
+            raise ValueError(f"its header holds no {_CONFIG_KEY}")
+        return parse_adapter(blob, config)
+    except ValueError as error:
+        raise SyncError(f"unpacking an adapter of {len(blob)} bytes: {error}. Send it again.") from error
+
+
+def parse_adapter(weights: bytes, config: bytes | str) -> AdapterBundle:
+    """An adapter out of what its two files hold; nothing in it is run.
+
+    Raises:
+        ValueError: it is none.
+    """
     from safetensors.torch import load
 
     try:
-        tensors = load(blob)
-        length = int.from_bytes(blob[:8], "little")
-        config = json.loads(json.loads(blob[8 : 8 + length])["__metadata__"][_CONFIG_KEY])
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise SyncError(
-            f"unpacking an adapter of {len(blob)} bytes: {type(error).__name__}: {error}. Send it again."
-        ) from error
-    return AdapterBundle(tensors, config)
+        tensors = load(weights)
+    except Exception as error:  # safetensors and torch have many for what somebody may have written
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return AdapterBundle(tensors, parse_object(config))
 
 
 class AdapterStore:
@@ -156,11 +168,8 @@ def read_directory(directory: Path) -> tuple[AdapterBundle, str]:
     Raises:
         SyncError: it cannot be read.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     try:
         weights, config = (directory / WEIGHTS).read_bytes(), (directory / CONFIG).read_bytes()
-        return AdapterBundle(load(weights), json.loads(config)), hashlib.sha256(weights + config).hexdigest()
-    except (OSError, ValueError, SafetensorError) as error:
+        return parse_adapter(weights, config), hashlib.sha256(weights + config).hexdigest()
+    except (OSError, ValueError) as error:
         raise SyncError(f"reading the adapter in {directory}: {error}. Write it again.") from error

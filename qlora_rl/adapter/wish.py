@@ -6,7 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from qlora_rl.adapter.directory import adapter_in
+from safetensors import SafetensorError
+
+from qlora_rl.adapter.directory import adapter_in, why_no_weights
+from qlora_rl.errors import AdapterRejectedError
 
 
 def make_lora(fields: Mapping[str, Any]) -> Any:
@@ -22,7 +25,19 @@ def make_lora(fields: Mapping[str, Any]) -> Any:
 
 
 def open_adapter(model: Any, directory: str | os.PathLike[str]) -> Any:
-    """A PeftModel with the adapter of a directory, or of a run, to be trained on."""
+    """A PeftModel with the adapter of a directory, or of a run, to be trained on.
+
+    Raises:
+        AdapterRejectedError: it holds no weights in safetensors. PEFT would read a pickle, and look for other directories on the hub.
+    """
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, adapter_in(directory), is_trainable=True)
+    path = adapter_in(directory)
+    if why := why_no_weights(path):
+        raise AdapterRejectedError(f"opening the adapter to train on: {why}")
+    try:
+        return PeftModel.from_pretrained(model, path, is_trainable=True)
+    except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+        raise AdapterRejectedError(
+            f"opening the adapter {path} to train on: it is damaged, or does not fit: {error}"
+        ) from error

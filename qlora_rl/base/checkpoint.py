@@ -27,10 +27,11 @@ from qlora_rl.base.experts import experts_as_linears
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
 from qlora_rl.base.functions import check_function, note_function
 from qlora_rl.base.hub import hub_reachable, in_short, why_missing
-from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, digest_parts, digest_tokenizer
+from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, digest_parts, digest_tokenizer, misfits
 from qlora_rl.base.kinds import auto_class, check_vision_type
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
-from qlora_rl.base.writer import embedding_rows, write_checkpoint, write_tokenizer
+from qlora_rl.base.writer import embedding_rows, require_writable, write_checkpoint, write_tokenizer
+from qlora_rl.documents import read_object
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, QloraRLError, UnsupportedQuantError
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def _load_source(source: Path, trust_remote_code: bool) -> Any:
             )
     except QloraRLError:
         raise
-    except (OSError, ValueError) as error:
+    except Exception as error:  # safetensors, pickle and torch have errors of their own for what is damaged
         raise BaseIncompleteError(f"preparing a base: {source} cannot be loaded: {in_short(error)}") from error
     reasons = [f"{name} is missing" for name in sorted(told["missing_keys"])]
     reasons += [f"{name} has another shape than the config says" for name, *_ in sorted(told["mismatched_keys"])]
@@ -223,17 +224,15 @@ def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedB
     """
     directory = Path(path)
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
+        manifest = read_object(directory / MANIFEST)
     except FileNotFoundError:
         what = "is not a prepared base" if directory.is_dir() else "does not exist"
         raise BaseIncompleteError(
             f"opening a base: {directory} {what} (no {MANIFEST}: it is written last, so a half-written directory has "
             f"none). Make it: qlora-rl prepare MODEL {directory}"
         ) from None
-    except json.JSONDecodeError as error:
-        raise BaseIncompleteError(
-            f"opening a base: {directory / MANIFEST} is damaged ({error}). Prepare it again."
-        ) from error
+    except (OSError, ValueError) as error:
+        raise _damaged(directory, error) from error
     form = manifest.get("format")
     if form != FORMAT:
         which = "an earlier" if isinstance(form, int) and form < FORMAT else "another"
@@ -241,22 +240,23 @@ def open_base(path: str | os.PathLike[str], *, verify: bool = True) -> PreparedB
             f"opening a base: {directory}: format={form} != {FORMAT}: {which} version has prepared it. Remove the directory and prepare it "
             "again with this one."
         )
-    reasons = []
-    for name, entry in manifest["files"].items():
-        file = directory / name
-        if not file.is_file():
-            reasons.append(f"{name} is missing")
-        elif file.stat().st_size != entry["bytes"]:
-            reasons.append(f"{name}: bytes={file.stat().st_size} != {entry['bytes']} when it was prepared")
-        elif verify and digest_file(file) != entry["sha256"]:
-            reasons.append(f"{name}: its bytes differ from what was prepared")
+    try:
+        reasons = list(misfits(directory, manifest["files"], verify=verify))
+        spec, parent = QuantSpec.from_dict(manifest["spec"]), manifest.get("parent")
+        opened = PreparedBase(directory, spec, str(manifest["identity"]), str(manifest["inputs"]), parent)
+    except (AttributeError, LookupError, TypeError, ValueError, OSError) as error:
+        raise _damaged(directory, error) from error
     if reasons:
         raise BaseIncompleteError(
             f"opening a base: {directory}: {'; '.join(reasons)}. Remove the directory and prepare it again.",
             reasons=reasons,
         )
-    spec = QuantSpec.from_dict(manifest["spec"])
-    return PreparedBase(directory, spec, manifest["identity"], manifest["inputs"], manifest.get("parent"))
+    return opened
+
+
+def _damaged(directory: Path, error: Exception) -> BaseIncompleteError:
+    said = f"{type(error).__name__}: {error}"
+    return BaseIncompleteError(f"opening a base: {directory / MANIFEST} is damaged ({said}). Prepare it again.")
 
 
 def load_base(
@@ -383,12 +383,12 @@ def _local_directory(model: str, revision: str | None) -> Path:
 def _quant_method(source: Path) -> str | None:
     """None for a plain checkpoint, "bitsandbytes-4bit…", or the name of another method."""
     try:
-        config = json.loads((source / "config.json").read_text())
+        config = read_object(source / "config.json")
     except FileNotFoundError:
         raise BaseIncompleteError(
             f"preparing a base: {source} has no config.json, so it is not a transformers checkpoint."
         ) from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise BaseIncompleteError(
             f"preparing a base: {source}/config.json cannot be read: {error}. Copy the checkpoint again."
         ) from error
@@ -430,7 +430,7 @@ def _publish(
             held = f"holds a base {base.spec.label}, and {other} was asked for" if base else "contains other files"
             raise ConfigConflictError(f"preparing a base: {target} {held}. Choose another directory or remove it.")
         return base
-    target.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(target.parent)
     with _exclusive(target.parent / f".{target.name}.lock"):
         if (target / MANIFEST).is_file():
             return open_base(target)

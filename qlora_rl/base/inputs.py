@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,18 @@ def digest_file(file: Path) -> str:
     """SHA-256 over a file's bytes (hex)."""
     with open(file, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def misfits(directory: Path, files: Mapping[str, Any], *, verify: bool) -> Iterator[str]:
+    """What differs from what a manifest says of its files; with `verify` also their digests."""
+    for name, entry in files.items():
+        file = directory / name
+        if not file.is_file():
+            yield f"{name} is missing"
+        elif file.stat().st_size != entry["bytes"]:
+            yield f"{name}: bytes={file.stat().st_size} != {entry['bytes']} when it was prepared"
+        elif verify and digest_file(file) != entry["sha256"]:
+            yield f"{name}: its bytes differ from what was prepared"
 
 
 def digest_directory(source: Path) -> str:

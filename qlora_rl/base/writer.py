@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -332,3 +334,21 @@ def write_tokenizer(tokenizer: Any, source: Path, directory: Path, trust_remote_
         tokenizer.save_pretrained(directory)
         return
     getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(directory)
+
+
+def require_writable(place: Path) -> None:
+    """Make the directory in which bases are prepared, where there is none.
+
+    Raises:
+        ConfigConflictError: it cannot be made, or not be written.
+    """
+    why = os.strerror(errno.EACCES)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        is_writable = os.access(place, os.W_OK)
+    except OSError as error:
+        why, is_writable = str(error.strerror), False
+    if not is_writable:
+        raise ConfigConflictError(
+            f"preparing a base: {place}: {why}. Pass another directory (out=, `qlora-rl prepare MODEL DIRECTORY`), or set QLORA_RL_CACHE."
+        )

@@ -143,10 +143,10 @@ def _look_at_key(value: str) -> list[str]:
 
 
 def _look_at_adapter(value: str) -> list[str]:
-    from qlora_rl.adapter.directory import adapter_in
+    from qlora_rl.adapter.directory import adapter_in, why_no_weights
 
     if os.path.isfile(adapter_in(value) / "adapter_config.json"):
-        return []
+        return [why.rstrip(".")] if (why := why_no_weights(adapter_in(value))) else []
     return [f"{value} holds no adapter_config.json, and no adapter/ of a run"]
 
 

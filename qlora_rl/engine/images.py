@@ -114,7 +114,7 @@ def unpack(rows: Sequence[Any], images: Any, most: int) -> list[Prompt]:
     for number, row in enumerate(rows):
         held = row.get("images") if isinstance(row, dict) else []
         ids = row.get("ids") if isinstance(row, dict) else row
-        if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
             raise ConfigConflictError("asking the server: a prompt is no list of token ids.")
         if not isinstance(held, list) or len(held) > most:
             raise ConfigConflictError(

@@ -55,6 +55,34 @@ def as_ids(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[int(token) for token in row] for row in rows]
 
 
+def parse_spec(fields: Mapping[str, Any]) -> SamplingSpec:
+    """How to sample, as somebody has sent it; `as_received` looks at the types.
+
+    Raises:
+        ConfigConflictError: a field is none of `SamplingSpec`.
+    """
+    try:
+        return SamplingSpec(**fields)
+    except TypeError as error:
+        raise ConfigConflictError(f"generating: {error}. Send the fields of SamplingSpec.") from error
+
+
+def as_received(params: list[Any]) -> list[Any]:
+    """vLLM's parameters as its engine will read them from a message; JSON's names of tokens ("5") become numbers.
+
+    Raises:
+        ConfigConflictError: a value has another type than vLLM's field, or cannot be sent. It would end the engine.
+    """
+    import msgspec  # vLLM's own way between its processes
+    from vllm import SamplingParams
+
+    try:
+        sent = msgspec.msgpack.encode(params)
+        return msgspec.msgpack.decode(sent, type=list[SamplingParams], strict=False)
+    except Exception as error:
+        raise ConfigConflictError(f"generating: vLLM rejects the sampling arguments: {error}") from error
+
+
 def sampling_params(spec: SamplingSpec, places: Sequence[int], *, never: Sequence[int] = ()) -> list[Any]:
     """vLLM's parameters for the requests at `places` of a call.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -11,7 +12,7 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 import torch
 
@@ -204,12 +205,30 @@ def _mark(file: Path) -> tuple[int, ...]:
     return about.st_ino, about.st_size, about.st_mtime_ns
 
 
+def open_regular(file: str | os.PathLike[str], *, below: int | None = None) -> BinaryIO:
+    """A file to read, where others may write: no link is followed, and no pipe is waited for.
+
+    Args:
+        file: its path.
+        below: descriptor of the directory that a relative path begins in.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=below)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):  # `fdopen` of a directory raises, and leaves it open
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
 def _digest(file: Path) -> tuple[str, int]:
     """sha256 of a regular file that is no link, and its size in bytes."""
     found, size = hashlib.sha256(), 0
-    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb", buffering=0) as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise SyncError("taking weights: a part is no regular file. Push again.")
+    with open_regular(file) as opened:
         while block := opened.read(_BLOCK):
             found.update(block)
             size += len(block)
@@ -222,8 +241,6 @@ def _check(file: Path, expected: Mapping[str, Leaf], seen: set[str]) -> set[str]
     Raises:
         SyncError: it does not, or holds NaN.
     """
-    from safetensors import SafetensorError
-
     names: set[str] = set()
     try:
         for name, weight in read_parts([file]):
@@ -244,7 +261,9 @@ def _check(file: Path, expected: Mapping[str, Leaf], seen: set[str]) -> set[str]
             if weight.numel() and not bool(torch.isfinite(torch.stack(weight.aminmax())).all()):
                 raise SyncError(f"taking weights: {name} holds NaN or infinity. Lower the learning rate.")
             names.add(name)
-    except (SafetensorError, OSError, ValueError) as error:
+    except SyncError:
+        raise
+    except Exception as error:  # safetensors and torch have many for what somebody may have written
         raise SyncError(f"taking weights: a part is no safetensors file: {error}. Push again.") from error
     return names
 
@@ -273,7 +292,8 @@ def refuse_foreign(stage: _Open | None, token: str, session: str) -> _Open:
     """
     if not token:
         raise ConfigConflictError("taking weights: the query names no push. Begin with POST /weights.")
-    if stage is None or not secrets.compare_digest(stage.token, token) or stage.session != session:
+    is_same = stage is not None and secrets.compare_digest(stage.token.encode(), token.encode(errors="replace"))
+    if stage is None or not is_same or stage.session != session:
         raise SyncError(
             "taking weights: this push is not open: another one was begun, or the server was restarted. Push again."
         )

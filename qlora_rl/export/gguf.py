@@ -6,7 +6,6 @@ llama.cpp's `convert_hf_to_gguf.py`.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.fingerprint import recorded_fingerprint
 from qlora_rl.contracts import AdapterBundle
+from qlora_rl.documents import read_object
 from qlora_rl.errors import ExportError, MissingDependencyError, NotYetSupportedError, collected
 from qlora_rl.export.vocabulary import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED, check_vocabulary
 
@@ -327,7 +327,14 @@ def _read_tokenizer(base: Path) -> tuple[dict[str, Any], str]:
     file = base / "tokenizer.json"
     if not file.is_file():
         raise _Unknown("its tokenizer has no tokenizer.json")
-    content = json.loads(file.read_text())
+    try:
+        content = read_object(file)
+        return content, _way_to_split(content)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _Unknown(f"its tokenizer.json is damaged ({type(error).__name__}: {error})") from error
+
+
+def _way_to_split(content: dict[str, Any]) -> str:
     model = content["model"]
     if model.get("type") != "BPE" or (model.get("byte_fallback") and "<0x00>" in model["vocab"]):
         raise _Unknown(f"its tokenizer is no byte-level BPE (type={model.get('type')!r}, SentencePiece's kind)")
@@ -342,13 +349,13 @@ def _read_tokenizer(base: Path) -> tuple[dict[str, Any], str]:
     kinds = [step.get("type") for step in steps]
     if kinds[-1] == "ByteLevel" and steps[-1].get("use_regex", True) and not steps[-1].get("add_prefix_space", True):
         if kinds[:-1] == []:
-            return content, "gpt-2"
+            return "gpt-2"
         if kinds[:-1] == ["Digits"] and steps[0].get("individual_digits"):
-            return content, "smollm"
+            return "smollm"
     if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
         known = _NAMES.get(steps[0]["pattern"].get("Regex", ""))
         if known is not None:
-            return content, known
+            return known
     raise _Unknown("its tokenizer splits texts in an unknown way (pre_tokenizer of tokenizer.json)")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
@@ -13,9 +12,11 @@ from typing import Any
 
 from qlora_rl.adapter.store import ORIGIN
 from qlora_rl.base.checkpoint import MANIFEST, PreparedBase, load_base, open_base
+from qlora_rl.base.hub import in_short
 from qlora_rl.base.kinds import auto_class
 from qlora_rl.config.schema import Data, Reward, options
 from qlora_rl.contracts import SamplingSpec
+from qlora_rl.documents import read_object
 from qlora_rl.errors import BaseIncompleteError, BaseMismatchError, RunDirectoryError
 from qlora_rl.train.run import ADAPTER, CONFIG, MODEL, SUMMARY
 
@@ -52,14 +53,14 @@ class TrainedRun:
         if self.adapter is not None and (found := _CHECKPOINT.fullmatch(self.adapter.resolve().name)):
             return int(found[1])
         try:
-            return int(json.loads((self.path / SUMMARY).read_text())["steps"])
-        except (OSError, ValueError, TypeError, KeyError):
+            return int(read_object(self.path / SUMMARY)["steps"])
+        except (OSError, ValueError, TypeError, KeyError, OverflowError):
             return None
 
     @property
     def source(self) -> str:
         """What the base was quantised from: a hub name, a directory, or "model object (...)"."""
-        return str(json.loads((self.base.path / MANIFEST).read_text()).get("source", ""))
+        return str(read_object(self.base.path / MANIFEST).get("source", ""))
 
     @property
     def autocast(self) -> str | None:
@@ -72,7 +73,7 @@ class TrainedRun:
         """Longest completion in its training; `SamplingSpec`'s where none was sampled, as in SFT."""
         arguments = arguments_of(self.config)
         found = arguments.get("max_new_tokens") or arguments.get("max_completion_length")  # online DPO; GRPO and RLOO
-        return int(found or SamplingSpec.max_tokens)
+        return found if isinstance(found, int) and found > 0 else SamplingSpec.max_tokens
 
     @property
     def ends(self) -> list[int]:
@@ -155,14 +156,14 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
     if (path / _ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():  # a checkpoint, or adapter/ itself
         adapter, path = path, path.resolve().parent
     try:
-        config = json.loads((path / CONFIG).read_text())
+        config = read_object(path / CONFIG)
         held = config["base"]
         place, identity = Path(held["path"]), str(held.get("identity", ""))
     except FileNotFoundError:
         raise RunDirectoryError(f"opening the run {run}: {_no_run(Path(run), path)}") from None
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunDirectoryError(
-            f"opening the run {path}: {CONFIG} is damaged or does not name a base ({type(error).__name__}: {error})."
+            f"opening the run {path}: {CONFIG} is damaged or does not name a base ({type(error).__name__}: {error}). Copy the run again."
         ) from error
     if not identity:
         raise BaseMismatchError(
@@ -210,9 +211,13 @@ def load_plain(directory: str | os.PathLike[str], dtype: str = "auto", **options
     # A GGUF file has no config.json next to it.
     kind = AutoModelForCausalLM if "gguf_file" in options else auto_class(AutoConfig.from_pretrained(directory))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    model, told = kind.from_pretrained(
-        directory, dtype=dtype, device_map={"": device}, output_loading_info=True, **options
-    )
+    safe = {} if "gguf_file" in options else {"use_safetensors": True}
+    try:
+        model, told = kind.from_pretrained(
+            directory, dtype=dtype, device_map={"": device}, output_loading_info=True, **safe, **options
+        )
+    except OSError as error:
+        raise BaseIncompleteError(f"loading {directory}: {in_short(error)}") from error
     wrong = [
         f"{what}: {', '.join(map(str, sorted(told[what])[:3]))}" for what in told if what != "error_msgs" and told[what]
     ]

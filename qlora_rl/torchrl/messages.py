@@ -55,11 +55,14 @@ class Message:
         """
         end = 8 + int.from_bytes(message[:8], "little")
         try:
-            session, number, method, content = json.loads(message[8:end])
-        except ValueError as error:
+            found = json.loads(message[8:end])
+            if not isinstance(found, list) or [*map(type, found)] != [str, int, str, dict]:
+                raise ValueError("its header is another one")
+        except (ValueError, RecursionError) as error:
             raise SyncError(
                 f"reading a message of {len(message)} bytes: {error}. Something else uses this channel."
             ) from error
+        session, number, method, content = found
         return cls(session, number, method, content, bytes(message[end:]))
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from qlora_rl.adapter.store import default_root
+from qlora_rl.documents import read_object
 from qlora_rl.errors import SyncError
 from qlora_rl.held import claim, let_go, new_directory
 
@@ -198,9 +199,13 @@ class DirectoryTransfer:
 
     def _marker(self) -> dict[str, Any] | None:
         try:
-            return json.loads((self.root / MARKER).read_bytes())
+            return read_object(self.root / MARKER)
         except FileNotFoundError:
             return None
+        except ValueError as error:
+            raise SyncError(
+                f"reading {self.root / MARKER}: {error}. Something else writes there; push again."
+            ) from error
 
     def _cut(self, parts: Iterable[Part]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         shard: dict[str, torch.Tensor] = {}

@@ -21,7 +21,7 @@ from qlora_rl import (
     export_adapter,
 )
 from qlora_rl.torchrl import AdapterSyncScheme, BroadcastTransfer, DirectoryTransfer, get_model_metadata
-from qlora_rl.torchrl.messages import pack_error, unpack_error
+from qlora_rl.torchrl.messages import Message, pack_error, unpack_error
 
 
 @pytest.fixture
@@ -291,3 +291,13 @@ def test_torchrl_drives_the_scheme_itself(model, engine):
         warnings.simplefilter("error")
         scheme.shutdown()
         receiving.shutdown()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"", b"null", b"{}", b'{"a":1,"b":2,"c":3,"d":4}', b"[1,2,3,4]", b'["s",1,"m",[]]', b"[" * 100_000, b"\xff"],
+)
+def test_garbage_in_a_channel_is_named(header):
+    for message in (header, len(header).to_bytes(8, "little") + header, b"\xff" * 8 + header):
+        with pytest.raises(SyncError, match="Something else uses this channel"):
+            Message.decode(message)

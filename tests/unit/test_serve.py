@@ -1,6 +1,9 @@
 """What `qlora-rl serve` refuses before anything is started."""
 
 import asyncio
+import hashlib
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,18 +22,21 @@ from qlora_rl import (
     LocalEngine,
     SamplingSpec,
     ServerTakenError,
+    SyncError,
+    errors,
     serve,
     start_server,
 )
-from qlora_rl.adapter.store import AdapterStore, write_adapter
+from qlora_rl.adapter.store import AdapterStore, pack_adapter, write_adapter
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.engine.client.answers import AwayError, refusal
-from qlora_rl.engine.sampling import sampling_params
+from qlora_rl.engine.sampling import as_received, sampling_params
 from qlora_rl.engine.server import policy
 from qlora_rl.engine.server.gate import Visits
 from qlora_rl.engine.server.policy import misfits, read_allowed
 from qlora_rl.engine.server.routes import PREFIX, Api, Lease
 from qlora_rl.engine.server.start import check_adapter_dir, read_or_make_key
+from qlora_rl.engine.stage import open_regular
 
 SIZES = {"model.q_proj": [4, 6]}
 
@@ -142,6 +148,140 @@ def test_a_trainer_with_a_long_request_open_is_not_silent():
             lease.claim("second")
     time.sleep(0.01)
     lease.claim("second")
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="Linux lists the descriptors of a process")
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda place: os.symlink("/etc/passwd", place)])
+def test_what_is_no_regular_file_is_refused_and_leaves_no_descriptor_open(tmp_path, make):
+    """Whoever may write into the adapter directory puts something else where a file is looked for."""
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        place = tmp_path / name / "adapter"
+        place.mkdir(parents=True)
+        write_adapter(bundle(), place)
+        (place / name).unlink()
+        make(place / name)
+        before = descriptors()
+        for _ in range(3):
+            with pytest.raises((SyncError, AccessDeniedError), match=name):
+                read_allowed(tmp_path, f"{name}/adapter", 10**6)
+            try:
+                assert policy.read_probe(tmp_path, f"{name}/adapter/{name}") == ""
+            except AccessDeniedError:
+                assert (place / name).is_symlink()
+            with pytest.raises(OSError, match=r"regular|symbolic"):
+                open_regular(place / name)
+        assert descriptors() == before
+
+
+DEEP = b"[" * 100_000
+SAMPLING = {"max_tokens": 1}
+ADAPTER = "/adapter?version=1&digest=0"
+BAD = [
+    ("POST", "/generate", DEEP), ("POST", "/generate", b'{"a":' * 100_000), ("POST", "/generate", b"\xff"), ("POST", "/generate", b"[]"),
+    ("POST", "/generate", b""), ("POST", "/generate", b"9" * 5000), ("POST", "/generate", {"prompts": 1, "sampling": {}}),
+    ("POST", "/generate", {"prompts": [["1"]], "sampling": SAMPLING}), ("POST", "/generate", {"prompts": [[2**70]], "sampling": SAMPLING}),
+    *(("POST", "/generate", {"prompts": [[1, 2]], "sampling": SAMPLING, name: value})
+      for name, value in {"version": "²", "digest": 1, "places": {"ids": [0, 1]}}.items()),
+    *(("POST", "/generate", {"prompts": [[1, 2]], "sampling": {"max_tokens": 1, **wrong}})
+      for wrong in ({"\ud800": 1}, {"temperature": float("nan")}, {"temperature": "x"}, {"top_k": 2**70}, {"max_tokens": 1.5}, {"regex": 1},
+                    {"extra": 1}, {"extra": {"stop": "\ud800"}}, {"extra": {"logit_bias": {"x": 1}}}, {"stop_token_ids": [None]},
+                    {"first_place": "x", "seed": 1}, {"extra": {"no_such": 1}})),
+    ("POST", "/score", {"sequences": [[1, 2]], "bare": 1}), ("POST", "/score", {"sequences": {"a": 1}, "bare": True}),
+    ("POST", "/probe", {"path": "\ud800"}), ("POST", "/probe", {"path": "x/" * 100_000}), ("POST", "/probe", {"path": None}),
+    ("POST", "/canary", {"difference": "0"}), ("POST", "/canary", DEEP),
+    ("POST", "/adapter", {"path": "x", "version": True}), ("POST", "/adapter", {"path": "x", "version": 2**70}),
+    ("POST", "/adapter", {"path": "x", "version": 1, "digest": 5}), ("POST", "/adapter", {"path": "\udcff", "version": 1}),
+    ("PUT", "/adapter?version=%C2%B2&digest=0", b""), ("PUT", "/adapter?version=%D9%A3&digest=0", b""), ("PUT", "/adapter?version=NaN", b""),
+    ("PUT", "/adapter?version=" + "9" * 5000, b""), ("PUT", ADAPTER, DEEP), ("GET", "/held?rank=%C2%B2", b""), ("GET", "/held?rank=-1", b""),
+    ("PUT", "/weights?push=%C3%A9&part=0&offset=0", b""), ("PUT", "/weights?push=x&part=%C2%B2&offset=0", b""), ("POST", "/weights?version=1", DEEP),
+    ("POST", "/weights/part?push=%C3%A9&part=0", b""), ("POST", "/weights/commit?push=%C3%A9", b""), ("DELETE", "/weights?reason=x", b""),
+]  # fmt: skip
+
+
+def answered(served, *asked, session="somebody", lease=None):
+    """The answers of a server's own routes, without a server."""
+    app = FastAPI()
+    app.include_router(Api(served, {}, 10**7, lease or Lease(60.0)).router())
+
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return [
+                await client.request(
+                    method,
+                    PREFIX + path,
+                    content=body if isinstance(body, bytes) else json.dumps(body).encode(),
+                    headers={"x-qlora-session": session},
+                )
+                for method, path, body in asked
+            ]
+
+    return asyncio.run(run())
+
+
+class Idle:
+    """An engine that answers everything, and samples nothing."""
+
+    async def add_lora(self, request):
+        pass
+
+    async def collective_rpc(self, name, *_, **__):
+        return [{"repaired": 0.5}]
+
+    async def generate(self, *_, **__):
+        yield SimpleNamespace(outputs=[drawn_token(-1.0, "length")], prompt_logprobs=[None, {}])
+
+
+def policy_in(place):
+    (place / "adapters").mkdir(exist_ok=True)
+    return policy.ServedPolicy(Idle(), {}, AdapterStore(place / "adapters"), SIZES, 8, 64, Visits())
+
+
+def test_bad_input_is_the_clients_fault_and_said_in_a_sentence(tmp_path):
+    pytest.importorskip("vllm")
+    lease = Lease(60.0)
+    for asked, answer in zip(BAD, answered(policy_in(tmp_path), *BAD, lease=lease), strict=True):
+        assert 400 <= answer.status_code < 500, (str(asked)[:200], answer.text)
+        error = answer.json()["error"]
+        assert issubclass(getattr(errors, error["kind"]), errors.QloraRLError)
+        assert len(error["message"].split()) >= 5
+    lease.claim("another")  # none of them has taken the server
+
+
+def test_names_of_tokens_in_a_json_object_are_numbers_again():
+    pytest.importorskip("vllm")
+    params = sampling_params(SamplingSpec(extra={"logit_bias": {"5": 1.0}}), [0])
+    assert as_received(params)[0].logit_bias == {5: 1.0}
+
+
+def test_what_changes_a_server_needs_its_lease_and_who_is_rejected_does_not_get_it(tmp_path):
+    pytest.importorskip("vllm")
+    served, lease = policy_in(tmp_path), Lease(60.0)
+    good = pack_adapter(bundle())
+    right = ("PUT", f"/adapter?version=1&digest={hashlib.sha256(good).hexdigest()}", good)
+    changing = [("POST", "/repair", b""), ("PUT", ADAPTER, b"x"), ("POST", "/adapter", {"path": "x", "version": 1}), ("DELETE", "/adapter", b""),
+                ("POST", "/canary", {"difference": 0.0}), ("POST", "/weights?version=1", b""), ("PUT", "/weights?push=x&part=0&offset=0", b""),
+                ("POST", "/weights/part?push=x&part=0", b""), ("POST", "/weights/commit?push=x", b""), ("DELETE", "/weights?push=x", b"")]  # fmt: skip
+    lease.claim("first")
+    for answer in answered(served, *changing, right, session="second", lease=lease):
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (409, "ServerTakenError")
+    lease.release("first")
+    rejected = [
+        asked
+        for asked in changing
+        if asked[1] not in ("/repair", "/canary") and asked[0] + asked[1] != "DELETE/adapter"
+    ]
+    for answer in answered(served, *rejected, session="second", lease=lease):
+        assert answer.status_code in (400, 422)
+    assert answered(served, right, session="first", lease=lease)[0].json()["new"]
+    with pytest.raises(ServerTakenError):
+        lease.claim("second")
+    assert answered(served, ("PUT", ADAPTER, b"x"), session="first", lease=lease)[0].status_code == 422
+    with pytest.raises(ServerTakenError):  # a holder who is rejected stays it
+        lease.claim("second")
 
 
 def test_options_that_contradict_each_other_are_refused_before_anything_starts(tmp_path):

@@ -45,9 +45,10 @@ class CarriedStage:
 
         Raises:
             SyncError: it cannot.
+            ConfigConflictError: what was told cannot be sent to it.
         """
         wanted = {name: [leaf.kind, list(leaf.shape)] for name, leaf in self._expected.items()}
-        await self._ask("qlora_begin_carried", self.token, dict(told), wanted)
+        await self._ask("qlora_begin_carried", self.token, _sendable(told), wanted)
 
     async def take(self, index: int, part: Mapping[str, Any]) -> None:
         """Have the worker take a part, and check it; the same part may be announced again.
@@ -57,7 +58,7 @@ class CarriedStage:
         """
         try:
             check, size = int(part["checksum"]), int(part["nbytes"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise ConfigConflictError(
                 f"taking weights: part={index} comes without a checksum or its size. Send both."
             ) from None
@@ -70,7 +71,7 @@ class CarriedStage:
                 f"taking weights: part={index} is said to have {size} bytes, and {self._left} are left of the model's {self.nbytes}. Push to the "
                 "right server."
             )
-        await self._ask("qlora_take_carried", self.token, dict(part))
+        await self._ask("qlora_take_carried", self.token, _sendable(part))
         self._taken.append(check)
         self._left -= size
 
@@ -100,3 +101,15 @@ class CarriedStage:
         why = (await self._engine.collective_rpc(call, args=arguments))[0]
         if why:
             raise SyncError(why)
+
+
+def _sendable(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a client has said, if it can be sent to vLLM's worker: huge numbers and half characters cannot."""
+    import msgspec  # vLLM's own way between its processes
+
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(dict(told)))
+    except Exception as error:
+        raise ConfigConflictError(
+            f"taking weights: what was sent cannot be passed on: {error}. Send plain values."
+        ) from error

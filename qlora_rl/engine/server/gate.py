@@ -59,7 +59,7 @@ class Gate:
             )
             return
         length = dict(scope["headers"]).get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self.max_body_bytes:
+        if not length.isdigit() or len(length) > 18 or int(length) > self.max_body_bytes:
             await self._refuse_body(receive, send)
             return
         with contextlib.ExitStack() as stack:

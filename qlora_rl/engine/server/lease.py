@@ -41,13 +41,34 @@ class Lease:
         Raises:
             ServerTakenError: another one is.
         """
+        if not force:
+            self.refuse_other(session)
+        self._holder, self._heard = session, time.monotonic()
+
+    @contextlib.contextmanager
+    def trying(self, session: str) -> Iterator[None]:
+        """A change that this trainer asks for: whoever is rejected does not become the holder.
+
+        Raises:
+            ServerTakenError: another one is.
+        """
+        before = self._holder, self._heard
+        self.claim(session)
+        try:
+            yield
+        except BaseException:
+            if before[0] != session == self._holder:
+                self._holder, self._heard = before
+            raise
+
+    def refuse_other(self, session: str) -> None:
+        """Raise `ServerTakenError` where another trainer holds the server."""
         silent = 0.0 if self._open[self._holder] else time.monotonic() - self._heard
-        if self._holder and self._holder != session and silent < self.idle_s and not force:
+        if self._holder and self._holder != session and silent < self.idle_s:
             raise ServerTakenError(
                 f"taking the server: another trainer holds it and was heard {silent:.0f} s ago. Start a server of your own, stop "
                 f"that trainer, wait until it has been silent for {self.idle_s:.0f} s, or take it with ServerEngine.claim(force=True)."
             )
-        self._holder, self._heard = session, time.monotonic()
 
     def release(self, session: str) -> None:
         """Stop being the holder."""

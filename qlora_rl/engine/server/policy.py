@@ -6,35 +6,36 @@ import asyncio
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import math
 import os
-import stat
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, unpack_adapter
+from qlora_rl.adapter.store import CONFIG, WEIGHTS, AdapterStore, parse_adapter, unpack_adapter
 from qlora_rl.contracts import IS_PROBE, AdapterBundle, SamplingSpec
 from qlora_rl.engine import compat
 from qlora_rl.engine.images import Prompt, engine_inputs, token_ids
 from qlora_rl.engine.sampling import (
     SCORING,
     are_cut_off,
+    as_received,
     check_lengths,
     holds_nan,
+    parse_spec,
     sampled,
     sampling_params,
     scored_logprobs,
 )
 from qlora_rl.engine.server.gate import Visits
 from qlora_rl.engine.server.weights import ServedWeights
+from qlora_rl.engine.stage import open_regular
 from qlora_rl.engine.worker.parallel import described, held_digests
 from qlora_rl.errors import (
     AccessDeniedError,
@@ -249,10 +250,7 @@ class ServedPolicy:
         Raises:
             ServerTakenError: it is not `wanted` (version and digest; `None` is any).
         """
-        try:
-            spec = SamplingSpec(**sampling)
-        except TypeError as error:
-            raise ConfigConflictError(f"generating: {error}. Send the fields of SamplingSpec.") from error
+        spec = parse_spec(sampling)
         started = time.perf_counter()
         version, outputs = await self._run(prompts, spec, places, wanted=wanted)
         return {**sampled(outputs), "version": version, "seconds": time.perf_counter() - started}
@@ -315,9 +313,10 @@ class ServedPolicy:
         )
 
     async def _draw(
-        self, asked: Sequence[Prompt], spec: SamplingSpec, held: Held | None, places: list[int] | None
+        self, asked: Sequence[Prompt], spec: SamplingSpec, held: Held | None, places: Sequence[int] | None
     ) -> tuple[int, list[Any]]:
-        params = sampling_params(spec, range(len(asked)) if places is None else places, never=self.image_tokens)
+        places = range(len(asked)) if places is None else places
+        params = as_received(sampling_params(spec, places, never=self.image_tokens))
         lora, salt = (None, self.weights.salt) if held is None else (held.request, held.salt)
         call = uuid.uuid4().hex
         if self.image_tokens:
@@ -337,8 +336,11 @@ class ServedPolicy:
         tasks = [asyncio.ensure_future(one(i)) for i in range(len(asked))]
         try:
             outputs = await asyncio.gather(*tasks)
-        except compat.refusals() as error:  # before it ran
-            raise ConfigConflictError(f"generating: vLLM rejects a prompt: {error}") from error
+        except Exception as error:
+            found = error.__cause__ if isinstance(error.__cause__, compat.refusals()) else error  # vLLM wraps some
+            if not isinstance(found, compat.refusals()):
+                raise
+            raise ConfigConflictError(f"generating: vLLM rejects a prompt: {found}") from error
         finally:
             for task in tasks:
                 task.cancel()
@@ -366,7 +368,7 @@ def misfits(bundle: AdapterBundle, sizes: Mapping[str, Sequence[int]], max_rank:
     if config.get("bias", "none") != "none":
         reasons.append(f"its config has bias={config['bias']!r}, which vLLM does not serve")
     rank = config.get("r")
-    if not isinstance(rank, int) or not 0 < rank <= max_rank:
+    if type(rank) is not int or not 0 < rank <= max_rank:
         return [*reasons, f"rank={rank} is not between 1 and max_lora_rank={max_rank} of the server"]
     if type(config.get("lora_alpha")) not in (int, float) or config["lora_alpha"] != rank:
         reasons.append(
@@ -413,27 +415,22 @@ def read_allowed(root: Path, path: str, max_bytes: int) -> tuple[AdapterBundle, 
         AccessDeniedError: the path is not under `root`, or a link is on the way.
         SyncError: there is no adapter, or it is too large.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     asked = _resolve(root, path)
     way = f"Put it under {root}, the adapter directory of the server."
     parts = {}
     for name in (WEIGHTS, CONFIG):
         try:
-            handle = _open_below(root, os.path.join(asked, name))
+            with _open_below(root, os.path.join(asked, name)) as file:
+                parts[name] = file.read(max_bytes + 1)
         except OSError as error:
             kind = AccessDeniedError if error.errno in (errno.ELOOP, errno.ENOTDIR) else SyncError
             raise kind(f"loading an adapter: {name} in {path!r}: {error.strerror}. {way}") from error
-        with os.fdopen(handle, "rb") as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode) or about.st_size > max_bytes:
-                raise SyncError(f"loading an adapter: {name} in {path!r} is no file of at most {max_bytes} bytes.")
-            parts[name] = file.read(max_bytes + 1)
+        if len(parts[name]) > max_bytes:
+            raise SyncError(f"loading an adapter: {name} in {path!r} has more than {max_bytes} bytes.")
     try:
-        bundle = AdapterBundle(load(parts[WEIGHTS]), json.loads(parts[CONFIG]))
-    except (SafetensorError, ValueError) as error:
-        raise SyncError(f"loading an adapter: {path!r}: {type(error).__name__}: {error}. Write it again.") from error
+        bundle = parse_adapter(parts[WEIGHTS], parts[CONFIG])
+    except ValueError as error:
+        raise SyncError(f"loading an adapter: {path!r}: {error}. Write it again.") from error
     return bundle, hashlib.sha256(parts[WEIGHTS] + parts[CONFIG]).hexdigest()
 
 
@@ -445,17 +442,19 @@ def _resolve(root: Path, path: str) -> str:
     """
     top = os.path.realpath(root)
     asked = os.path.normpath(os.path.join(top, path))
-    is_inside = "\0" not in path and ".." not in Path(path).parts and asked.startswith(top + os.sep)
+    # The kernel takes neither what is longer nor zeros; half a surrogate pair is no path at all.
+    is_path = len(path) < 4096 and path.isprintable()
+    is_inside = is_path and ".." not in Path(path).parts and asked.startswith(top + os.sep)
     if not is_inside or os.path.realpath(asked) != asked:
         raise AccessDeniedError(
-            f"loading an adapter: {path!r} leads out of the adapter directory, or through a link. Put it under {top}, the adapter "
+            f"loading an adapter: {path[:200]!r} leads out of the adapter directory, or through a link. Put it under {top}, the adapter "
             "directory of the server."
         )
     return asked
 
 
-def _open_below(root: Path, asked: str) -> int:
-    """Open a file for reading, directory by directory: what is exchanged for a link on the way, meanwhile too, is an OSError."""
+def _open_below(root: Path, asked: str) -> BinaryIO:
+    """Open a regular file for reading, directory by directory: what is exchanged for a link on the way, meanwhile too, is an OSError."""
     top = os.path.realpath(root)
     *ways, name = os.path.relpath(asked, top).split(os.sep)
     handle = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
@@ -464,7 +463,7 @@ def _open_below(root: Path, asked: str) -> int:
             below = os.open(way, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
             os.close(handle)
             handle = below
-        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=handle)
+        return open_regular(name, below=handle)
     finally:
         os.close(handle)
 
@@ -477,8 +476,7 @@ def read_probe(root: Path, path: str) -> str:
     """
     asked = _resolve(root, path)
     try:
-        handle = _open_below(root, asked)
+        with _open_below(root, asked) as file:
+            return hashlib.sha256(file.read(64)).hexdigest()
     except OSError:
         return ""
-    with os.fdopen(handle, "rb") as file:
-        return hashlib.sha256(file.read(64)).hexdigest() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else ""

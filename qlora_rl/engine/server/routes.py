@@ -7,22 +7,23 @@ after a restart nothing runs on the bare base by mistake.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
+from qlora_rl.documents import parse_object
 from qlora_rl.engine import compat
 from qlora_rl.engine.images import Prompt, token_ids, unpack
 from qlora_rl.engine.server.gate import TooLargeError
 from qlora_rl.engine.server.lease import Lease
 from qlora_rl.engine.server.policy import ServedPolicy, Wanted, read_probe
-from qlora_rl.engine.server.weights_routes import WeightsApi
+from qlora_rl.engine.server.weights_routes import Handler, WeightsApi
 from qlora_rl.errors import ConfigConflictError, QloraRLError
 
 logger = logging.getLogger(__name__)
@@ -60,24 +61,40 @@ class Api:
     def router(self) -> APIRouter:
         """All of them."""
         router = APIRouter(prefix=PREFIX, tags=["qlora-rl"])
-        for path, method, handler in (
-            ("/state", "GET", self.state),
-            ("/base", "GET", self.base),
+        changing = (
             ("/repair", "POST", self.repair),
-            ("/held", "GET", self.held),
             ("/adapter", "PUT", self.push),
             ("/adapter", "POST", self.load),
             ("/adapter", "DELETE", self.drop),
+            ("/canary", "POST", self.canary),
+            *WeightsApi(self.policy.weights, self.lease, _session, _number, self.policy.order).routes(),
+        )
+        for path, method, handler in (
+            ("/state", "GET", self.state),
+            ("/base", "GET", self.base),
+            ("/held", "GET", self.held),
             ("/generate", "POST", self.generate),
             ("/score", "POST", self.score),
             ("/probe", "POST", self.probe),
-            ("/canary", "POST", self.canary),
             ("/lease", "POST", self.claim),
             ("/lease", "DELETE", self.release),
-            *WeightsApi(self.policy.weights, self.lease, _session, _number, self.policy.order).routes(),
+            *((path, method, self._by_its_trainer(handler)) for path, method, handler in changing),
         ):
             router.add_api_route(path, self._answering(handler), methods=[method], name=handler.__name__)
         return router
+
+    def _by_its_trainer(self, handler: Handler) -> Handler:
+        """For what changes the server: only the holder of the lease is let in, and becomes it only when it is not rejected."""
+
+        @functools.wraps(handler)
+        async def changed(request: Request) -> dict[str, Any] | None:
+            session = _session(request)
+            self.lease.refuse_other(session)  # before its body comes
+            await request.body()
+            with self.lease.trying(session):
+                return await handler(request)
+
+        return changed
 
     async def state(self, request: Request) -> dict[str, Any]:
         """What the server is, and the digest of what serves."""
@@ -97,25 +114,23 @@ class Api:
 
     async def push(self, request: Request) -> dict[str, Any]:
         """The body is an adapter (`pack_adapter`); its version and digest are in the query."""
-        self.lease.claim(_session(request))
         version, digest = _number(request, "version"), request.query_params.get("digest", "")
         blob = await request.body()
         async with self.policy.order:
-            self.lease.claim(_session(request))  # somebody may have taken it while the body came
+            self.lease.claim(_session(request))  # somebody may have taken it meanwhile
             return {"new": await self.policy.push(blob, version, digest), "digest": self.policy.digest}
 
     async def load(self, request: Request) -> dict[str, Any]:
         """An adapter that is in the adapter directory."""
-        self.lease.claim(_session(request))
         asked = await _json(request, path=str, version=int)
         async with self.policy.order:
             self.lease.claim(_session(request))
-            new = await self.policy.load(asked["path"], asked["version"], self.max_body_bytes, asked.get("digest"))
+            wanted = _optional(asked, "digest", str)
+            new = await self.policy.load(asked["path"], asked["version"], self.max_body_bytes, wanted)
             return {"new": new, "digest": self.policy.digest}
 
     async def drop(self, request: Request) -> dict[str, Any]:
         """Serve the bare base."""
-        self.lease.claim(_session(request))
         async with self.policy.order:
             self.lease.claim(_session(request))
             await self.policy.drop()
@@ -124,11 +139,13 @@ class Api:
     async def generate(self, request: Request) -> dict[str, Any] | None:
         """One completion for each prompt, all by one version."""
         asked = await _json(request, prompts=list, sampling=dict)
-        prompts, places = await self._prompts(asked, "prompts"), asked.get("places")
-        if places is not None and len(token_ids(unpack([places], None, 0)[0])) != len(prompts):
-            raise ConfigConflictError(
-                f"generating: {len(places)} places for {len(prompts)} prompts. Send one for each."
-            )
+        prompts, places = await self._prompts(asked, "prompts"), None
+        if asked.get("places") is not None:
+            places = token_ids(unpack([asked["places"]], None, 0)[0])
+            if len(places) != len(prompts):
+                raise ConfigConflictError(
+                    f"generating: {len(places)} places for {len(prompts)} prompts. Send one for each."
+                )
         return await _unless_gone(request, self.policy.generate(prompts, asked["sampling"], places, _wanted(asked)))
 
     async def score(self, request: Request) -> dict[str, Any] | None:
@@ -145,7 +162,6 @@ class Api:
 
     async def canary(self, request: Request) -> dict[str, Any]:
         """What the trainer's canary has found, for the metrics."""
-        self.lease.claim(_session(request))
         self.policy.canary = (await _json(request, difference=float))["difference"]
         return {}
 
@@ -167,7 +183,7 @@ class Api:
             return unpack(asked[name], None, most)
         return await asyncio.to_thread(unpack, asked[name], asked["images"], most)
 
-    def _answering(self, handler: Callable[[Request], Awaitable[dict[str, Any] | None]]) -> Callable[..., Any]:
+    def _answering(self, handler: Handler) -> Callable[..., Any]:
         async def answer(request: Request) -> Response:
             marks = {START: self.start, "x-qlora-version": str(self.policy.version)}
             expected = request.headers.get(START)
@@ -182,6 +198,9 @@ class Api:
                 return _error(STATUS.get(kind, 500), kind, str(error), error.reasons, marks)
             except (ClientDisconnect, TooLargeError):
                 return Response(status_code=GONE)
+            except RecursionError:  # what could be parsed, and not handled
+                text = "asking the server: what was sent is nested too deeply. Send flat values."
+                return _error(400, "ConfigConflictError", text, (), marks)
             except Exception as error:
                 if isinstance(
                     error, compat.EngineEndingError
@@ -203,9 +222,10 @@ class Api:
         return answer
 
 
-def _error(status: int, kind: str, message: str, reasons: Any, headers: dict[str, str]) -> JSONResponse:
+def _error(status: int, kind: str, message: str, reasons: Any, headers: dict[str, str]) -> Response:
     content = {"error": {"kind": kind, "type": kind, "message": message, "reasons": list(reasons), "code": status}}
-    return JSONResponse(content, status, headers)
+    # Not as UTF-8: a message may quote half of a surrogate pair, which JSON can send and UTF-8 cannot.
+    return Response(json.dumps(content), status, headers, "application/json")
 
 
 async def _unless_gone(request: Request, work: Any) -> Any:
@@ -228,7 +248,7 @@ async def _unless_gone(request: Request, work: Any) -> Any:
 
 def _wanted(asked: dict[str, Any]) -> Wanted:
     """Version and digest that must serve, where the client has named them; or that need only be held."""
-    return asked.get("version"), asked.get("digest"), asked.get("held") is True
+    return _optional(asked, "version", int), _optional(asked, "digest", str), asked.get("held") is True
 
 
 def _session(request: Request) -> str:
@@ -242,17 +262,29 @@ def _session(request: Request) -> str:
 
 def _number(request: Request, name: str) -> int:
     value = request.query_params.get(name, "")
-    if not value.isdigit() or len(value) > 12:
+    if not (value.isascii() and value.isdigit()) or len(value) > 12:  # "²" is a digit, and no number
         raise ConfigConflictError(f"asking the server: {name}={value[:20]!r} is no number.")
     return int(value)
 
 
 async def _json(request: Request, **fields: type) -> dict[str, Any]:
     try:
-        asked = json.loads(await request.body())
+        asked = parse_object(await request.body())
     except ValueError as error:
-        raise ConfigConflictError(f"asking the server: the body is no JSON: {error}.") from error
-    wrong = [n for n, kind in fields.items() if not isinstance(asked, dict) or not isinstance(asked.get(n), kind)]
+        raise ConfigConflictError(f"asking the server: the body is no JSON object: {error}.") from error
+    wrong = [name for name, kind in fields.items() if not _is_a(asked.get(name), kind)]
     if wrong:
         raise ConfigConflictError(f"asking the server: {', '.join(wrong)} missing in the body, or of another type.")
     return asked
+
+
+def _optional(asked: dict[str, Any], name: str, kind: type) -> Any:
+    value = asked.get(name)
+    if value is not None and not _is_a(value, kind):
+        raise ConfigConflictError(f"asking the server: {name} is no {kind.__name__}. Send one, or leave it out.")
+    return value
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Of this very type, as True is no number; an integer as large as those in a query."""
+    return type(value) is kind and not (isinstance(value, int) and not 0 <= value < 10**12)

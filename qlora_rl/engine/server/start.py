@@ -52,6 +52,8 @@ def run():
 sys.exit(as_command(run))
 """
 _MIB = 2**20
+# Routes of vLLM that answer 500 to bad bodies: two that start and end its engines, and another name of those under /v1.
+_CLOSED = ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/invocations")
 # Of one request with images: a rollout of a hundred photographs.
 _IMAGES_MIB = 512.0
 
@@ -235,6 +237,7 @@ class _Server:
             "base_compute": compute.base,
             "multiplies_in_float32": all(lifts),
         }
+        app.router.routes = [route for route in app.router.routes if getattr(route, "path", "") not in _CLOSED]
         app.include_router(Api(policy, about, max_body, Lease(LEASE_S)).router())
         # In front of everything, Starlette's own error page included; vLLM has built the stack already, so that none can be added.
         inner = Shutter(app.middleware_stack or app.build_middleware_stack(), weights, PREFIX)
@@ -294,17 +297,20 @@ def read_or_make_key(path: Path) -> tuple[Path, str]:
     """The key in a file; a new one is written where there is no such file.
 
     Raises:
-        ConfigConflictError: others can read it, or it holds no key of at least 16 characters without spaces.
+        ConfigConflictError: others can read it, we cannot read or write it, or it holds no key of at least 16 characters without spaces.
     """
-    if not path.exists():
-        key = secrets.token_urlsafe(32)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(key + "\n")
-        return path, key
-    if path.stat().st_mode & 0o077:
-        raise ConfigConflictError(f"reading the key: others can read {path}. Run: chmod 600 {path}")
-    key = path.read_text().strip()
+    try:
+        if not path.exists():
+            key = secrets.token_urlsafe(32)
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(key + "\n")
+            return path, key
+        if path.stat().st_mode & 0o077:
+            raise ConfigConflictError(f"reading the key: others can read {path}. Run: chmod 600 {path}")
+        key = path.read_text(errors="replace").strip()
+    except OSError as error:
+        raise ConfigConflictError(f"reading the key: {path}: {error.strerror}. Pass another --api-key-file.") from error
     if len(key) < 16 or not key.isascii() or any(letter.isspace() for letter in key):
         raise ConfigConflictError(
             f"reading the key: {path} holds no key of at least 16 ASCII characters without spaces. Remove it, and one is made."
@@ -316,10 +322,15 @@ def check_adapter_dir(path: Path) -> Path:
     """The directory, made with mode 700 where there is none.
 
     Raises:
-        ConfigConflictError: others can write there, or it belongs to another user.
+        ConfigConflictError: others can write there, it belongs to another user, or cannot be made.
     """
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    about = path.stat()
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        about = path.stat()
+    except OSError as error:
+        raise ConfigConflictError(
+            f"checking the adapter directory: {path}: {error.strerror}. Pass a directory of your own."
+        ) from error
     if about.st_uid != os.getuid():
         raise ConfigConflictError(
             f"checking the adapter directory: {path} belongs to another user (uid={about.st_uid}). Pass a directory of your own."

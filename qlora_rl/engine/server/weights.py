@@ -76,11 +76,7 @@ class ServedWeights:
         Raises:
             EngineUnsupportedError: the engine takes no weights. SyncError: no room for them, or no such way.
         """
-        if not self.takes_any:
-            raise EngineUnsupportedError(
-                "taking weights: this server cannot be given full weights. Serve the baked base without LoRA: qlora-rl serve "
-                "BAKED --max-lora-rank 0, where BAKED was written by bake_base(base)."
-            )
+        self._refuse_adapters()
         if version < 1:
             raise SyncError(f"taking weights version={version}: versions begin with 1; 0 is the bare base.")
         async with self._lock:
@@ -165,7 +161,12 @@ class ServedWeights:
                 self.discard()
 
     def withdraw(self, reason: str) -> None:
-        """Serve nothing until the next push; what a commit that is at work brings is withdrawn as well."""
+        """Serve nothing until the next push; what a commit that is at work brings is withdrawn as well.
+
+        Raises:
+            EngineUnsupportedError: the engine takes no weights, so none would ever be served again.
+        """
+        self._refuse_adapters()
         self.lost = self._withdrawn = reason
 
     def discard(self) -> None:
@@ -207,6 +208,13 @@ class ServedWeights:
             if isinstance(stage, CarriedStage):
                 raise SyncError("taking weights: this push was begun with another way than files. Push again.")
             yield stage
+
+    def _refuse_adapters(self) -> None:
+        if not self.takes_any:
+            raise EngineUnsupportedError(
+                "taking weights: this server cannot be given full weights. Serve the baked base without LoRA: qlora-rl serve "
+                "BAKED --max-lora-rank 0, where BAKED was written by bake_base(base)."
+            )
 
     def _hear(self) -> None:
         self._heard = time.monotonic()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from qlora_rl.documents import parse_object
 from qlora_rl.engine.server.lease import Lease
 from qlora_rl.engine.server.weights import ServedWeights
 from qlora_rl.errors import ConfigConflictError
@@ -18,7 +18,7 @@ Handler = Callable[["Request"], Awaitable[dict[str, Any] | None]]
 
 
 class WeightsApi:
-    """The handlers.
+    """The handlers; all of them are asked by the one trainer that pushes (`Lease.trying`).
 
     Args:
         weights: that serve.
@@ -54,23 +54,21 @@ class WeightsApi:
 
         A body, in JSON, says by which other way they come: `Carrier.describe`.
         """
-        self._pusher(request)
         told = await _told(request)
-        session = self._pusher(request)  # somebody may have taken the lease while the body came
-        return await self.weights.begin(session, self._number(request, "version"), told)
+        return await self.weights.begin(self._session(request), self._number(request, "version"), told)
 
     async def write(self, request: Request) -> dict[str, Any]:
         """The body is a piece of a part (safetensors); `push`, `part` and `offset` in bytes are in the query."""
         push, part = request.query_params.get("push", ""), self._number(request, "part")
         offset = self._number(request, "offset")
-        await self.weights.write(self._pusher(request), push, part, offset, await request.body())
+        await self.weights.write(self._session(request), push, part, offset, await request.body())
         return {}
 
     async def take(self, request: Request) -> dict[str, Any]:
         """A part is complete; `push`, `part` and its `digest` (sha256) are in the query. One that comes by another way has a body instead:
         its ticket, size, checksum, and the places of its weights."""
         session, push, index = (
-            self._pusher(request),
+            self._session(request),
             request.query_params.get("push", ""),
             self._number(request, "part"),
         )
@@ -82,13 +80,14 @@ class WeightsApi:
 
     async def commit(self, request: Request) -> dict[str, Any]:
         """All parts were sent: serve them."""
-        self._pusher(request)
-        async with self._order:  # somebody may have taken the lease meanwhile
-            return {"new": await self.weights.commit(self._pusher(request), request.query_params.get("push", ""))}
+        session = self._session(request)
+        async with self._order:
+            self.lease.claim(session)  # somebody may have taken it meanwhile
+            return {"new": await self.weights.commit(session, request.query_params.get("push", ""))}
 
     async def withdraw(self, request: Request) -> dict[str, Any]:
         """Serve nothing until the next push (`reason`); or, with `push`, only throw that unfinished push away."""
-        session, push = self._pusher(request), request.query_params.get("push", "")
+        session, push = self._session(request), request.query_params.get("push", "")
         if push:
             async with self.weights.own(session, push):
                 self.weights.discard()
@@ -98,11 +97,6 @@ class WeightsApi:
             raise ConfigConflictError("withdrawing weights: the query gives no reason. Send one.")
         self.weights.withdraw(reason[:200])
         return {}
-
-    def _pusher(self, request: Request) -> str:
-        session = self._session(request)
-        self.lease.claim(session)
-        return session
 
 
 async def _told(request: Request) -> dict[str, Any] | None:
@@ -115,9 +109,8 @@ async def _told(request: Request) -> dict[str, Any] | None:
     if not body:
         return None
     try:
-        found = json.loads(body)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigConflictError("taking weights: the body is no JSON object. Send one, or none.")
-    return found
+        return parse_object(body)
+    except ValueError as error:
+        raise ConfigConflictError(
+            f"taking weights: the body is no JSON object ({error}). Send one, or none."
+        ) from error

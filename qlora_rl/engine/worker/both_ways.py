@@ -86,6 +86,7 @@ class BothWaysBuilder(CPUAttentionMetadataBuilder):
         self, whole: CPUAttentionMetadata, starts: list[int], ends: list[int], owners: list[int]
     ) -> CPUAttentionMetadata:
         begin, length = (torch.tensor(each, dtype=torch.int32) for each in (starts, ends))
+        since_0_31 = {"kv_cache_dtype": self.kv_cache_dtype} if hasattr(self, "kv_cache_dtype") else {}
         schedule = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(owners),
             num_heads=self.num_heads,
@@ -98,7 +99,7 @@ class BothWaysBuilder(CPUAttentionMetadataBuilder):
             sliding_window_size=self.window_size,
             isa=self.isa,
             enable_kv_split=False,
-            kv_cache_dtype=self.kv_cache_dtype,
+            **since_0_31,
         )
         return CPUAttentionMetadata(
             num_actual_tokens=starts[-1],

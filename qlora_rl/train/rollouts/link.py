@@ -14,7 +14,7 @@ from qlora_rl.base.kinds import directory_takes_images, load_processor
 from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.engine.linears.base_compute import BaseCompute
-from qlora_rl.errors import NotYetSupportedError, collected
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.products import Float32Products
 from qlora_rl.sync.admission import Admission, verify_base
 from qlora_rl.sync.canary import Canary, SeenPrompt
@@ -255,12 +255,18 @@ def canary_image(base: PreparedBase) -> SeenPrompt | None:
     picture = Image.new("RGB", (64, 64))
     picture.putdata([(4 * x, 4 * y, 16 * ((x ^ y) % 16)) for y in side for x in side])
     content = [{"type": "image", "image": picture}, {"type": "text", "text": "?"}]
-    made = processor.apply_chat_template(
-        [[{"role": "user", "content": content}]],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    try:
+        made = processor.apply_chat_template(
+            [[{"role": "user", "content": content}]],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    except Exception as error:  # jinja's, or whatever else a template comes to
+        raise ConfigConflictError(
+            f"comparing trainer and engine: the chat template of {base.path} does not take a message with an image: {type(error).__name__}: "
+            f"{error}. Use the template that the model was published with."
+        ) from error
     inputs = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
     return SeenPrompt(ImagePrompt(made["input_ids"][0].tolist(), (picture,)), inputs)

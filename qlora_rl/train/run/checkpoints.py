@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from qlora_rl.documents import read_object
 from qlora_rl.errors import RunDirectoryError
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def way_out(error: Exception) -> str:
 def damage(directory: Path) -> list[str]:
     """What is wrong with a checkpoint, one sentence each; nothing, if all of it is there as it was written."""
     try:
-        files = json.loads((directory / MANIFEST).read_text())["files"]
+        files = dict(read_object(directory / MANIFEST)["files"])
     except FileNotFoundError:
         return [f"it has no {MANIFEST}: it is torn, or was saved by something else"]
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -75,7 +76,7 @@ def damage(directory: Path) -> list[str]:
         try:
             if _digest(directory / name) != digest:
                 reasons.append(f"{name} is not what was written")
-        except OSError:
+        except (OSError, ValueError):  # the latter of a name that no file can have
             reasons.append(f"{name} is missing")
     return reasons
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -14,13 +15,14 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 from qlora_rl.adapter.store import write_origin
+from qlora_rl.documents import read_object
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.processor import processor
 from qlora_rl.train.run import checkpoints
@@ -95,22 +97,13 @@ class RunDirectory:
 
     def begin(self) -> None:
         """The run really starts: what it is to overwrite goes now, when nothing can be rejected any more."""
-        if self.existing == "resume":
-            (self.path / SUMMARY).unlink(missing_ok=True)  # it goes on
+        names = (CONFIG, METRICS, SYNCS, SUMMARY, FINGERPRINTS, ROLLOUTS, SAMPLES, "eval.json", "report.html")
+        # A run that is resumed goes on: it has no summary any more.
+        for name in names if self._overwrites else (SUMMARY,) if self.existing == "resume" else ():
+            with _writing(self.path / name):
+                (self.path / name).unlink(missing_ok=True)
         if not self._overwrites:
             return
-        for name in (
-            CONFIG,
-            METRICS,
-            SYNCS,
-            SUMMARY,
-            FINGERPRINTS,
-            ROLLOUTS,
-            SAMPLES,
-            "eval.json",
-            "report.html",
-        ):
-            (self.path / name).unlink(missing_ok=True)
         for directory in (self.path / ADAPTER, self.path / MODEL):
             shutil.rmtree(directory, ignore_errors=True)
         checkpoints.remove_all(self.path)
@@ -118,12 +111,10 @@ class RunDirectory:
     def session(self) -> str:
         """The name under which a server knows this run; a run that is resumed has the one that was killed."""
         file = self.path / SESSION
-        try:
+        with _writing(file):
             if self.existing != "resume" or not file.exists():
                 file.write_text(uuid.uuid4().hex)
-            return file.read_text()
-        except OSError as error:
-            raise _unwritable(file, error) from error
+            return file.read_text(encoding="ascii")
 
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint that is whole."""
@@ -134,7 +125,7 @@ class RunDirectory:
         found = {}
         for name in (METRICS, SYNCS):
             if (self.path / name).exists():
-                with open(self.path / name, "rb") as handle:
+                with _writing(self.path / name), open(self.path / name, "rb") as handle:
                     os.fsync(handle.fileno())
                     found[name] = os.fstat(handle.fileno()).st_size
         return found
@@ -150,15 +141,16 @@ class RunDirectory:
                 logger.warning(
                     "%s has %d bytes, %d when the checkpoint was written: lines are missing", path, there, wanted
                 )
-            with open(path, "rb+") as handle:
+            with _writing(path), open(path, "rb+") as handle:
                 handle.truncate(min(there, wanted))
                 os.fsync(handle.fileno())
 
     def _refuse_ended(self) -> None:
         """A run that ended by itself has left an adapter, which a new beginning would remove."""
         if (self.path / SUMMARY).exists():
-            summary = json.loads((self.path / SUMMARY).read_text())
-            way = ""
+            summary, way = {"status": f"ended (its {SUMMARY} is damaged)", "steps": "?"}, ""
+            with contextlib.suppress(OSError, ValueError):
+                summary |= read_object(self.path / SUMMARY)
             if (self.path / ADAPTER).exists():
                 way = (
                     "Its adapter is in adapter/: train on from it in another directory ([adapter] start_from in a run's file, in Python "
@@ -182,16 +174,16 @@ class RunDirectory:
             raise _unwritable(self.path / name, error) from error
 
     def append(self, name: str, content: Mapping[str, Any]) -> None:
-        """Add one line to a .jsonl file: all of it, or nothing."""
+        """Add one line to a .jsonl file: all of it, or nothing. After one that a power cut has torn it begins a new line."""
         line = (json.dumps(_plain(content), default=str) + "\n").encode()
-        try:
-            with open(self.path / name, "ab", buffering=0) as handle:
-                before = handle.tell()
-                if handle.write(line) != len(line):  # the disk filled up in the middle of it
-                    handle.truncate(before)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise _unwritable(self.path / name, error) from error
+        with _writing(self.path / name), open(self.path / name, "ab+", buffering=0) as handle:
+            before = handle.seek(0, os.SEEK_END)
+            if before and os.pread(handle.fileno(), 1, before - 1) != b"\n":
+                logger.warning("the last line of %s is torn; what follows begins a new one", self.path / name)
+                line = b"\n" + line
+            if handle.write(line) != len(line):  # the disk filled up in the middle of it
+                handle.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def save_adapter(
         self, model: Any, base_identity: str | None = None, weights: Mapping[str, Any] | None = None
@@ -414,6 +406,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     return value
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the latter of text that is none
+        raise _unwritable(path, error) from error
 
 
 def _unwritable(path: Path, error: Exception) -> RunDirectoryError:

@@ -28,6 +28,7 @@ from qlora_rl.adapter.store import write_origin
 from qlora_rl.adapter.subject import is_bare
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.distributed import ranks
+from qlora_rl.documents import read_object
 from qlora_rl.errors import RunDirectoryError
 from qlora_rl.train.ranks import zero
 from qlora_rl.train.ranks.sharded import (
@@ -47,6 +48,11 @@ logger = logging.getLogger(__name__)
 
 STATE, ROLLOUTS, TRAINER_STATE = "qlora_rl.json", "rollouts.pt", "trainer_state.json"
 ENTROPY = "entropy_ctrl_state.json"
+# What a checkpoint's state must hold.
+_FIELDS = {
+    "step": int,
+    **dict.fromkeys(("identity", "versions", "files", "loss", "counters", "metrics", "states"), dict),
+}
 # Counters of TRL's trainers that no checkpoint of theirs holds.
 _COUNTERS = ("_step", "_total_train_tokens")
 
@@ -389,7 +395,10 @@ def _held(trainer: Any) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads((path / STATE).read_text())
+        saved = read_object(path / STATE)
+        if wrong := [name for name, kind in _FIELDS.items() if not isinstance(saved.get(name), kind)]:
+            raise ValueError(f"{', '.join(wrong)} missing, or of another type")
+        return saved
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
             f"resuming from {path}: {STATE} cannot be read ({error}): it was saved by another version. Train its adapter on: "

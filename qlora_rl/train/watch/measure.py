@@ -5,7 +5,6 @@ It changes nothing of the training; the demo puts it on TRL's own trainer too, s
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from statistics import fmean
@@ -15,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from qlora_rl.distributed import ranks
+from qlora_rl.documents import read_object
 from qlora_rl.errors import RunDirectoryError
 from qlora_rl.fidelity import Fidelity, FidelityMonitor
 from qlora_rl.pictures import as_thumbnails
@@ -146,9 +146,12 @@ class MeasuredSteps:
         last = {"step": self.state.global_step + 1, "prompt": as_thumbnails(prompts[start]), "rollouts": rollouts}
         held = run.path / ROLLOUTS  # of a run that goes on
         if not self._kept_rollouts and held.exists():
-            told = json.loads(held.read_text())
-            before = [told["first"], *(each for each in told.get("steps", []) if each["step"] < last["step"])]
-            self._kept_rollouts = before
+            try:
+                told = read_object(held)
+                before = [told["first"], *(each for each in told.get("steps", []) if each["step"] < last["step"])]
+                self._kept_rollouts = before if "step" in before[0] else []
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                logger.warning("%s is damaged (%s) and is begun again", held, error)
         if not self._kept_rollouts or last["step"] >= self._kept_rollouts[-1]["step"] + math.ceil(
             self.state.max_steps / _KEPT_STEPS
         ):
