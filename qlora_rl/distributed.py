@@ -261,7 +261,12 @@ class Ranks:
                         if self._beats.get(rank, (b"", 0.0))[0] != beat:
                             self._beats[rank] = (beat, time.monotonic())
                     if rank not in self._failed and letters.is_there(store, f"failed/{rank}"):
-                        told, error = pickle.loads(letters.read(store, f"failed/{rank}"))
+                        try:
+                            told, error = pickle.loads(letters.read(store, f"failed/{rank}"))
+                        except letters.ForgedLetterError as forged:
+                            logger.error("%s", forged)
+                            letters.drop(store, f"failed/{rank}")
+                            continue
                         if told > self._heard.get(rank, 0):
                             self._heard[rank], self._failed[rank] = told, error
                             store.set(f"heard/{rank}.{told}/{self.rank}", "")

@@ -11,12 +11,17 @@ from typing import Any
 # Of one value of the store; it takes no more than 8 MiB.
 _PIECE = 4 * 2**20
 _SIGNED = 32  # bytes of a signature
-_secrets = [b""]  # of this process's run, the newest last
+_secret = b""  # of this process's run
+
+
+class ForgedLetterError(Exception):
+    """Somebody else has written into the store of the run."""
 
 
 def sign_with(secret: bytes) -> None:
     """The processes of a run sign with what rank 0 has made, and read nothing that was signed otherwise."""
-    _secrets.append(secret)
+    global _secret
+    _secret = secret
 
 
 def put(store: Any, key: str, value: bytes) -> None:
@@ -37,13 +42,13 @@ def read(store: Any, key: str) -> bytes:
     """What was put there; waits until something is.
 
     Raises:
-        RuntimeError: no process of this run has written it.
+        ForgedLetterError: no process of this run has written it.
     """
     head = store.get(f"{key}/0")
     count = int.from_bytes(head[:4], "big")
     found = b"".join([head[4:], *(store.get(f"{key}/{number}") for number in range(1, count))])
     if not hmac.compare_digest(found[:_SIGNED], _signature(key, found[_SIGNED:])):
-        raise RuntimeError(
+        raise ForgedLetterError(
             f"reading {key}: no process of this run has written it. Keep its ports to machines that you trust."
         )
     return found[_SIGNED:]
@@ -58,4 +63,4 @@ def drop(store: Any, key: str) -> None:
 
 
 def _signature(key: str, value: bytes) -> bytes:
-    return hmac.digest(_secrets[-1], key.encode() + b"\0" + value, "sha256")
+    return hmac.digest(_secret, key.encode() + b"\0" + value, "sha256")

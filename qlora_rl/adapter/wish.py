@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from qlora_rl.adapter.directory import adapter_in, why_no_weights
@@ -37,6 +38,8 @@ def open_adapter(model: Any, directory: str | os.PathLike[str]) -> Any:
         raise AdapterRejectedError(f"opening the adapter to train on: {why}")
     try:
         return PeftModel.from_pretrained(model, path, is_trainable=True)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
         raise AdapterRejectedError(
             f"opening the adapter {path} to train on: it is damaged, or does not fit: {error}"

@@ -174,7 +174,7 @@ def _load_source(source: Path, trust_remote_code: bool) -> Any:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are named below, together with what is missing
             )
-    except QloraRLError:
+    except (QloraRLError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # safetensors, pickle and torch have errors of their own for what is damaged
         raise BaseIncompleteError(f"preparing a base: {source} cannot be loaded: {in_short(error)}") from error

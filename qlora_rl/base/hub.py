@@ -63,6 +63,8 @@ def why_missing(name: str) -> str:
 def in_short(error: Exception) -> str:
     """What transformers says of a checkpoint, and what to do."""
     said = str(error).strip() or type(error).__name__
+    if not isinstance(error, (OSError, ValueError)):
+        said = f"{type(error).__name__}: {said}"
     if "trust_remote_code" in said:
         way = "Read that code, then pass trust_remote_code=True (to a trainer in args.model_init_kwargs)."
     elif "does not recognize this architecture" in said:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qlora_rl.base.writer import base_tensors
+from qlora_rl.documents import printable
 
 
 def digest_parts(parts: Sequence[str]) -> str:
@@ -27,8 +28,8 @@ def digest_file(file: Path) -> str:
 
 def misfits(directory: Path, files: Mapping[str, Any], *, verify: bool) -> Iterator[str]:
     """What differs from what a manifest says of its files; with `verify` also their digests."""
-    for name, entry in files.items():
-        file = directory / name
+    for given, entry in files.items():
+        file, name = directory / given, printable(given)
         if not file.is_file():
             yield f"{name} is missing"
         elif file.stat().st_size != entry["bytes"]:

@@ -31,3 +31,8 @@ def read_object(file: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     return parse_object(Path(file).read_bytes())
+
+
+def printable(text: str) -> str:
+    """What a stream or a log can be given: half characters, which JSON may hold, are spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()

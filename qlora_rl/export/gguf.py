@@ -336,8 +336,10 @@ def _read_tokenizer(base: Path) -> tuple[dict[str, Any], str]:
 
 def _way_to_split(content: dict[str, Any]) -> str:
     model = content["model"]
-    if model.get("type") != "BPE" or (model.get("byte_fallback") and "<0x00>" in model["vocab"]):
-        raise _Unknown(f"its tokenizer is no byte-level BPE (type={model.get('type')!r}, SentencePiece's kind)")
+    is_sentencepiece = bool(model.get("byte_fallback")) and "<0x00>" in model["vocab"]
+    if model.get("type") != "BPE" or is_sentencepiece:
+        kind = "SentencePiece's kind of BPE" if is_sentencepiece else f"type={model.get('type')!r}"
+        raise _Unknown(f"its tokenizer is no byte-level BPE ({kind})")
     if not model.get("merges"):
         raise _Unknown("its tokenizer has no merges, without which llama.cpp does not load it")
     normalizer = content.get("normalizer") or {"type": "Sequence", "normalizers": []}
@@ -345,7 +347,7 @@ def _way_to_split(content: dict[str, Any]) -> str:
     if rewrites:
         raise _Unknown(f"its tokenizer rewrites the text first ({', '.join(rewrites)})")
     before = content.get("pre_tokenizer") or {}
-    steps = before.get("pretokenizers", [before])
+    steps = before.get("pretokenizers") or [before]
     kinds = [step.get("type") for step in steps]
     if kinds[-1] == "ByteLevel" and steps[-1].get("use_regex", True) and not steps[-1].get("add_prefix_space", True):
         if kinds[:-1] == []:

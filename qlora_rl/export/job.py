@@ -36,8 +36,9 @@ KINDS = ("adapter", "merged", "merged-original", "gguf", "gguf-adapter")
 FORMS = ("canonical", "original")
 DTYPES = ("bfloat16", "float16", "float32", "q8_0", "q4_k_m")
 # Largest mean KL (nats per token) of an export that claims to be the policy. Two 16-bit computations of one function differ by
-# rounding, about twice as much as either of them from float32; merged weights are rounded once more. Two of float32 differ by next to nothing.
-LIMIT, LIMIT_FLOAT32, ROUNDINGS = 1e-3, 1e-9, 4.0
+# rounding, about twice as much as either of them from float32; merged weights are rounded once more. Nothing above `LARGEST` is rounding. Two of
+# float32 differ by next to nothing.
+LIMIT, LIMIT_FLOAT32, ROUNDINGS, LARGEST = 1e-3, 1e-9, 4.0, 0.05
 # Of weights that are quantised again.
 LIMITS = {"q8_0": 1e-2, "q4_k_m": 0.5}
 
@@ -154,9 +155,12 @@ def export_run(
             longest=min(256, positions // 2),
             **trained.template_kwargs,
         )
-        say(f"sampling from the policy, and scoring what it says, on {len(ids)} prompts ({where})")
         is_exact = dtype == "float32" and to in ("merged", "gguf")
-        witness = None if is_exact else Witness(policy, ids, autocast=trained.autocast)
+        if is_exact:
+            witness = None
+        else:
+            say(f"sampling from the policy, and scoring what it says, on {len(ids)} prompts ({where})")
+            witness = Witness(policy, ids, autocast=trained.autocast)
         say(f"writing {to}")
         if to == "adapter":
             del policy
@@ -164,7 +168,7 @@ def export_run(
         elif to == "merged-original":
             del policy
             _forget()
-            plain = trained.adapted(load_plain(original, trained.base.spec.compute_dtype))
+            plain = trained.adapted(load_plain(original, trained.base.spec.compute_dtype, is_ours=False))
             _write_merged(trained, plain, staging, dtype, shard_gb)
             del plain
         elif to == "gguf-adapter":
@@ -203,10 +207,13 @@ def export_run(
         # What is not a number is beyond any limit.
         worst = max([distance, *own.values()], key=lambda found: (math.isnan(found.kl_mean), found.kl_mean))
         if not worst.kl_mean <= limit:
+            plain = "; without rounding: --dtype float32" if to in ("merged", "gguf") and dtype != "float32" else ""
             raise ExportError(
-                f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:.2g} (16-bit rounding of this policy: {witness.rounding:.2g}). Nothing "
-                "was written. Another limit: --max-kl; without rounding: --dtype float32."
+                f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:.2g} (16-bit rounding of this policy: "
+                f"{witness.rounding:.2g}). Nothing was written. Another limit: --max-kl{plain}."
             )
+        if max_kl is None and limit > _limit(to, dtype, 0.0):
+            say(f"the limit was {limit:.2g}: the policy's own KL to its float32 forward pass is {witness.rounding:.2g}")
         far = (
             None
             if on is None or elsewhere[_on(on)].kl_mean <= limit
@@ -254,7 +261,7 @@ def _limit(to: str, dtype: str, rounding: float) -> float:
         return float("inf")
     if dtype == "float32" and to == "merged":
         return LIMIT_FLOAT32
-    return max(LIMITS.get(dtype, LIMIT), ROUNDINGS * rounding)
+    return max(LIMITS.get(dtype, LIMIT), min(LARGEST, ROUNDINGS * rounding))
 
 
 def _original(trained: TrainedRun, wish: str | os.PathLike[str] | None) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from qlora_rl.config.schema import Data
 from qlora_rl.engine.images import token_ids
@@ -22,7 +23,7 @@ from qlora_rl.policy.draw import end_tokens, precision
 from qlora_rl.policy.evaluation import read_rows
 from qlora_rl.policy.prompts import encode
 from qlora_rl.policy.rows import as_trained
-from qlora_rl.sync.forward import NotComparedError, in_float32
+from qlora_rl.sync.forward import NotComparedError, bare_model, in_float32
 from qlora_rl.train.run import ROLLOUTS
 
 logger = logging.getLogger(__name__)
@@ -189,13 +190,22 @@ def _sampled(
     ids_BT = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask_BT = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     room = policy.config.get_text_config().max_position_embeddings - longest
-    plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    with torch.random.fork_rng(), precision(policy, autocast):
-        torch.manual_seed(seed)
-        said = policy.generate(
-            input_ids=ids_BT, attention_mask=mask_BT, max_new_tokens=min(tokens, room), pad_token_id=0, **plain
-        )
-    ends, cases = end_tokens(policy.generation_config), []
+    base, ends, cases = bare_model(policy), end_tokens(policy.generation_config), []
+    # What a checkpoint says of sampling (a penalty, beams, a filter) would be sampled with, too.
+    own, base.generation_config = base.generation_config, GenerationConfig(eos_token_id=[*ends - {None}] or None)
+    try:
+        with torch.random.fork_rng(), precision(policy, autocast):
+            torch.manual_seed(seed)
+            said = policy.generate(
+                input_ids=ids_BT,
+                attention_mask=mask_BT,
+                max_new_tokens=min(tokens, room),
+                pad_token_id=0,
+                do_sample=True,
+                top_k=0,
+            )
+    finally:
+        base.generation_config = own
     for prompt, row in zip(prompts, said[:, longest:].tolist(), strict=True):
         length = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
         cases.append(([*prompt, *row[:length]], len(prompt)))

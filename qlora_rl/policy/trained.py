@@ -199,8 +199,14 @@ def arguments_of(config: dict[str, Any]) -> dict[str, Any]:
     return next((v for v in config.values() if isinstance(v, dict) and "learning_rate" in v), {})
 
 
-def load_plain(directory: str | os.PathLike[str], dtype: str = "auto", **options: Any) -> Any:
+def load_plain(directory: str | os.PathLike[str], dtype: str = "auto", *, is_ours: bool = True, **options: Any) -> Any:
     """A checkpoint as transformers loads it, whole, on the GPU where there is one; in eval mode.
+
+    Args:
+        directory: of the checkpoint, or its hub name.
+        dtype: of transformers.
+        is_ours: we have written it, so nothing pickled is read.
+        options: of `from_pretrained`.
 
     Raises:
         BaseIncompleteError: weights are missing, or do not fit.
@@ -211,7 +217,7 @@ def load_plain(directory: str | os.PathLike[str], dtype: str = "auto", **options
     # A GGUF file has no config.json next to it.
     kind = AutoModelForCausalLM if "gguf_file" in options else auto_class(AutoConfig.from_pretrained(directory))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    safe = {} if "gguf_file" in options else {"use_safetensors": True}
+    safe = {"use_safetensors": True} if is_ours and "gguf_file" not in options else {}
     try:
         model, told = kind.from_pretrained(
             directory, dtype=dtype, device_map={"": device}, output_loading_info=True, **safe, **options

@@ -47,7 +47,7 @@ _FACTORS = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125, 16.0, 0.0625, 32.0, 0.03125)
 _TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 # Modules that are tried one by one; of more, only those of the decoder layer that explains most.
 _FEW = 64
-# Time for what is tried. Layers and modules, each with a pass of its own, are left out where it does not suffice.
+# Time for what is tried, each with a pass of its own; what does not fit, layers and modules first, is left out.
 _SECONDS = 60.0
 # An explanation must leave at most this share of the distance, and be nearer than the policy at so many more of the tokens than
 # half that chance would be that many standard deviations off. Every other adapter rounds differently: where a few tokens make
@@ -232,9 +232,10 @@ class Examiner:
             return Diagnosis("unknown", said)
         started = time.monotonic()
         by_temperature = self._scaled(drawn, (drawn.temperature, *_TEMPERATURES))
-        seconds = max(ranks().gather(time.monotonic() - started, "timing a pass"))
         here = by_temperature.pop(drawn.temperature)
-        now = float(here.mean())
+        own = time.monotonic() - started, float(here.mean())
+        # Of all ranks, which go on alike.
+        seconds, now = map(max, zip(*ranks().gather(own, "scoring rollouts again"), strict=True))
         if now <= limit * _EXPLAINED:
             return Diagnosis("dropout", "without the trainer's dropout both sides agree", distance=now)
         if now <= limit / 2:
@@ -294,25 +295,31 @@ class Examiner:
         live = self._bundle().tensors
         b_names = [name for name in live if ".lora_B." in name]
         nothing = {name: torch.zeros_like(live[name]) for name in b_names}
-        suspects = [
-            ({name: live[name] * factor for name in b_names}, Diagnosis("scale", _of_scale(factor), distance=now))
-            for factor in self._factors()
-        ]
         said = "the engine applies no adapter: it samples from the bare base"
-        suspects.append((nothing, Diagnosis("bare", said, distance=now)))
+        suspects = [(nothing, Diagnosis("bare", said, distance=now))]
         if (before := self.strategy.before()) is not None:
             said = f"the tokens were sampled by version {before[0]}, which is not the newest: the engine still uses an old one"
             suspects.append((before[1], Diagnosis("stale", said, distance=now)))
+        suspects += [
+            ({name: live[name] * factor for name in b_names}, Diagnosis("scale", _of_scale(factor), distance=now))
+            for factor in self._factors()
+        ]
         layers: dict[str, list[str]] = {}
         for name in b_names:
             layers.setdefault(_layer_of(name), []).append(name)
-        passes = int(_SECONDS / max(seconds, 1e-6)) - len(suspects)
-        if seconds * len(suspects) > 2:
-            most = (len(suspects) + max(0, passes)) * seconds
+        passes = int(_SECONDS / max(seconds, 1e-6))
+        most = seconds * min(passes, len(suspects) + len(layers) + len(b_names))
+        if most > 2:
             logger.warning("rollouts are further from the policy than usual: finding out why takes up to %.0f s", most)
-        found = [(under(tensors), diagnosis) for tensors, diagnosis in suspects]
+        found = [(under(tensors), diagnosis) for tensors, diagnosis in suspects[:passes]]
+        passes -= len(suspects)
         if len(layers) > passes:
-            logger.warning("which of %d layers is lost was not looked for: each takes %.1f s", len(layers), seconds)
+            logger.warning(
+                "%d other scales and which of %d layers is lost were not looked for: each takes %.1f s",
+                max(0, -passes),
+                len(layers),
+                seconds,
+            )
             return found
         tried = {layer: under({name: nothing[name] for name in names}) for layer, names in layers.items()}
         nearest = min(tried, key=lambda layer: float(tried[layer].mean()))

@@ -54,7 +54,7 @@ def test_a_run_that_ends_before_the_first_log_is_a_line_without_values(make_trai
 
 
 def test_a_slow_first_step_is_forgotten(monkeypatch):
-    """100 s, then 10 s each: after six more steps the line knows of ten seconds alone."""
+    """100 s, then 10 s each: after five more steps the line knows of ten seconds alone."""
     stream, now = io.StringIO(), 0.0
     monkeypatch.setattr("qlora_rl.train.run.progress.time.monotonic", lambda: now)
     bar, state = Progress(stream=stream, every_s=0.0), TrainerState(max_steps=10, is_world_process_zero=True)

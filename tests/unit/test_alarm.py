@@ -53,10 +53,13 @@ def test_no_threshold_is_so_low_that_rounding_is_examined():
 
 def test_a_first_batch_that_is_as_far_as_the_models_rounding_is_not_examined():
     """SmolLM2-135M in bf16 is 0.012 from its float32 pass, and its first batch 0.02 from the engine's."""
-    assert not alarm_that_saw(0.03, rounding=0.012)[1].limits
+    alarm, examined = alarm_that_saw(0.03, rounding=0.012)
+    assert not examined.limits
+    assert alarm.threshold == pytest.approx(0.09)
+    assert alarm_that_saw(0.099, rounding=0.033)[0].threshold == 0.1  # no noise is larger
     assert alarm_that_saw(0.03)[1].limits == [0.01]
     assert alarm_that_saw(0.2, rounding=0.012)[1].limits == [pytest.approx(0.036)]
-    assert alarm_that_saw(0.2, rounding=1.0)[1].limits == [0.1]  # no noise is larger
+    assert alarm_that_saw(0.2, rounding=1.0)[1].limits == [0.1]
 
 
 def test_noise_raises_the_threshold_and_is_not_examined_twice():

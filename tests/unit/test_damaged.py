@@ -147,12 +147,13 @@ def test_a_run_whose_files_are_damaged_is_reported_and_refused_by_name(run, name
 
 
 @pytest.mark.parametrize("files", [None, [1], {"\0": "x"}, {"a": None}, {"\ud800": "x"}, {"x" * 5000: "x"}])
-def test_a_checkpoints_manifest_that_is_damaged_is_a_torn_checkpoint(tmp_path, files):
+def test_a_checkpoints_manifest_that_is_damaged_is_a_torn_checkpoint(tmp_path, files, caplog):
     (tmp_path / "checkpoint-1").mkdir()
     for content in (*NO_OBJECTS, json.dumps({"files": files}).encode()):
         (tmp_path / "checkpoint-1" / "manifest.json").write_bytes(content)
         assert checkpoints.damage(tmp_path / "checkpoint-1")
         assert checkpoints.last_whole(tmp_path) is None
+    assert caplog.text.encode()  # a log takes it
 
 
 def test_a_checkpoints_state_that_is_damaged_is_named(tmp_path):

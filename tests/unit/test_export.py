@@ -118,6 +118,28 @@ def test_onto_the_original_it_is_another_function_and_that_is_said(run, tmp_path
     assert again.distance == done.distance
 
 
+def test_an_original_of_pickled_weights_is_read_as_prepare_reads_it(run, tmp_path, model_dir):
+    from safetensors.torch import load_file
+
+    pickled = tmp_path / "pickled"
+    shutil.copytree(model_dir, pickled)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    done = export(run, "merged-original", out=tmp_path / "a", original=pickled)
+    assert done.distance == export(run, "merged-original", out=tmp_path / "b", original=model_dir).distance
+
+
+def test_what_a_checkpoint_says_of_sampling_does_not_reach_the_comparison(run):
+    from qlora_rl.export.proof import Witness
+
+    policy = open_trained(run).load()
+    plain = Witness(policy, [[40, 41], [42]])
+    own = policy.generation_config
+    own.num_beams, own.min_p, own.num_return_sequences, own.repetition_penalty = 2, 0.9, 2, 3.0
+    assert Witness(policy, [[40, 41], [42]])._cases == plain._cases
+    assert policy.generation_config is own
+
+
 @pytest.mark.parametrize("form", ["canonical", "original"])
 def test_the_adapter_alone_is_the_policy_on_its_base(base, tmp_path, form):
     config = LoraConfig(

@@ -1,14 +1,19 @@
 """Messages between the processes of a run: signed, because torch's store lets in whoever reaches its port."""
 
+import pickle
+import threading
+import time
+
 import pytest
 import torch
 
 from qlora_rl import letters
+from qlora_rl.distributed import Ranks
 
 
 @pytest.fixture
 def store(monkeypatch):
-    monkeypatch.setattr(letters, "_secrets", [b"secret of the run"])
+    monkeypatch.setattr(letters, "_secret", b"secret of the run")
     return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -27,8 +32,26 @@ def test_what_no_process_of_the_run_has_signed_is_not_read(store):
     ours = store.get("ours/0")[4:]
     for forged in (b"a pickle", b"", b"\0" * 32 + b"a pickle", ours):
         store.set("asked/0", (1).to_bytes(4, "big") + forged)
-        with pytest.raises(RuntimeError, match="no process of this run"):
+        with pytest.raises(letters.ForgedLetterError, match="no process of this run"):
             letters.read(store, "asked")
     letters.sign_with(b"secret of another run")
-    with pytest.raises(RuntimeError, match="no process of this run"):
+    with pytest.raises(letters.ForgedLetterError, match="no process of this run"):
         letters.read(store, "ours")
+
+
+def test_a_forged_letter_ends_no_thread_that_waits_for_those_of_the_run(store, caplog):
+    """The watcher of a rank drops it, says so, and hears what comes later."""
+    ranks = Ranks(0, 2, store)
+    watching = threading.Thread(target=ranks._watch, args=(store,), daemon=True)
+    store.set("failed/1/0", (1).to_bytes(4, "big") + b"a pickle")
+    watching.start()
+    while letters.is_there(store, "failed/1"):
+        time.sleep(0.01)
+    letters.put(store, "failed/1", pickle.dumps((1, ValueError("of rank 1"))))
+    while 1 not in ranks._failed:
+        assert watching.is_alive()
+        time.sleep(0.01)
+    ranks._ends.set()
+    watching.join()
+    assert str(ranks._failed[1]) == "of rank 1"
+    assert "no process of this run has written it" in caplog.text

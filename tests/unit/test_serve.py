@@ -284,6 +284,21 @@ def test_what_changes_a_server_needs_its_lease_and_who_is_rejected_does_not_get_
         lease.claim("second")
 
 
+def test_a_rejected_change_does_not_take_the_server_from_one_of_the_same_trainer_that_was_taken():
+    lease = Lease(60.0)
+
+    def both():
+        with lease.trying("first"):
+            with lease.trying("first"):  # began later, and is done
+                pass
+            raise ValueError("rejected")
+
+    with pytest.raises(ValueError, match="rejected"):
+        both()
+    with pytest.raises(ServerTakenError):
+        lease.claim("second")
+
+
 def test_options_that_contradict_each_other_are_refused_before_anything_starts(tmp_path):
     for options in ({"ready_file": "x"}, {"key": "a-key-of-some-length", "api_key_file": "x"}):
         with pytest.raises(ConfigConflictError, match="Leave one out"):

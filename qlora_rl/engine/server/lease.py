@@ -22,6 +22,7 @@ class Lease:
         self._holder = ""
         self._heard = 0.0
         self._open: Counter[str] = Counter()
+        self._changes = 0  # that were not rejected
 
     @contextlib.contextmanager
     def hearing(self, session: str) -> Iterator[None]:
@@ -52,14 +53,15 @@ class Lease:
         Raises:
             ServerTakenError: another one is.
         """
-        before = self._holder, self._heard
+        before, changes = (self._holder, self._heard), self._changes
         self.claim(session)
         try:
             yield
         except BaseException:
-            if before[0] != session == self._holder:
+            if before[0] != session == self._holder and changes == self._changes:
                 self._holder, self._heard = before
             raise
+        self._changes += 1
 
     def refuse_other(self, session: str) -> None:
         """Raise `ServerTakenError` where another trainer holds the server."""

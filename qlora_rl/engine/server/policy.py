@@ -443,7 +443,7 @@ def _resolve(root: Path, path: str) -> str:
     top = os.path.realpath(root)
     asked = os.path.normpath(os.path.join(top, path))
     # The kernel takes neither what is longer nor zeros; half a surrogate pair is no path at all.
-    is_path = len(path) < 4096 and path.isprintable()
+    is_path = len(path) < 4096 and not any(each == "\0" or "\ud800" <= each <= "\udfff" for each in path)
     is_inside = is_path and ".." not in Path(path).parts and asked.startswith(top + os.sep)
     if not is_inside or os.path.realpath(asked) != asked:
         raise AccessDeniedError(

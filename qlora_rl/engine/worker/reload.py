@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.engine.compat import require_dense_beside_adapters, vllm_version
+from qlora_rl.engine.compat import vllm_version
 from qlora_rl.errors import EngineUnsupportedError
 
 
@@ -20,7 +20,6 @@ def reload_dense(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> se
 
     Raises:
         EngineUnsupportedError: this vLLM has none.
-        MissingDependencyError: the engine takes adapters, and its loader does not find the weights below them.
     """
     try:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -30,8 +29,6 @@ def reload_dense(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> se
         raise EngineUnsupportedError(
             f"loading weights: vLLM {vllm_version()} has no layerwise reload ({error}). Upgrade: pip install 'vllm>=0.28,<0.32'"
         ) from error
-    if runner.lora_config is not None:
-        require_dense_beside_adapters()
     model = runner.get_model()
     layers = [(layer, get_layerwise_info(layer)) for layer in model.modules()]
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import pickle
 import threading
 import time
@@ -16,6 +17,8 @@ from qlora_rl.contracts import CancellableEngine, Rollout, SamplingSpec
 from qlora_rl.distributed import Ranks, portable
 from qlora_rl.engine.images import Prompt
 from qlora_rl.errors import EngineClosedError, RankLostError, RolloutCancelledError
+
+logger = logging.getLogger(__name__)
 
 # Requests that the owner answers at once; an engine that knows nothing of threads is asked one after the other.
 _AT_ONCE = 64
@@ -129,7 +132,12 @@ class Desk:
                 for rank, number in expected.items():
                     key = f"{self._name}/{rank}/{number}"
                     if letters.is_there(self._store, f"{key}/asked"):
-                        asked = pickle.loads(letters.read(self._store, f"{key}/asked"))
+                        try:
+                            asked = pickle.loads(letters.read(self._store, f"{key}/asked"))
+                        except letters.ForgedLetterError as forged:
+                            logger.error("%s", forged)
+                            letters.drop(self._store, f"{key}/asked")
+                            continue
                         letters.drop(self._store, f"{key}/asked")
                         expected[rank], pause = number + 1, _PAUSE_S[0]
                         self._executor.submit(self._answer, key, asked)

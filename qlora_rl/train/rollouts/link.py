@@ -12,6 +12,7 @@ from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.experts import directory_is_mixture
 from qlora_rl.base.kinds import directory_takes_images, load_processor
 from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
+from qlora_rl.distributed import ranks
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.engine.linears.base_compute import BaseCompute
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
@@ -158,10 +159,11 @@ def link_policy(
         admission = verify_base(model, engine, allow_base_mismatch=allow_base_mismatch)
         check_common_base(admission.ours.digest)
         plan = plan_sync(verdict, engine.capabilities(), admission.diff, sync, allow_base_mismatch=allow_base_mismatch)
-        canary = function = None
+        canary, function, rounding = None, None, 0.0
         if admission.is_verified:
             function = FunctionCheck(model, engine, autocast=autocast_dtype(args), on_mismatch=on_mismatch)
             function.compare()
+            rounding = max(ranks().gather(function.rounding, "measuring rounding"))  # they examine together
         if canary_every and admission.is_verified:
             image = canary_image(base) if engine.capabilities().takes_images else None
             if image is None and engine.capabilities().takes_images:
@@ -205,7 +207,7 @@ def link_policy(
         bridge,
         choice.closer(engine),
         products,
-        function.rounding if function else 0.0,
+        rounding,
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qlora_rl.documents import read_object
+from qlora_rl.documents import printable, read_object
 from qlora_rl.errors import RunDirectoryError
 
 logger = logging.getLogger(__name__)
@@ -75,9 +75,9 @@ def damage(directory: Path) -> list[str]:
     for name, digest in files.items():
         try:
             if _digest(directory / name) != digest:
-                reasons.append(f"{name} is not what was written")
+                reasons.append(f"{printable(name)} is not what was written")
         except (OSError, ValueError):  # the latter of a name that no file can have
-            reasons.append(f"{name} is missing")
+            reasons.append(f"{printable(name)} is missing")
     return reasons
 
 

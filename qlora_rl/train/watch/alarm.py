@@ -181,7 +181,8 @@ class MismatchAlarm:
         if distance <= limit:
             self._unexplained, self._suspected = 0, ""
             if self.threshold is None:
-                self.threshold = max(self._bounds["least"], _FACTOR * distance)
+                wanted = max(self._bounds["least"], _FACTOR * distance)
+                self.threshold = min(wanted, max(distance, self._bounds["most"]))
             return None
         found = self._examine(drawn(), limit)
         if found.cause == "function" and self.expected:  # the filters may be why
