@@ -1,6 +1,5 @@
 """vLLM's moved and version-dependent names, and private ones, each with its reason and the condition of its removal.
 
-Which other files have private names says CONTRIBUTING.md, under "a vLLM release".
 Versions: vLLM 0.26 to 0.31; the tests run on these two (`QLORA_RL_VLLM` of scripts/setup.sh). Nothing here runs at import.
 """
 
@@ -339,26 +338,23 @@ def release_kv_cache(llm: LLM) -> None:
 
 def require_server() -> None:
     """Raise a MissingDependencyError where vLLM's server is not in the modules that have it in 0.31. Remove when 0.28 is dropped."""
-    _require(
-        (0, 29), "starting a server", ", or use an engine in the trainer's process (rollout='colocate', LocalEngine)"
-    )
+    _require((0, 29), "starting a server", "use an engine in the trainer's process (rollout='colocate', LocalEngine)")
 
 
 def require_mixtures() -> None:
     """The same for mixtures of experts. Remove when 0.30 is dropped."""
-    _require((0, 31), "starting vLLM on a mixture of experts", "")
+    _require((0, 31), "starting vLLM on a mixture of experts")
 
 
 def require_dense_beside_adapters() -> None:
     """The same for full weights in an engine that takes adapters, too. Remove when 0.30 is dropped."""
-    _require((0, 31), "loading full weights into an engine that takes adapters", ", or start the engine without them")
+    _require((0, 31), "loading full weights into an engine that takes adapters", "start the engine without them")
 
 
-def _require(since: tuple[int, int], doing: str, instead: str) -> None:
+def _require(since: tuple[int, int], doing: str, instead: str = "") -> None:
     if release(version := vllm_version()) < since:
-        raise MissingDependencyError(
-            f"{doing}: vLLM {version} has the modules for that elsewhere than 0.31. Upgrade: pip install 'vllm>=0.31,<0.32'{instead}"
-        )
+        way = f"pip install 'vllm>=0.31,<0.32'{instead and ', or '}{instead}"
+        raise MissingDependencyError(f"{doing}: vLLM {version} keeps what that needs elsewhere. Upgrade: {way}")
 
 
 def refusals() -> tuple[type[Exception], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.request
@@ -9,6 +10,7 @@ from typing import Any
 
 from qlora_rl.errors import RewardFunctionError
 
+_LONGEST = 64 * 2**20  # bytes of an answer
 _GRACE_S = 30.0  # for the sandbox to start, beyond the time of a program
 _TOGETHER = """
 import sys
@@ -55,16 +57,19 @@ def _run(address: str, code: str, stdin: str, timeout_s: float, memory_mib: int)
         "run_timeout": timeout_s,
         "memory_limit_MB": memory_mib,
     }
-    request = urllib.request.Request(
-        f"{address.rstrip('/')}/run_code", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-    )
     try:
+        request = urllib.request.Request(
+            f"{address.rstrip('/')}/run_code", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=timeout_s + _GRACE_S) as answer:
-            said: dict[str, Any] = json.load(answer)
-        status, result = said["status"], said.get("run_result") or {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            said: dict[str, Any] = json.loads(answer.read(_LONGEST))
+        status, result = said["status"], dict(said.get("run_result") or {})
+        if status == "Success" and result.get("return_code") is None:
+            raise ValueError("Success without a return_code")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, http.client.HTTPException) as error:
         raise RewardFunctionError(
-            f"running programs: the sandbox at {address} does not answer ({error}). Is it running?"
+            f"running programs: the sandbox at {address} gives no answer that can be read ({type(error).__name__}: {error}). Is it running, and does it "
+            "speak as SandboxFusion does?"
         ) from error
     if status not in ("Success", "Failed"):
         raise RewardFunctionError(

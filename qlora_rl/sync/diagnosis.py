@@ -11,7 +11,6 @@ Shape letters: T sampled tokens of one completion, V vocabulary, R rank, O out-f
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +31,10 @@ from qlora_rl.sync.admission import Admission
 from qlora_rl.sync.forward import (
     NotComparedError,
     as_trained,
-    bare_model,
+    completion_logits,
     evaluating,
     in_dtype,
     in_float32,
-    plain_forward,
 )
 from qlora_rl.sync.function import Apart, other_dtype
 
@@ -53,8 +51,6 @@ _SECONDS = 60.0
 # half that chance would be that many standard deviations off. Every other adapter rounds differently: where a few tokens make
 # the distance, one of forty explanations is nearer in the mean by chance.
 _EXPLAINED, _DEVIATIONS = 1 / 3, 4.0
-# Logits of one forward: 128 MiB in 16 bit.
-_LOGITS = 1 << 26
 # Faults that were shown to be there, and not merely supposed.
 FAULTS = ("scale", "stale", "layer", "bare", "adapter", "base", "sampling", "function")
 
@@ -282,7 +278,7 @@ class Examiner:
         """What the engine may multiply with instead: another scale, nothing, the version before, all but one layer.
 
         Args:
-            drawn: what is scored.
+            `drawn`: what is scored.
             now: its distance under the policy.
             seconds: that one pass takes.
         """
@@ -379,7 +375,8 @@ class Examiner:
         reported: list[torch.Tensor] = []
         # Dropout is not what is looked for.
         with evaluating(self.model), as_trained(self.model, self.autocast if autocast else None):
-            for logits_TV, ids, logprobs in _scored(self.model, drawn):
+            logits = completion_logits(self.model, drawn.prompts, drawn.completions, drawn.images)
+            for logits_TV, ids, logprobs in zip(logits, drawn.completions, drawn.logprobs, strict=True):
                 known = [i for i, value in enumerate(logprobs) if value is not None]
                 ids_T = torch.tensor(ids, device=logits_TV.device)[known, None]
                 reported.append(torch.tensor([logprobs[i] for i in known], dtype=torch.double))
@@ -431,42 +428,6 @@ class Examiner:
                     put(data, parameter)
                 else:
                     parameter.data = data
-
-
-def _scored(model: Any, drawn: Drawn) -> Iterator[tuple[torch.Tensor, list[int], list[float | None]]]:
-    """Logits [T, V] of each completion, its ids and what was reported; as many rows in a forward as their logits may take."""
-    base = bare_model(model)
-    takes = inspect.signature(type(base).forward).parameters
-    device = next(base.parameters()).device
-    images = drawn.images or ({},) * len(drawn.prompts)
-    rows = list(zip(drawn.prompts, drawn.completions, drawn.logprobs, images, strict=True))
-    longest = max((len(ids) for ids in drawn.completions), default=0) + 1
-    vocabulary = shape_of(base.get_output_embeddings().weight)[0]
-    # What takes images counts positions by them, and is given one sequence at a time.
-    size = max(1, _LOGITS // (longest * vocabulary)) if "position_ids" in takes and not any(images) else 1
-    for start in range(0, len(rows), size):
-        part = rows[start : start + size]
-        # Completions end together, so that the last positions are those whose logits are wanted.
-        length = max(len(prompt) + len(ids) for prompt, ids, _, _ in part)
-        ids_BT = torch.zeros(len(part), length, dtype=torch.long)
-        mask_BT = torch.zeros_like(ids_BT)
-        for i, (prompt, ids, _, _) in enumerate(part):
-            row = torch.tensor(prompt + ids)
-            ids_BT[i, length - len(row) :], mask_BT[i, length - len(row) :] = row, 1
-        fields: dict[str, Any] = {"input_ids": ids_BT.to(device), "use_cache": False}
-        if len(part) > 1:
-            positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
-            fields |= {"attention_mask": mask_BT.to(device), "position_ids": positions_BT.to(device)}
-        for name, value in part[0][3].items():
-            is_per_token = tuple(value.shape) == (1, len(part[0][0]))
-            padded = torch.nn.functional.pad(value, (0, length - value.shape[-1])) if is_per_token else value
-            fields[name] = padded.to(device)
-        if "logits_to_keep" in takes:
-            fields["logits_to_keep"] = max(len(ids) for _, ids, _, _ in part) + 1
-        # TRL puts a forward of its own on the model, which returns no logits.
-        logits_BTV = plain_forward(model, **fields).logits
-        for logits_TV, (_, ids, logprobs, _) in zip(logits_BTV, part, strict=True):
-            yield logits_TV[-len(ids) - 1 : -1], ids, logprobs
 
 
 def _is_nearer(there: torch.Tensor, here: torch.Tensor, counted: torch.Tensor) -> bool:

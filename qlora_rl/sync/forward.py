@@ -8,7 +8,7 @@ one.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -18,11 +18,13 @@ from torch.utils._pytree import tree_map
 
 from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.quant import dequantised_weight, require_bitsandbytes
-from qlora_rl.pieces import is_sharded, outermost
+from qlora_rl.pieces import is_sharded, outermost, shape_of
 
 _HALF = (torch.bfloat16, torch.float16)
 # Elements of a 16-bit matrix that are in float32 at once: 256 MiB.
 _AT_ONCE = 1 << 26
+# Logits of one forward: 128 MiB in 16 bit.
+_LOGITS = 1 << 26
 # Up to so many tokens attention is eager, which applies whatever a config asks for; its scores take too much memory
 # beyond.
 _EAGER = 1024
@@ -226,3 +228,48 @@ def tail_logprobs(model: Any, texts: Sequence[Sequence[int]], count: int) -> tor
     with torch.no_grad():
         logits_BCV = plain_forward(model, **fields).logits[:, -count - 1 : -1]
         return logits_BCV.float().log_softmax(-1).gather(2, ids_BT[:, -count:, None]).flatten().cpu()
+
+
+def completion_logits(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    images: Sequence[Mapping[str, torch.Tensor]] = (),
+) -> Iterator[torch.Tensor]:
+    """The model's logits [T, V] of the T tokens of each completion; as many completions in a forward as their logits may take.
+
+    Args:
+        model: the PeftModel, or the bare one.
+        prompts: token ids.
+        completions: token ids, one completion for each prompt.
+        images: what the model is given for the images of a prompt besides the ids, for each; empty where there are none.
+    """
+    base = bare_model(model)
+    takes = inspect.signature(type(base).forward).parameters
+    device = next(base.parameters()).device
+    rows = list(zip(prompts, completions, images or ({},) * len(prompts), strict=True))
+    longest = max(map(len, completions), default=0) + 1
+    vocabulary = shape_of(base.get_output_embeddings().weight)[0]
+    # What takes images counts positions by them, and is given one sequence at a time.
+    size = max(1, _LOGITS // (longest * vocabulary)) if "position_ids" in takes and not any(images) else 1
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        # Completions end together, so that the last positions are those whose logits are wanted.
+        length = max(len(prompt) + len(ids) for prompt, ids, _ in part)
+        ids_BT = torch.zeros(len(part), length, dtype=torch.long)
+        mask_BT = torch.zeros_like(ids_BT)
+        for i, (prompt, ids, _) in enumerate(part):
+            row = torch.tensor([*prompt, *ids])
+            ids_BT[i, length - len(row) :], mask_BT[i, length - len(row) :] = row, 1
+        fields: dict[str, Any] = {"input_ids": ids_BT.to(device), "use_cache": False}
+        if len(part) > 1:
+            positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+            fields |= {"attention_mask": mask_BT.to(device), "position_ids": positions_BT.to(device)}
+        for name, value in part[0][2].items():
+            is_per_token = tuple(value.shape) == (1, len(part[0][0]))
+            padded = torch.nn.functional.pad(value, (0, length - value.shape[-1])) if is_per_token else value
+            fields[name] = padded.to(device)
+        if "logits_to_keep" in takes:
+            fields["logits_to_keep"] = max(len(ids) for _, ids, _ in part) + 1
+        for logits_TV, (_, ids, _) in zip(plain_forward(model, **fields).logits, part, strict=True):
+            yield logits_TV[-len(ids) - 1 : -1]

@@ -278,7 +278,7 @@ def test_completions_scored_together_are_scored_as_alone(make_trainer, monkeypat
     trainer.model.get_base_model().model.register_forward_hook(lambda *_: passes.append(1))
     together = examiner._scaled(drawn, (1.0, 0.7))
     assert len(passes) == 1
-    monkeypatch.setattr("qlora_rl.sync.diagnosis._LOGITS", 1)
+    monkeypatch.setattr("qlora_rl.sync.forward._LOGITS", 1)
     alone = examiner._scaled(drawn, (1.0, 0.7))
     assert len(passes) == 1 + len(rows)
     for temperature, values in alone.items():

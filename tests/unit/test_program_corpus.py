@@ -109,5 +109,5 @@ def test_programs_run_in_a_sandbox_elsewhere(sandbox, monkeypatch):
     monkeypatch.setattr(Sandbox, "failing", True)
     with pytest.raises(RewardFunctionError, match="SandboxError, broken"):
         program_match([ADD], tests=[ADDS], sandbox=sandbox)
-    with pytest.raises(RewardFunctionError, match="does not answer"):
+    with pytest.raises(RewardFunctionError, match="gives no answer that can be read"):
         program_match([ADD], tests=[ADDS], sandbox="http://127.0.0.1:9")

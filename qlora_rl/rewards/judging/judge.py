@@ -35,10 +35,10 @@ class _Tests(ModuleType):
         self.__dict__["_names"] = names
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return dict.__getitem__(self.__dict__["_names"], name)
-        except KeyError:
-            raise AttributeError(name) from None
+        names = self.__dict__["_names"]
+        if name not in names:
+            raise AttributeError(name)
+        return names[name]
 
     def __dir__(self) -> list[str]:
         return list(self.__dict__["_names"])
@@ -110,6 +110,8 @@ class _Judge(Peer):
             raise TypeError(f"{name} of what the program has made of data of the tests")
         result = super().special(value, name, arguments)
         mixes = any(are_ours) or any(link(each).is_mixed for each in (value, *arguments) if is_standin(each))
+        if name in ARITHMETIC and any(are_ours) and result is NotImplemented and known.base is not None:
+            raise TypeError(name)
         if name in ARITHMETIC and mixes and result is not NotImplemented:
             for each in result if type(result) is tuple else (result,):
                 if not is_standin(each) or link(each).base is not None:
@@ -122,7 +124,7 @@ class _Judge(Peer):
         _, error, raised = arguments
         try:
             is_kept = bool(self.ask("special", value, name, *_heard(error)))
-        except Exception:
+        except BaseException:
             self.has_failed = self.has_failed or _is_failure(error)
             raise
         return self._is_kept(is_kept, error, raised)
@@ -131,7 +133,7 @@ class _Judge(Peer):
         _, error, raised = arguments
         try:
             is_kept = bool(await self.ask("special", value, "__aexit__", *_heard(error)))
-        except Exception:
+        except BaseException:
             self.has_failed = self.has_failed or _is_failure(error)
             raise
         return self._is_kept(is_kept, error, raised)
@@ -146,6 +148,8 @@ class _Judge(Peer):
     def _other_value(self, kind: str, inner: Any) -> Any:
         """What the program hands over is no longer what the tests have constructed, even where it is that."""
         value = super()._other_value(kind, inner)
+        if isinstance(value, SystemExit):
+            self.exits.append(value)
         if is_standin(value):
             link(value).is_made = False
         return value
@@ -269,7 +273,7 @@ def judge(tests: str, reads: int, writes: int) -> bytes:
         return FAILED
     if not peer.is_done():
         return FAILED
-    return PASSED if peer.asked else IDLE
+    return PASSED if peer.asked or names.is_answered else IDLE
 
 
 def _without_defaults(function: Any) -> tuple[Any, ...]:

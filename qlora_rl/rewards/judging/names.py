@@ -6,24 +6,19 @@ import ast
 import builtins
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from .values import is_standard
 
 # Whose public names tests use without an import, on what the program has returned.
-_HELPERS = (
-    "math",
-    "cmath",
-    "itertools",
-    "functools",
-    "collections",
-    "copy",
-    "statistics",
-    "string",
-    "typing",
-    "operator",
-)
+_HELPERS = {
+    "math": ("isclose", "fabs", "floor", "ceil", "trunc", "isnan", "isinf", "isfinite"),
+    "copy": ("deepcopy",),
+    "collections": ("Counter", "OrderedDict", "defaultdict", "deque"),
+    "fractions": ("Fraction",),
+    "decimal": ("Decimal",),
+}
 # Names under which packages are known that no program has.
 _PACKAGES = frozenset(
     [
@@ -69,7 +64,7 @@ class Names(dict[str, Any]):
     def __init__(
         self, tests: ast.Module, from_library: Callable[[str], str | None], from_program: Callable[[str], Any]
     ):
-        super().__init__(__name__="__main__", __builtins__=builtins)
+        super().__init__(__name__="__main__", __builtins__=_Builtins(self))
         self._from_library, self._from_program = from_library, from_program
         self._of_modules = {
             node.value.id
@@ -77,6 +72,7 @@ class Names(dict[str, Any]):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
         self._helpers = helpers(tests)
+        self.is_answered = False  # by a name that the program has imported
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name) or name in _PACKAGES or name.startswith("__"):
@@ -87,26 +83,42 @@ class Names(dict[str, Any]):
             source = self._from_library(name)
         except AttributeError:
             source = None
-        if isinstance(source, str) and is_standard(source):
+        if (
+            isinstance(source, str)
+            and is_standard(source)
+            and "__main__" not in source
+            and source != "unittest.main.main"
+        ):
             module, _, own = source.rpartition(".")
             if source in sys.stdlib_module_names or own == name:
+                self.is_answered = True
                 return getattr(importlib.import_module(module), own) if module else importlib.import_module(source)
         if name in sys.stdlib_module_names and name in self._of_modules:  # `math.pi`, imported by the program alone
             return importlib.import_module(name)
         try:
-            return self._from_program(name)
+            value = self._from_program(name)
         except AttributeError:
             raise KeyError(name) from None
+        if any(value is each for each in (AssertionError, BaseException, SystemExit, KeyboardInterrupt, GeneratorExit)):
+            raise KeyError(name)  # it would catch what says that the program is wrong, or end the tests well
+        return value
+
+
+class _Builtins(dict[str, Any]):
+    """A class statement's own code looks for names here without asking `Names` for missing ones."""
+
+    def __init__(self, names: Names):
+        super().__init__(vars(builtins))
+        self._names = names
+
+    def __missing__(self, name: str) -> Any:
+        return self._names.__missing__(name)
 
 
 def helpers(tests: ast.Module) -> dict[str, Any]:
     """Names of the library that the tests call with a result of the program's, as in `isclose(area(1), 3.14)`."""
     own = {name for node in ast.walk(tests) for name in _bound(node)}
-    public = {
-        name: getattr(module, name)
-        for module in map(importlib.import_module, reversed(_HELPERS))
-        for name in _public(module)
-    }
+    public = {name: getattr(importlib.import_module(module), name) for module in _HELPERS for name in _HELPERS[module]}
     used = {node.id for node in ast.walk(tests) if isinstance(node, ast.Name)} - own
     of_program = {
         name
@@ -124,10 +136,6 @@ def helpers(tests: ast.Module) -> dict[str, Any]:
     return {name: public[name] for name in found & used & public.keys()}
 
 
-def _public(module: Any) -> Iterator[str]:
-    return (name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name)))
-
-
 def _bound(node: ast.AST) -> list[str]:
     """Names that a node of the tests gives a meaning to."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -142,6 +150,10 @@ def _bound(node: ast.AST) -> list[str]:
 def _assigned(node: ast.AST, of_program: set[str]) -> list[str]:
     """Names that get a result of the program's."""
     match node:
+        case ast.arg(arg=name):  # a `candidate`
+            return [name]
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value) if _calls(value, of_program):
+            return [name]
         case ast.Assign(targets=targets, value=value) if _calls(value, of_program):
             return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
         case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value) if _calls(

@@ -283,6 +283,8 @@ def _make_class(
     if "__eq__" in namespace and "__hash__" not in namespace:
         namespace["__hash__"] = object.__hash__
     namespace |= {"__module__": module, "__qualname__": qualified, "_peer": peer, "_stands_for": stands_for}
+    if stands_for is types.FunctionType:
+        namespace["__get__"] = lambda self, value, kind=None: self if value is None else types.MethodType(self, value)
     real = tuple(each for each in bases if isinstance(each, ClassStandIn) or issubclass(each, BaseException))
     kinds = tuple(kind for each in bases if each not in real and (kind := data_kind(each)))
     above = (*real, *(each for each in kinds if not any(issubclass(one, each) for one in real)))

@@ -36,6 +36,9 @@ def main() -> str | None:
     Returns:
         "run" in a process where the script is to be run; in the supervisor's it does not return.
     """
+    # Its own, whatever the trainer's process does with them.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM, signal.SIGCHLD})
     options = json.loads(read_frame(0))
     end_with(options["trainer"])
     supervisor = _Supervisor(options, read_frame(0))
