@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
 import functools
 import inspect
@@ -17,6 +18,7 @@ from .reached import TESTS, Assertions
 from .standins import ARITHMETIC, COMPARISONS, CONVERSIONS, SPECIAL, is_standin, link, parameters
 from .values import CONTAINERS, data_kind
 
+_CATCHES = "__judging_catches"
 PASSED, FAILED, IDLE = b"passed", b"failed", b"idle"
 # Of these the program can call, or step on, what the tests have given it, and nothing else: their attributes lead to the tests' names.
 _CLOSED = (
@@ -128,6 +130,14 @@ class _Judge(Peer):
             self.has_failed = self.has_failed or _is_failure(error)
             raise
         return self._is_kept(is_kept, error, raised)
+
+    def catches(self, kinds: Any) -> Any:
+        """What a handler of the tests catches; a class of Python's by a name of the program's catches no failed assertion well."""
+        is_failed = isinstance(sys.exc_info()[1], AssertionError)
+        for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+            if is_failed and not is_standin(kind) and isinstance(kind, type) and issubclass(AssertionError, kind):
+                self.has_failed = True
+        return kinds
 
     async def _leave_later(self, value: Any, arguments: tuple[Any, ...]) -> bool:
         _, error, raised = arguments
@@ -255,6 +265,19 @@ class _Judge(Peer):
         return (task.result(),) if task.done() else ()
 
 
+class _Handlers(ast.NodeTransformer):
+    """Has `except E` ask `_Judge.catches` where E is no name of Python's: the program may say that it is `Exception`."""
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
+        """Of each handler of the tests."""
+        self.generic_visit(node)
+        if node.type is not None and not all(
+            hasattr(builtins, each.id) for each in ast.walk(node.type) if isinstance(each, ast.Name)
+        ):
+            node.type = ast.copy_location(ast.Call(ast.Name(_CATCHES, ast.Load()), [node.type], []), node.type)
+        return node
+
+
 def judge(tests: str, reads: int, writes: int) -> bytes:
     """Whether the program passes the tests; `IDLE` where they have asked nothing of it."""
     try:
@@ -263,9 +286,10 @@ def judge(tests: str, reads: int, writes: int) -> bytes:
         peer.ask("load")
         sys.modules["program"] = _ProgramModule(peer)
         names = Names(tree, lambda name: peer.ask("library", name), lambda name: peer.ask("name", name))
+        names[_CATCHES] = peer.catches
         sys.modules["__main__"] = _Tests(names)
         sys.argv = [TESTS]
-        exec(compile(tree, TESTS, "exec", dont_inherit=True), names)
+        exec(compile(ast.fix_missing_locations(_Handlers().visit(tree)), TESTS, "exec", dont_inherit=True), names)
     except SystemExit as error:
         if error.code or any(each is error for each in peer.exits):
             return FAILED
