@@ -1,7 +1,6 @@
 """Messages between the processes of a run: signed, because torch's store lets in whoever reaches its port."""
 
 import pickle
-import threading
 import time
 
 import pytest
@@ -41,17 +40,21 @@ def test_what_no_process_of_the_run_has_signed_is_not_read(store):
 
 def test_a_forged_letter_ends_no_thread_that_waits_for_those_of_the_run(store, caplog):
     """The watcher of a rank drops it, says so, and hears what comes later."""
-    ranks = Ranks(0, 2, store)
-    watching = threading.Thread(target=ranks._watch, args=(store,), daemon=True)
     store.set("failed/1/0", (1).to_bytes(4, "big") + b"a pickle")
-    watching.start()
-    while letters.is_there(store, "failed/1"):
-        time.sleep(0.01)
-    letters.put(store, "failed/1", pickle.dumps((1, ValueError("of rank 1"))))
-    while 1 not in ranks._failed:
-        assert watching.is_alive()
-        time.sleep(0.01)
-    ranks._ends.set()
-    watching.join()
+    ranks = Ranks(0, 2, store)
+    try:
+        until(lambda: not letters.is_there(store, "failed/1"))
+        letters.put(store, "failed/1", pickle.dumps((1, ValueError("of rank 1"))))
+        until(lambda: 1 in ranks._failed)
+    finally:
+        store.set("bye/1", "")  # it waits for no other rank
+        ranks.close()
     assert str(ranks._failed[1]) == "of rank 1"
     assert "no process of this run has written it" in caplog.text
+
+
+def until(is_so):
+    started = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - started < 60
+        time.sleep(0.01)
