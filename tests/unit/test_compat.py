@@ -113,7 +113,9 @@ def test_what_an_older_vllm_lacks_is_said_before_anything_starts(
     assert compat.may_sleep(lends=True) is lent_sleep
     for check, is_there in ((compat.require_server, server), (compat.require_mixtures, mixtures)):
         with (
-            contextlib.nullcontext() if is_there else pytest.raises(MissingDependencyError, match=f"vLLM {version} has")
+            contextlib.nullcontext()
+            if is_there
+            else pytest.raises(MissingDependencyError, match=f"vLLM {version} keeps")
         ):
             check()
     if not server:

@@ -261,6 +261,7 @@ def test_what_contradicts_is_refused_with_the_way_out(changes, place, said, tmp_
 
 def test_an_adapter_that_is_trained_on_brings_its_own_config(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").touch()
     document = with_field("adapter", "start_from", str(tmp_path))
     assert read_config(written(tmp_path, document), asks_trl=False).adapter.start_from == str(tmp_path)
     document["adapter"]["lora_alpha"] = 8
