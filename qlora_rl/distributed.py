@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from qlora_rl import letters
-from qlora_rl.errors import RankLostError
+from qlora_rl.errors import AccessDeniedError, RankLostError
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class Ranks:
                     if rank not in self._failed and letters.is_there(store, f"failed/{rank}"):
                         try:
                             told, error = pickle.loads(letters.read(store, f"failed/{rank}"))
-                        except letters.ForgedLetterError as forged:
+                        except AccessDeniedError as forged:
                             logger.error("%s", forged)
                             letters.drop(store, f"failed/{rank}")
                             continue

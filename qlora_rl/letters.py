@@ -8,14 +8,12 @@ from __future__ import annotations
 import hmac
 from typing import Any
 
+from qlora_rl.errors import AccessDeniedError
+
 # Of one value of the store; it takes no more than 8 MiB.
 _PIECE = 4 * 2**20
 _SIGNED = 32  # bytes of a signature
 _secret = b""  # of this process's run
-
-
-class ForgedLetterError(Exception):
-    """Somebody else has written into the store of the run."""
 
 
 def sign_with(secret: bytes) -> None:
@@ -42,13 +40,13 @@ def read(store: Any, key: str) -> bytes:
     """What was put there; waits until something is.
 
     Raises:
-        ForgedLetterError: no process of this run has written it.
+        AccessDeniedError: no process of this run has written it.
     """
     head = store.get(f"{key}/0")
     count = int.from_bytes(head[:4], "big")
     found = b"".join([head[4:], *(store.get(f"{key}/{number}") for number in range(1, count))])
     if not hmac.compare_digest(found[:_SIGNED], _signature(key, found[_SIGNED:])):
-        raise ForgedLetterError(
+        raise AccessDeniedError(
             f"reading {key}: no process of this run has written it. Keep its ports to machines that you trust."
         )
     return found[_SIGNED:]

@@ -2,7 +2,7 @@
 
 python scripts/fuzz_server.py URL KEY_FILE --pid PID [--seconds 60] [--seed 0]
 
-Exit code 1 where an answer was a 5xx, none came, or the server holds more descriptors or threads at the end than at the beginning.
+Exit code 1 where an answer was a 5xx, none came, or the server holds more descriptors or threads at its end.
 """
 
 from __future__ import annotations
@@ -31,9 +31,42 @@ import psutil
 OWN = "/qlora/v1"
 SESSION = "x-qlora-session"
 NASTY: list[Any] = [
-    None, True, False, 0, -1, 1, 0.5, 2**31, 2**63, 2**64, -(2**70), 10**400, 1e308, float("nan"), float("inf"), "", "x", "²", "٣", "\0",
-    "\ud800", "..", "/", "x" * 5000, "a/" * 3000, [], {}, [[]], [None], [1, "x"], {"": {}}, [2**40], ["\udcff"], {"\ud800": 1}, [0] * 500,
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    0.5,
+    2**31,
+    2**63,
+    2**64,
+    -(2**70),
+    10**400,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "²",
+    "٣",
+    "\0",
+    "\ud800",
+    "..",
+    "/",
+    "x" * 5000,
+    "a/" * 3000,
+    [],
+    {},
+    [[]],
+    [None],
+    [1, "x"],
+    {"": {}},
+    [2**40],
+    ["\udcff"],
+    {"\ud800": 1},
+    [0] * 500,
+]
 QUERIES = [
     "",
     "0",
@@ -73,12 +106,30 @@ WHOLE = [
     b'"\\ud800"',
     *DEEP,
 ]
-SAMPLING = {"max_tokens": 2, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 1,
-            "regex": None, "extra": {"stop": ["a"], "logit_bias": {"5": 1.0}}, "first_place": 0, "stop_token_ids": [3]}  # fmt: skip
+SAMPLING = {
+    "max_tokens": 2,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "seed": 1,
+    "regex": None,
+    "extra": {"stop": ["a"], "logit_bias": {"5": 1.0}},
+    "first_place": 0,
+    "stop_token_ids": [3],
+}
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "1"}], "max_tokens": 1, "temperature": 0.0, "seed": 1}
 # A body of each route that takes one, right or nearly so.
 BODIES: dict[str, Any] = {
-    f"{OWN}/generate": {"prompts": [[40, 41]], "sampling": SAMPLING, "places": [0], "version": 0, "digest": "", "held": False},
+    f"{OWN}/generate": {
+        "prompts": [[40, 41]],
+        "sampling": SAMPLING,
+        "places": [0],
+        "version": 0,
+        "digest": "",
+        "held": False,
+    },
     f"{OWN}/score": {"sequences": [[40, 41, 42]], "bare": True, "version": 0, "digest": "", "images": []},
     f"{OWN}/probe": {"path": "trap/link"},
     f"{OWN}/canary": {"difference": 0.0},
@@ -87,13 +138,22 @@ BODIES: dict[str, Any] = {
     f"{OWN}/weights/part": {"ticket": {"file": "a/0"}, "nbytes": 4, "checksum": 1, "places": [["a", "float32", [1]]]},
     "/tokenize": {"model": "base", "prompt": "1", "add_special_tokens": True},
     "/detokenize": {"model": "base", "tokens": [40, 41]},
-    "/v1/completions": {"model": "base", "prompt": [40, 41], "max_tokens": 1, "temperature": 1.0, "n": 1, "logprobs": 0, "seed": 1, "stop": ["a"]},
+    "/v1/completions": {
+        "model": "base",
+        "prompt": [40, 41],
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "n": 1,
+        "logprobs": 0,
+        "seed": 1,
+        "stop": ["a"],
+    },
     "/v1/chat/completions": CHAT,
     "/v1/chat/completions/batch": {**CHAT, "messages": [CHAT["messages"]]},
     "/v1/messages": CHAT,
     "/v1/messages/count_tokens": CHAT,
     "/v1/responses": {"model": "base", "input": "1", "max_output_tokens": 1},
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -116,8 +176,16 @@ class Counts:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         counted = {"requests": sum(self.by_status.values()), "by_status": dict(sorted(self.by_status.items()))}
-        return {"seed": self.seed, "seconds": round(self.seconds, 1), **counted, "fault_count": self.fault_count,
-                "faults": self.faults, "before": self.before, "after": self.after, "leaks": self.leaks}  # fmt: skip
+        return {
+            "seed": self.seed,
+            "seconds": round(self.seconds, 1),
+            **counted,
+            "fault_count": self.fault_count,
+            "faults": self.faults,
+            "before": self.before,
+            "after": self.after,
+            "leaks": self.leaks,
+        }
 
 
 class Fuzzer:

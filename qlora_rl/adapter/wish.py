@@ -29,7 +29,7 @@ def open_adapter(model: Any, directory: str | os.PathLike[str]) -> Any:
     """A PeftModel with the adapter of a directory, or of a run, to be trained on.
 
     Raises:
-        AdapterRejectedError: it holds no weights in safetensors. PEFT would read a pickle, and look for other directories on the hub.
+        AdapterRejectedError: it holds no weights in safetensors. PEFT would read a pickle, and ask the hub.
     """
     from peft import PeftModel
 

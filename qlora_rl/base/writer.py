@@ -350,5 +350,6 @@ def require_writable(place: Path) -> None:
         why, is_writable = str(error.strerror), False
     if not is_writable:
         raise ConfigConflictError(
-            f"preparing a base: {place}: {why}. Pass another directory (out=, `qlora-rl prepare MODEL DIRECTORY`), or set QLORA_RL_CACHE."
+            f"preparing a base: {place}: {why}. Pass another directory (out=, "
+            "`qlora-rl prepare MODEL DIRECTORY`), or set QLORA_RL_CACHE."
         )

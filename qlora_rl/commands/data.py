@@ -122,7 +122,8 @@ def _ids(
         made = tokenizer.apply_chat_template(list(value), tokenize=True, return_dict=True, **given)
     except Exception as error:  # jinja's, or whatever else a template comes to
         raise ConfigConflictError(
-            f"reading the rows: the chat template does not take the {name}: {type(error).__name__}: {error}. Change the messages to what it "
+            f"reading the rows: the chat template does not take the {name}: {type(error).__name__}: {error}. "
+            "Change the messages to what it "
             "takes, or use another template."
         ) from error
     return list(made["input_ids"])

@@ -1,4 +1,4 @@
-"""JSON objects that somebody else has written: a file that may be damaged, a body from outside. Whatever is wrong is one `ValueError`."""
+"""JSON objects of others: a file that may be damaged, a body from outside. Whatever is wrong is one `ValueError`."""
 
 from __future__ import annotations
 

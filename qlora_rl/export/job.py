@@ -35,9 +35,9 @@ from qlora_rl.policy.trained import TrainedRun, load_plain, open_trained
 KINDS = ("adapter", "merged", "merged-original", "gguf", "gguf-adapter")
 FORMS = ("canonical", "original")
 DTYPES = ("bfloat16", "float16", "float32", "q8_0", "q4_k_m")
-# Largest mean KL (nats per token) of an export that claims to be the policy. Two 16-bit computations of one function differ by
-# rounding, about twice as much as either of them from float32; merged weights are rounded once more. Nothing above `LARGEST` is rounding. Two of
-# float32 differ by next to nothing.
+# Largest mean KL (nats per token) of an export that claims to be the policy. Two 16-bit computations of one function
+# differ by rounding, about twice as much as either of them from float32; merged weights are rounded once more. Nothing
+# above `LARGEST` is rounding. Two of float32 differ by next to nothing.
 LIMIT, LIMIT_FLOAT32, ROUNDINGS, LARGEST = 1e-3, 1e-9, 4.0, 0.05
 # Of weights that are quantised again.
 LIMITS = {"q8_0": 1e-2, "q4_k_m": 0.5}
@@ -95,8 +95,8 @@ def export_run(
         base: directory of the base, if it was moved.
         data: .jsonl file with prompts to compare on; by default the run's own, or random tokens.
         prompts: how many of them.
-        max_kl: largest mean KL in nats per token; by default 1e-3 or four times the policy's distance from its own float32 pass, and 1e-9 in
-            float32. "merged-original" has no limit of its own.
+        max_kl: largest mean KL in nats per token; by default 1e-3 or four times the policy's distance from its own
+            float32 pass, and 1e-9 in float32. "merged-original" has no limit of its own.
         shard_gb: largest file of weights, in 10^9 bytes.
         on: GGUF file of another base on which "gguf-adapter" will be served: its distance is measured, too.
         push: name of a repository on the hub, to which the finished directory is uploaded; it is created private.
@@ -209,8 +209,8 @@ def export_run(
         if not worst.kl_mean <= limit:
             plain = "; without rounding: --dtype float32" if to in ("merged", "gguf") and dtype != "float32" else ""
             raise ExportError(
-                f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:.2g} (16-bit rounding of this policy: "
-                f"{witness.rounding:.2g}). Nothing was written. Another limit: --max-kl{plain}."
+                f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:.2g} (16-bit rounding of this "
+                f"policy: {witness.rounding:.2g}). Nothing was written. Another limit: --max-kl{plain}."
             )
         if max_kl is None and limit > _limit(to, dtype, 0.0):
             say(f"the limit was {limit:.2g}: the policy's own KL to its float32 forward pass is {witness.rounding:.2g}")

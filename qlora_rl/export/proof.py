@@ -69,7 +69,8 @@ class Witness:
         seed: of the sampling.
 
     Attributes:
-        rounding: mean KL of the policy to its own float32 forward pass, in nats per token: what 16 bits cost this model. 0 where it has none.
+        rounding: mean KL of the policy to its own float32 forward pass, in nats per token: what 16 bits cost this
+            model. 0 where that was not measured.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class Witness:
             with in_float32(policy, self.longest):
                 self.rounding = self.distance_of(lambda ids, start: _logprobs(policy, ids, start).cpu()).kl_mean
         except NotComparedError as why:
-            logger.info("the rounding of the policy is not measured: %s", why)
+            logger.warning(
+                "the rounding of the policy is not measured, and its limit is that of a small model: %s", why
+            )
 
     @property
     def tokens(self) -> int:

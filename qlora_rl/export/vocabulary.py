@@ -16,8 +16,8 @@ from qlora_rl.errors import ExportError
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# How the text is split before merging, by llama.cpp's name of it: as tokenizer.json has it. "gpt-2" is ByteLevel's own, "smollm" that with
-# each digit apart.
+# How the text is split before merging, by llama.cpp's name of it: as tokenizer.json has it. "gpt-2" is ByteLevel's
+# own, "smollm" that with each digit apart.
 SPLITS = {"qwen2": _LETTERS + r"\p{N}" + _REST, "llama-bpe": _LETTERS + r"\p{N}{1,3}" + _REST}
 # Of these names a whole word that is a token stays one, whatever the merges say.
 _TAKES_WORDS = ("llama-bpe",)

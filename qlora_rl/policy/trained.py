@@ -163,7 +163,8 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
         raise RunDirectoryError(f"opening the run {run}: {_no_run(Path(run), path)}") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunDirectoryError(
-            f"opening the run {path}: {CONFIG} is damaged or does not name a base ({type(error).__name__}: {error}). Copy the run again."
+            f"opening the run {path}: {CONFIG} is damaged or does not name a base ({type(error).__name__}: {error}). "
+            "Copy the run again."
         ) from error
     if not identity:
         raise BaseMismatchError(

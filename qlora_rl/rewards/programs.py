@@ -45,9 +45,9 @@ def program_match(
 
     The program is the last fenced block of the completion, or all of it. Its tests are one of two kinds:
 
-    - Python that raises where the program is wrong, as a text or a list of them (`assert add(1, 2) == 3`). It runs in a process of its own, in which
-      none of the program's code runs: names that it neither defines nor imports are asked of the program, data crosses, and classes and objects of
-      the program have stand-ins there.
+    - Python that raises where the program is wrong, as a text or a list of them (`assert add(1, 2) == 3`). It runs in a
+      process of its own, in which none of the program's code runs: names that it neither defines nor imports are asked
+      of the program, data crosses, and classes and objects of the program have stand-ins there.
       The program is imported, so a block under `if __name__ == "__main__"` is not run.
     - A list of `{"input": ..., "output": ...}`: the program is run once for each as a script. What it has written must be the output, white space at
       the ends of lines aside, and its exit code 0.
@@ -60,8 +60,8 @@ def program_match(
         column: of the dataset, which holds the tests.
         timeout_s: for one program and all of its tests, in seconds.
         memory_mib: that each of its processes may take, in MiB; two run at a time.
-        sandbox: address of a server that speaks as SandboxFusion does (`http://localhost:8080`), to run the programs there. Python tests then share
-            the program's interpreter, which can cheat them.
+        sandbox: address of a server that speaks as SandboxFusion does (`http://localhost:8080`), to run the programs
+            there. Python tests then share the program's interpreter, which can cheat them.
         columns: what TRL passes: the dataset's columns and more, B values each.
 
     Returns:
@@ -194,7 +194,7 @@ def _asked(program: str, tests: str | list[tuple[str, str]], timeout_s: float, m
 
 
 def _started(directory: str, longest_s: float) -> subprocess.Popen[bytes] | None:
-    """A supervisor. Threads of another program may be all that a limit on processes allows for: then this waits for their end."""
+    """A supervisor; where other programs' threads are all that a limit allows for, this waits for their end."""
     tried_until = time.monotonic() + longest_s
     while True:
         try:

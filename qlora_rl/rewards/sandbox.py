@@ -1,4 +1,4 @@
-"""Runs a program in a sandbox elsewhere, over HTTP as SandboxFusion speaks it: `POST /run_code`, which answers what has come of it."""
+"""Runs a program in a sandbox elsewhere, over HTTP as SandboxFusion speaks it (`POST /run_code`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def passes_elsewhere(
 ) -> bool:
     """Whether a program passes its tests in the sandbox at this address.
 
-    Python tests run in the program's interpreter, behind a word that no program can know before; but a program can change what tests them.
+    Python tests run in the program's interpreter, behind a random word; a program can change what tests it.
 
     Raises:
         RewardFunctionError: the sandbox cannot be reached, or has failed itself.
@@ -68,8 +68,8 @@ def _run(address: str, code: str, stdin: str, timeout_s: float, memory_mib: int)
             raise ValueError("Success without a return_code")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, http.client.HTTPException) as error:
         raise RewardFunctionError(
-            f"running programs: the sandbox at {address} gives no answer that can be read ({type(error).__name__}: {error}). Is it running, and does it "
-            "speak as SandboxFusion does?"
+            f"running programs: the sandbox at {address} gives no answer that can be read "
+            f"({type(error).__name__}: {error}). Is it running, and does it speak as SandboxFusion does?"
         ) from error
     if status not in ("Success", "Failed"):
         raise RewardFunctionError(

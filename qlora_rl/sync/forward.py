@@ -236,13 +236,13 @@ def completion_logits(
     completions: Sequence[Sequence[int]],
     images: Sequence[Mapping[str, torch.Tensor]] = (),
 ) -> Iterator[torch.Tensor]:
-    """The model's logits [T, V] of the T tokens of each completion; as many completions in a forward as their logits may take.
+    """The model's logits [T, V] of the T tokens of each completion; several completions in a forward, if short.
 
     Args:
         model: the PeftModel, or the bare one.
         prompts: token ids.
         completions: token ids, one completion for each prompt.
-        images: what the model is given for the images of a prompt besides the ids, for each; empty where there are none.
+        images: for each prompt, what the model is given for its images besides the ids; empty for prompts of text.
     """
     base = bare_model(model)
     takes = inspect.signature(type(base).forward).parameters

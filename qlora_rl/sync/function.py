@@ -141,7 +141,7 @@ class FunctionCheck:
 
     @property
     def rounding(self) -> float:
-        """How far a side is from the trainer's float32 pass where both compute one function; 0 where nothing was measured."""
+        """How far a side is from the trainer's float32 pass by rounding; 0 where nothing was measured."""
         return max((max(apart.engine, apart.trainer) for apart in self.found if not apart.odd), default=0.0)
 
     def compare(self) -> list[Apart]:

@@ -292,11 +292,11 @@ def test_an_examination_has_a_minute_and_says_what_it_left_out(make_trainer, con
     trainer.train()
     randomise(trainer.model)
     examiner = Examiner(trainer.model, trainer.engine, trainer._link.strategy, trainer.admission, None)
-    drawn = Drawn([[40, 41]] * 4, [[42, 43]] * 4, [[-0.1, -9.0]] * 4)  # as no policy here would draw
+    unlikely = Drawn([[40, 41]] * 4, [[42, 43]] * 4, [[-0.1, -9.0]] * 4)
     passes = []
     trainer.model.get_base_model().model.register_forward_hook(lambda *_: passes.append(1))
     monkeypatch.setattr(diagnosis, "_SECONDS", seconds)
-    found = examiner._under_other_adapters(drawn, 1.0, 1e-3)
+    found = examiner._under_other_adapters(unlikely, 1.0, 1e-3)
     assert len(passes) == (0 if seconds == 0.0 else len(found) + 5)  # two layers, four modules: the nearest counts
     assert [each.cause for _, each in found].count("layer") == (seconds > 0)
     assert ("which of 2 layers is lost were not looked for" in caplog.text) == (seconds == 0.0)

@@ -10,7 +10,7 @@ _CASE = re.compile(r"--- in\n(.*?)\n--- out(?:\n|\Z)(.*?)(?=\n--- in|\Z)", re.DO
 def programs(name):
     """By what they are: completion, tests; of one file.
 
-    A program begins with `=== what it is`, its tests with `--- tests`, or a case of a script with `--- in` and `--- out`.
+    A program begins with `=== what it is`, its tests with `--- tests`, a case of a script with `--- in` and `--- out`.
     """
     found = {}
     for part in re.split(r"^=== ", (FOLDER / f"{name}.txt").read_text(), flags=re.MULTILINE)[1:]:

@@ -111,7 +111,11 @@ def test_what_an_older_vllm_lacks_is_said_before_anything_starts(
     installed({"vllm": version})
     assert compat.may_sleep(lends=False)
     assert compat.may_sleep(lends=True) is lent_sleep
-    for check, is_there in ((compat.require_server, server), (compat.require_mixtures, mixtures)):
+    for check, is_there in (
+        (compat.require_server, server),
+        (compat.require_mixtures, mixtures),
+        (compat.require_dense_beside_adapters, mixtures),
+    ):
         with (
             contextlib.nullcontext()
             if is_there

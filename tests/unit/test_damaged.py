@@ -1,4 +1,4 @@
-"""Files of ours that somebody has damaged: each is one of this package's errors, which names the file; nothing is unpickled."""
+"""Files of ours that are damaged: one of this package's errors names the file, and nothing is unpickled."""
 
 import json
 import os

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from qlora_rl import letters
+from qlora_rl import AccessDeniedError, letters
 from qlora_rl.distributed import Ranks
 
 
@@ -31,10 +31,10 @@ def test_what_no_process_of_the_run_has_signed_is_not_read(store):
     ours = store.get("ours/0")[4:]
     for forged in (b"a pickle", b"", b"\0" * 32 + b"a pickle", ours):
         store.set("asked/0", (1).to_bytes(4, "big") + forged)
-        with pytest.raises(letters.ForgedLetterError, match="no process of this run"):
+        with pytest.raises(AccessDeniedError, match="no process of this run"):
             letters.read(store, "asked")
     letters.sign_with(b"secret of another run")
-    with pytest.raises(letters.ForgedLetterError, match="no process of this run"):
+    with pytest.raises(AccessDeniedError, match="no process of this run"):
         letters.read(store, "ours")
 
 

@@ -76,8 +76,16 @@ class Sandbox(http.server.BaseHTTPRequestHandler):
             text=True,
             check=False,
         )
-        said = {"status": "Success" if ran.returncode == 0 else "Failed", "message": "", "run_result": {
-            "status": "Finished", "return_code": ran.returncode, "stdout": ran.stdout, "stderr": ran.stderr}}  # fmt: skip
+        said = {
+            "status": "Success" if ran.returncode == 0 else "Failed",
+            "message": "",
+            "run_result": {
+                "status": "Finished",
+                "return_code": ran.returncode,
+                "stdout": ran.stdout,
+                "stderr": ran.stderr,
+            },
+        }
         body = json.dumps({"status": "SandboxError", "message": "broken"} if self.failing else said).encode()
         self.send_response(200 if self.path == "/run_code" else 404)
         self.send_header("Content-Length", str(len(body)))

@@ -161,7 +161,8 @@ def test_a_program_sees_nothing_of_this_process(monkeypatch):
     monkeypatch.setenv("QLORA_RL_SECRET", "x")
     look = (
         ADD
-        + "import os, sys\nassert not {'QLORA_RL_SECRET', 'HOME', 'PATH'} & {*os.environ} and os.listdir('.') == ['program.py']\nassert not any('site-packages' in p for p in sys.path)"
+        + "import os, sys\nassert not {'QLORA_RL_SECRET', 'HOME', 'PATH'} & {*os.environ} and os.listdir('.') == ['program.py']\n"
+        "assert not any('site-packages' in p for p in sys.path)"
     )
     assert passes(look)
 

@@ -181,25 +181,61 @@ DEEP = b"[" * 100_000
 SAMPLING = {"max_tokens": 1}
 ADAPTER = "/adapter?version=1&digest=0"
 BAD = [
-    ("POST", "/generate", DEEP), ("POST", "/generate", b'{"a":' * 100_000), ("POST", "/generate", b"\xff"), ("POST", "/generate", b"[]"),
-    ("POST", "/generate", b""), ("POST", "/generate", b"9" * 5000), ("POST", "/generate", {"prompts": 1, "sampling": {}}),
-    ("POST", "/generate", {"prompts": [["1"]], "sampling": SAMPLING}), ("POST", "/generate", {"prompts": [[2**70]], "sampling": SAMPLING}),
-    *(("POST", "/generate", {"prompts": [[1, 2]], "sampling": SAMPLING, name: value})
-      for name, value in {"version": "²", "digest": 1, "places": {"ids": [0, 1]}}.items()),
-    *(("POST", "/generate", {"prompts": [[1, 2]], "sampling": {"max_tokens": 1, **wrong}})
-      for wrong in ({"\ud800": 1}, {"temperature": float("nan")}, {"temperature": "x"}, {"top_k": 2**70}, {"max_tokens": 1.5}, {"regex": 1},
-                    {"extra": 1}, {"extra": {"stop": "\ud800"}}, {"extra": {"logit_bias": {"x": 1}}}, {"stop_token_ids": [None]},
-                    {"first_place": "x", "seed": 1}, {"extra": {"no_such": 1}})),
-    ("POST", "/score", {"sequences": [[1, 2]], "bare": 1}), ("POST", "/score", {"sequences": {"a": 1}, "bare": True}),
-    ("POST", "/probe", {"path": "\ud800"}), ("POST", "/probe", {"path": "x/" * 100_000}), ("POST", "/probe", {"path": None}),
-    ("POST", "/canary", {"difference": "0"}), ("POST", "/canary", DEEP),
-    ("POST", "/adapter", {"path": "x", "version": True}), ("POST", "/adapter", {"path": "x", "version": 2**70}),
-    ("POST", "/adapter", {"path": "x", "version": 1, "digest": 5}), ("POST", "/adapter", {"path": "\udcff", "version": 1}),
-    ("PUT", "/adapter?version=%C2%B2&digest=0", b""), ("PUT", "/adapter?version=%D9%A3&digest=0", b""), ("PUT", "/adapter?version=NaN", b""),
-    ("PUT", "/adapter?version=" + "9" * 5000, b""), ("PUT", ADAPTER, DEEP), ("GET", "/held?rank=%C2%B2", b""), ("GET", "/held?rank=-1", b""),
-    ("PUT", "/weights?push=%C3%A9&part=0&offset=0", b""), ("PUT", "/weights?push=x&part=%C2%B2&offset=0", b""), ("POST", "/weights?version=1", DEEP),
-    ("POST", "/weights/part?push=%C3%A9&part=0", b""), ("POST", "/weights/commit?push=%C3%A9", b""), ("DELETE", "/weights?reason=x", b""),
-]  # fmt: skip
+    ("POST", "/generate", DEEP),
+    ("POST", "/generate", b'{"a":' * 100_000),
+    ("POST", "/generate", b"\xff"),
+    ("POST", "/generate", b"[]"),
+    ("POST", "/generate", b""),
+    ("POST", "/generate", b"9" * 5000),
+    ("POST", "/generate", {"prompts": 1, "sampling": {}}),
+    ("POST", "/generate", {"prompts": [["1"]], "sampling": SAMPLING}),
+    ("POST", "/generate", {"prompts": [[2**70]], "sampling": SAMPLING}),
+    *(
+        ("POST", "/generate", {"prompts": [[1, 2]], "sampling": SAMPLING, name: value})
+        for name, value in {"version": "²", "digest": 1, "places": {"ids": [0, 1]}}.items()
+    ),
+    *(
+        ("POST", "/generate", {"prompts": [[1, 2]], "sampling": {"max_tokens": 1, **wrong}})
+        for wrong in (
+            {"\ud800": 1},
+            {"temperature": float("nan")},
+            {"temperature": "x"},
+            {"top_k": 2**70},
+            {"max_tokens": 1.5},
+            {"regex": 1},
+            {"extra": 1},
+            {"extra": {"stop": "\ud800"}},
+            {"extra": {"logit_bias": {"x": 1}}},
+            {"stop_token_ids": [None]},
+            {"first_place": "x", "seed": 1},
+            {"extra": {"no_such": 1}},
+        )
+    ),
+    ("POST", "/score", {"sequences": [[1, 2]], "bare": 1}),
+    ("POST", "/score", {"sequences": {"a": 1}, "bare": True}),
+    ("POST", "/probe", {"path": "\ud800"}),
+    ("POST", "/probe", {"path": "x/" * 100_000}),
+    ("POST", "/probe", {"path": None}),
+    ("POST", "/canary", {"difference": "0"}),
+    ("POST", "/canary", DEEP),
+    ("POST", "/adapter", {"path": "x", "version": True}),
+    ("POST", "/adapter", {"path": "x", "version": 2**70}),
+    ("POST", "/adapter", {"path": "x", "version": 1, "digest": 5}),
+    ("POST", "/adapter", {"path": "\udcff", "version": 1}),
+    ("PUT", "/adapter?version=%C2%B2&digest=0", b""),
+    ("PUT", "/adapter?version=%D9%A3&digest=0", b""),
+    ("PUT", "/adapter?version=NaN", b""),
+    ("PUT", "/adapter?version=" + "9" * 5000, b""),
+    ("PUT", ADAPTER, DEEP),
+    ("GET", "/held?rank=%C2%B2", b""),
+    ("GET", "/held?rank=-1", b""),
+    ("PUT", "/weights?push=%C3%A9&part=0&offset=0", b""),
+    ("PUT", "/weights?push=x&part=%C2%B2&offset=0", b""),
+    ("POST", "/weights?version=1", DEEP),
+    ("POST", "/weights/part?push=%C3%A9&part=0", b""),
+    ("POST", "/weights/commit?push=%C3%A9", b""),
+    ("DELETE", "/weights?reason=x", b""),
+]
 
 
 def answered(served, *asked, session="somebody", lease=None):
@@ -262,9 +298,18 @@ def test_what_changes_a_server_needs_its_lease_and_who_is_rejected_does_not_get_
     served, lease = policy_in(tmp_path), Lease(60.0)
     good = pack_adapter(bundle())
     right = ("PUT", f"/adapter?version=1&digest={hashlib.sha256(good).hexdigest()}", good)
-    changing = [("POST", "/repair", b""), ("PUT", ADAPTER, b"x"), ("POST", "/adapter", {"path": "x", "version": 1}), ("DELETE", "/adapter", b""),
-                ("POST", "/canary", {"difference": 0.0}), ("POST", "/weights?version=1", b""), ("PUT", "/weights?push=x&part=0&offset=0", b""),
-                ("POST", "/weights/part?push=x&part=0", b""), ("POST", "/weights/commit?push=x", b""), ("DELETE", "/weights?push=x", b"")]  # fmt: skip
+    changing = [
+        ("POST", "/repair", b""),
+        ("PUT", ADAPTER, b"x"),
+        ("POST", "/adapter", {"path": "x", "version": 1}),
+        ("DELETE", "/adapter", b""),
+        ("POST", "/canary", {"difference": 0.0}),
+        ("POST", "/weights?version=1", b""),
+        ("PUT", "/weights?push=x&part=0&offset=0", b""),
+        ("POST", "/weights/part?push=x&part=0", b""),
+        ("POST", "/weights/commit?push=x", b""),
+        ("DELETE", "/weights?push=x", b""),
+    ]
     lease.claim("first")
     for answer in answered(served, *changing, right, session="second", lease=lease):
         assert (answer.status_code, answer.json()["error"]["kind"]) == (409, "ServerTakenError")

@@ -10,6 +10,7 @@ import torch
 
 from qlora_rl.base.stored import StoredTensors
 from qlora_rl.contracts import EngineCapabilities
+from qlora_rl.engine.compat import require_dense_beside_adapters
 from qlora_rl.errors import AdapterRejectedError, EngineBrokenError, EngineUnsupportedError, SyncError
 
 if TYPE_CHECKING:
@@ -99,13 +100,15 @@ class DenseWeights:
                 "drop_adapter() first, which loads the base again."
             )
 
-    def refuse_4bit(self, base: Path, capabilities: EngineCapabilities) -> None:
-        """Raise where vLLM would take dense weights for packed codes without a word, or several GPUs hold parts of them."""
+    def require_place(self, base: Path, capabilities: EngineCapabilities) -> None:
+        """Raise where vLLM would take dense weights for packed codes, holds them in parts, or finds no place for them."""
         if not capabilities.takes_dense:
             raise EngineUnsupportedError(
                 f"loading weights: {capabilities.name} serves {base} in 4 bits, on several GPUs or as a mixture of experts, where dense weights cannot "
                 "be written. Serve the baked base: LocalEngine(bake_base(base), max_lora_rank=0)."
             )
+        if capabilities.max_lora_rank:
+            require_dense_beside_adapters()
 
 
 class _Counted:

@@ -310,12 +310,12 @@ class LocalEngine:
             Bytes.
 
         Raises:
-            EngineUnsupportedError: the engine holds a 4-bit base. MissingDependencyError: it takes adapters, too, before vLLM 0.31. EngineBusyError: a model borrows the base.
+            EngineUnsupportedError: the engine holds a 4-bit base.
+            MissingDependencyError: it takes adapters, too, before vLLM 0.31.
+            EngineBusyError: a model borrows the base.
             SyncError: not all arrived. Nothing is served until a push arrives whole; if none had, the old version serves on.
         """
-        self._dense.refuse_4bit(self.base, self.capabilities())
-        if self.max_lora_rank:
-            compat.require_dense_beside_adapters()
+        self._dense.require_place(self.base, self.capabilities())
         self.borrowers.refuse("loading weights")
         self.wake()
         self._finish_calls()

@@ -447,14 +447,14 @@ def _resolve(root: Path, path: str) -> str:
     is_inside = is_path and ".." not in Path(path).parts and asked.startswith(top + os.sep)
     if not is_inside or os.path.realpath(asked) != asked:
         raise AccessDeniedError(
-            f"loading an adapter: {path[:200]!r} leads out of the adapter directory, or through a link. Put it under {top}, the adapter "
-            "directory of the server."
+            f"loading an adapter: {path[:200]!r} leads out of the adapter directory, or through a link. "
+            f"Put it under {top}, the adapter directory of the server."
         )
     return asked
 
 
 def _open_below(root: Path, asked: str) -> BinaryIO:
-    """Open a regular file for reading, directory by directory: what is exchanged for a link on the way, meanwhile too, is an OSError."""
+    """Open a regular file, directory by directory: what becomes a link on the way, meanwhile too, is an OSError."""
     top = os.path.realpath(root)
     *ways, name = os.path.relpath(asked, top).split(os.sep)
     handle = os.open(top, os.O_RDONLY | os.O_DIRECTORY)

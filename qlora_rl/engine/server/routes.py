@@ -84,7 +84,7 @@ class Api:
         return router
 
     def _by_its_trainer(self, handler: Handler) -> Handler:
-        """For what changes the server: only the holder of the lease is let in, and becomes it only when it is not rejected."""
+        """For what changes the server: needs the lease, and gives it only to what is not rejected."""
 
         @functools.wraps(handler)
         async def changed(request: Request) -> dict[str, Any] | None:

@@ -297,7 +297,7 @@ def read_or_make_key(path: Path) -> tuple[Path, str]:
     """The key in a file; a new one is written where there is no such file.
 
     Raises:
-        ConfigConflictError: others can read it, we cannot read or write it, or it holds no key of at least 16 characters without spaces.
+        ConfigConflictError: others can read it, we cannot read or write it, or it holds no key.
     """
     try:
         if not path.exists():

@@ -212,7 +212,8 @@ class ServedWeights:
     def _refuse_adapters(self) -> None:
         if not self.takes_any:
             raise EngineUnsupportedError(
-                "taking weights: this server cannot be given full weights. Serve the baked base without LoRA: qlora-rl serve "
+                "taking weights: this server cannot be given full weights. Serve the baked base without LoRA: "
+                "qlora-rl serve "
                 "BAKED --max-lora-rank 0, where BAKED was written by bake_base(base)."
             )
 

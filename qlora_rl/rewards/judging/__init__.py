@@ -6,7 +6,8 @@
                            └─ judge     runs the tests, which ask the program over a pipe; values cross as JSON
 
     program, judge   what the two processes do
-    peer             the conversation: `sharing` keeps containers equal, `standins` stand for classes and objects, `values` are data as JSON
+    peer             the conversation: `sharing` keeps containers equal, `standins` stand for classes and objects,
+                     `values` are data as JSON
     names, reached   what names of the tests mean; which assertions a program may not keep them from
     supervisor       starts both; `confine` and `calls` take from them what they do not need
 

@@ -1,7 +1,7 @@
-"""Run by its path: makes this directory the package `judging`, without a place in `sys.path`, which the program will see.
+"""Run by its path: makes this directory the package `judging`, without a place in the `sys.path` of the program.
 
-A script is run here, in a process that the supervisor has forked for it and that has nothing else to do: its names are those of this module, and
-its end is the interpreter's own.
+A script is run here, in a process that the supervisor has forked for it and that has nothing else to do: its names are
+those of this module, and its end is the interpreter's own.
 """
 
 import importlib

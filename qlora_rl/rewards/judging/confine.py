@@ -77,7 +77,7 @@ def confine(*, supervisor: int, seconds: float, nbytes: int, landlock: bool) -> 
     Raises:
         OSError: something of it cannot be had.
     """
-    # Threads take little of the memory: one pool of it for all (M_ARENA_MAX), and less than 8 MiB for the stack of each.
+    # Threads take little of the memory: one pool of it for all (M_ARENA_MAX), and a small stack each.
     _libc("mallopt", -8, 1)
     threading.stack_size(_STACK)
     limits = {

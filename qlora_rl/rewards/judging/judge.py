@@ -1,4 +1,7 @@
-"""The judge's process: runs the tests, and no code of the program's. What they call is asked of the program; what comes back is data or a stand-in."""
+"""The judge's process: runs the tests, and no code of the program's.
+
+What they call is asked of the program; what comes back is data or a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,19 @@ from .values import CONTAINERS, data_kind
 
 _CATCHES = "__judging_catches"
 PASSED, FAILED, IDLE = b"passed", b"failed", b"idle"
-# Of these the program can call, or step on, what the tests have given it, and nothing else: their attributes lead to the tests' names.
+# What the tests give the program of these it can call or step on, and nothing else: their attributes lead to the
+# tests' names.
+_CALLED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _CLOSED = (
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.FrameType, types.CodeType, types.GeneratorType,
-    types.CoroutineType, types.AsyncGeneratorType, types.TracebackType, functools.partial,
-)  # fmt: skip
+    *_CALLED,
+    types.ModuleType,
+    types.FrameType,
+    types.CodeType,
+    types.GeneratorType,
+    types.CoroutineType,
+    types.AsyncGeneratorType,
+    types.TracebackType,
+)
 _EXITS = ("__exit__", "__aexit__")
 _SAYING_YES = frozenset(["startswith", "endswith", "issubset", "issuperset", "isdisjoint"])
 
@@ -132,7 +143,7 @@ class _Judge(Peer):
         return self._is_kept(is_kept, error, raised)
 
     def catches(self, kinds: Any) -> Any:
-        """What a handler of the tests catches; a class of Python's by a name of the program's catches no failed assertion well."""
+        """What a handler of the tests catches. That the program calls `Exception` its error is no right answer."""
         is_failed = isinstance(sys.exc_info()[1], AssertionError)
         for kind in kinds if isinstance(kinds, tuple) else (kinds,):
             if is_failed and not is_standin(kind) and isinstance(kind, type) and issubclass(AssertionError, kind):
@@ -178,7 +189,7 @@ class _Judge(Peer):
             self._owed.append(value)
 
     def _description(self, value: Any) -> list[Any]:
-        if isinstance(value, (*_CLOSED[:3], functools.partial)):
+        if isinstance(value, _CALLED):
             try:
                 shown = _without_defaults(value)
                 hints = [
@@ -266,7 +277,7 @@ class _Judge(Peer):
 
 
 class _Handlers(ast.NodeTransformer):
-    """Has `except E` ask `_Judge.catches` where E is no name of Python's: the program may say that it is `Exception`."""
+    """Has `except E` ask `_Judge.catches` where E is no name of Python's: it may stand for `Exception`."""
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
         """Of each handler of the tests."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from .values import is_standard
 
-# Whose public names tests use without an import, on what the program has returned.
+# What tests use without an import on what the program has returned: a program must not define how it is compared.
 _HELPERS = {
     "math": ("isclose", "fabs", "floor", "ceil", "trunc", "isnan", "isinf", "isfinite"),
     "copy": ("deepcopy",),
@@ -50,10 +50,10 @@ _PACKAGES = frozenset(
 
 
 class Names(dict[str, Any]):
-    """What the tests can name: what they define and import themselves, then Python's own names, then what the program defines.
+    """What the tests can name: what they define and import, then Python's own names, then what the program defines.
 
-    A name of Python's or of the standard library's modules is never the program's: it would decide how it is tested. Neither is one that such a
-    module has (`isclose`) where the tests call it with a result of the program's. `from program import sum` is the program's always.
+    A name of Python's, or of a module of its library, is never the program's: it would decide how it is tested. Neither
+    is one of `_HELPERS` that the tests call with a result of the program's. `from program import sum` always is.
 
     Args:
         tests: what runs with these names.

@@ -29,6 +29,7 @@ class Peer:
         writes: descriptor for one's own.
     """
 
+    serve: Callable[..., Any]  # serve(operation, *arguments, **keywords) does what the other side asks for
     releases = False  # one of the two sides says when a container is needed no more
 
     def __init__(self, reads: int, writes: int):
@@ -36,10 +37,6 @@ class Peer:
         self.shared = Shared()
         self._described: list[Any] = []  # what the next message makes known
         standins._Restoring.peer = self
-
-    def serve(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
-        """Do what the other side asks for."""
-        raise NotImplementedError
 
     def check_lent(self, value: Any) -> None:
         """Raises: TypeError: the other side may not have it."""

@@ -1,4 +1,4 @@
-"""The program's process: runs what the model wrote as a module that is asked. Everything here is in that program's power."""
+"""The program's process: runs what the model wrote, as a module that is asked. All of it is in that program's power."""
 
 from __future__ import annotations
 
@@ -47,9 +47,15 @@ class _Program(Peer):
             "loads": pickle.loads,
             "signature": parameters,
             "fields": lambda kind: list(kind.__dataclass_fields__),
-            "get": getattr, "set": setattr, "delete": delattr, "item": operator.getitem, "list": list, "isinstance": isinstance,
-            "copy": copy.copy, "deepcopy": copy.deepcopy,
-        }  # fmt: skip
+            "get": getattr,
+            "set": setattr,
+            "delete": delattr,
+            "item": operator.getitem,
+            "list": list,
+            "isinstance": isinstance,
+            "copy": copy.copy,
+            "deepcopy": copy.deepcopy,
+        }
 
     def serve(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         return self._operations[operation](*arguments, **keywords)
@@ -60,7 +66,7 @@ class _Program(Peer):
         run(vars(self._module))
 
     def _library(self, name: str) -> str | None:
-        """Where a name of the program's comes from: a module of Python's, or what such a module holds under the same name."""
+        """Where a name of the program's comes from: a module of Python's, or what such a module holds."""
         value = getattr(self._module, name)
         if isinstance(value, ModuleType):
             return value.__name__

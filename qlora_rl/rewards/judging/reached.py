@@ -27,7 +27,7 @@ class Assertions:
         return node is not None and _asserts_from(node.body, 0)
 
     def are_skipped(self, raised: TracebackType | None) -> bool:
-        """Whether the `with` that is left by an error, if it goes no further, leaves out an assertion: the frame that leaves is the caller's."""
+        """Whether an assertion is left out where the `with` that an error leaves (the caller's) suppresses it."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != TESTS:
             frame = frame.f_back
@@ -59,7 +59,10 @@ def _leaves(node: ast.With | ast.AsyncWith, line: int) -> bool:
 
 
 def _asserts_from(block: list[ast.stmt], line: int, *, raises: bool = False) -> bool:
-    """Whether an assertion of the block ends on this line or later, or is in a loop that does; with `raises` an `if` that raises is one, too."""
+    """Whether an assertion of the block, or a loop with one, ends on this line or later.
+
+    With `raises` an `if` that raises counts as an assertion.
+    """
     nodes = [
         node for statement in block for node in ast.walk(statement) if (getattr(node, "end_lineno", 0) or 0) >= line
     ]

@@ -1,4 +1,4 @@
-"""What both sides hold: lists and other containers are kept equal, and everything else is known to the other side by a number."""
+"""What both sides hold: containers are kept equal, and everything else is known to the other side by a number."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What stands for the other side's classes, objects and functions: a class for each class, with its name, its bases and its special methods.
+"""What stands for the other side's classes, objects and functions.
 
-So `isinstance`, `except`, `match`, `sorted` and the like find what they look for. Attributes are asked for, methods are called over there; an
-object of a subclass of a kind of data is here an object of that kind, too, with a copy of its data.
+For each class there is a class with its name, bases and special methods, so that `isinstance`, `except`, `match` and
+`sorted` find what they look for. Attributes are asked for, and methods are called, on the other side. An object of a
+subclass of a kind of data is an object of that kind here, too, with a copy of its data.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ _BINARY = [
     "xor",
     "or",
 ]
-ARITHMETIC = frozenset(
-    f"__{prefix}{each}__" for each in (*_BINARY, "neg", "pos", "invert") for prefix in ("", "r", "i")
-) - {"__idivmod__"}
+ARITHMETIC = frozenset(f"__{prefix}{each}__" for each in _BINARY for prefix in ("", "r", "i")) - {"__idivmod__"} | {
+    "__neg__",
+    "__pos__",
+    "__invert__",
+}
 CONVERSIONS = frozenset(
     f"__{each}__"
     for each in ["abs", "int", "float", "complex", "index", "round", "trunc", "floor", "ceil", "bool", "len"]
 )
 _OTHERS = (
-    "call length_hint getitem setitem delitem contains iter next reversed str repr format bytes hash enter exit aenter aexit aiter anext await "
-    "fspath missing"
+    "call length_hint getitem setitem delitem contains iter next reversed str repr format bytes hash "
+    "enter exit aenter aexit aiter anext await fspath missing"
 )
 SPECIAL = COMPARISONS | ARITHMETIC | CONVERSIONS | {f"__{each}__" for each in _OTHERS.split()}
 # What an object here answers itself; every other attribute is asked for.
@@ -106,7 +109,7 @@ class ClassStandIn(type):
     _stands_for: type | None = None
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> Any:
-        """For a `class` statement of the tests; the other side gets a subclass, too, whose methods are asked of this one."""
+        """For a `class` statement of the tests. The other side gets a subclass, whose methods ask this one."""
         made = super().__new__(mcs, name, bases, namespace)
         peer = next(vars(each)["_peer"] for each in made.__mro__ if "_peer" in vars(each))
         own = {
@@ -224,7 +227,7 @@ class _Member:
 
 
 def describe(value: Any, lend: Callable[[Any], Any]) -> list[Any]:
-    """One's own class or object, as the other side needs it to make what stands for it; `lend` gives what it refers to."""
+    """One's own class or object, for the other side to make what stands for it; `lend` gives what it refers to."""
     if isinstance(value, type):
         bases = [lend(each) for each in value.__bases__ if each is not object]
         members = [name for name in vars(value) if _is_member(name)]
@@ -361,7 +364,7 @@ class _Awaited:
 
 
 def wait_for(value: Any, peer: Any) -> Generator[None, None, Any]:
-    """For something over there that can be awaited: it runs in a loop of its own, which goes on a little with each question."""
+    """Await something of the other side's: its loop goes on a little with each question."""
     task = peer.ask("task", value)
     done = ()
     try:
@@ -388,7 +391,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _specials(kind: type) -> dict[str, bool]:
-    """The special methods that objects of a class do not have from `object` or from a kind of data; False where one is taken away."""
+    """The special methods that a class does not have from `object` or a kind of data; False where one is `None`."""
     found = {}
     for name in SPECIAL:
         owner = next((each for each in kind.__mro__ if name in vars(each)), object)

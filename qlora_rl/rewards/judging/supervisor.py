@@ -31,7 +31,7 @@ class _InScript(BaseException):
 
 
 def main() -> str | None:
-    """Read what is asked from stdin, in frames: options as JSON, the program, then the tests, or each case's input and output.
+    """Read what is asked from stdin, in frames: options as JSON, the program, then the tests or the cases.
 
     Returns:
         "run" in a process where the script is to be run; in the supervisor's it does not return.
@@ -167,7 +167,7 @@ class _Supervisor:
         return pid
 
     def _fork(self) -> int:
-        """Another program's threads may be all that the machine allows for: wait for their end, which is no time of this program's."""
+        """Fork; where other programs' threads are all that the machine allows for, wait for their end."""
         left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
         tried_until = time.monotonic() + self._options["seconds"] + _PATIENCE_S
         while True:

@@ -1,7 +1,8 @@
 """Values as JSON. What is data crosses; of everything else only a number crosses, under which its owner knows it.
 
-Other kinds than JSON's are an object with one key, the kind: `{"tuple": [1, 2]}`. What can be changed in place (`CONTAINERS`) is kept equal on
-both sides by `sharing`. Objects of a class of the program's own stay there (`standins`), but for a copy of the data that they are.
+Other kinds than JSON's are an object with one key, the kind: `{"tuple": [1, 2]}`. What can be changed in place
+(`CONTAINERS`) is kept equal on both sides by `sharing`. Objects of a class of the program's own stay there
+(`standins`), but for a copy of the data that they are.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def decode(coded: Any, other: Callable[[str, Any], Any]) -> Any:
-    """The value of what `encode` has made, in kinds of data of this process; `other(kind, ...)` makes something of all others."""
+    """The value of what `encode` has made; `other(kind, ...)` makes something of what is no data."""
     if not isinstance(coded, dict):
         if isinstance(coded, list):
             raise ValueError(coded)

@@ -16,7 +16,7 @@ from qlora_rl import letters
 from qlora_rl.contracts import CancellableEngine, Rollout, SamplingSpec
 from qlora_rl.distributed import Ranks, portable
 from qlora_rl.engine.images import Prompt
-from qlora_rl.errors import EngineClosedError, RankLostError, RolloutCancelledError
+from qlora_rl.errors import AccessDeniedError, EngineClosedError, RankLostError, RolloutCancelledError
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class Desk:
                     if letters.is_there(self._store, f"{key}/asked"):
                         try:
                             asked = pickle.loads(letters.read(self._store, f"{key}/asked"))
-                        except letters.ForgedLetterError as forged:
+                        except AccessDeniedError as forged:
                             logger.error("%s", forged)
                             letters.drop(self._store, f"{key}/asked")
                             continue

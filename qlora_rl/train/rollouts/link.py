@@ -50,7 +50,8 @@ class Link:
         bridge: what TRL generates through.
         close_engine: closes it with the link; `None` where the engine is somebody else's.
         products: the trainer's claim on products in float32, where the processor asks for it.
-        rounding: how far trainer and engine are from the trainer's float32 pass, as a mean scaled difference; 0 where that was not measured.
+        rounding: how far trainer and engine are from the trainer's float32 pass, as a mean scaled difference; 0 where
+            that was not measured.
     """
 
     engine: RolloutEngine
@@ -267,7 +268,8 @@ def canary_image(base: PreparedBase) -> SeenPrompt | None:
         )
     except Exception as error:  # jinja's, or whatever else a template comes to
         raise ConfigConflictError(
-            f"comparing trainer and engine: the chat template of {base.path} does not take a message with an image: {type(error).__name__}: "
+            f"comparing trainer and engine: the chat template of {base.path} does not take a message with an image: "
+            f"{type(error).__name__}: "
             f"{error}. Use the template that the model was published with."
         ) from error
     inputs = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}

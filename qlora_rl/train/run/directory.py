@@ -174,7 +174,7 @@ class RunDirectory:
             raise _unwritable(self.path / name, error) from error
 
     def append(self, name: str, content: Mapping[str, Any]) -> None:
-        """Add one line to a .jsonl file: all of it, or nothing. After one that a power cut has torn it begins a new line."""
+        """Add one line to a .jsonl file: all of it, or nothing; after a line that a power cut has torn, a new one."""
         line = (json.dumps(_plain(content), default=str) + "\n").encode()
         with _writing(self.path / name), open(self.path / name, "ab+", buffering=0) as handle:
             before = handle.seek(0, os.SEEK_END)
