@@ -128,7 +128,7 @@ class _Tiled:
         if not (self._layer.gradient_checkpointing and self._layer.training):
             return self._whole(x)
         saved = _Save.apply(torch.empty(0, requires_grad=True), x)
-        return _Tiles.apply(self, saved.grad_fn, x, *trained)
+        return _Tiles.apply(self, [saved], x, *trained)  # in a list: kept as it is, and no input of the function
 
     def _is_watched(self) -> bool:
         """A module within has hooks, which would be called for each tile, and with what nobody is to read."""
@@ -193,7 +193,10 @@ class _Tiled:
 
 
 class _Save(torch.autograd.Function):
-    """Saves a tensor ahead of the function that needs it: checkpointing stops where the last tensor is saved, before that function runs."""
+    """Saves a tensor ahead of the function that needs it: checkpointing stops where the last tensor is saved, before that function runs.
+
+    What it returns has to be kept as long: torch 2.11 frees what a node has saved with the last tensor that the node belongs to.
+    """
 
     @staticmethod
     def forward(ctx: Any, connected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -213,7 +216,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved.saved_tensors
+        (x,) = ctx.saved[0].grad_fn.saved_tensors
         needs_x = ctx.needs_input_grad[2]
         gradient_x = (
             torch.empty(1, x.shape[:-1].numel(), x.shape[-1], dtype=x.dtype, device=x.device) if needs_x else None
