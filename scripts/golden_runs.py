@@ -91,7 +91,12 @@ _RUNS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
         "grpo",
         "qwen2_5_vl",
         "pictures",
-        ("data.format=chat", "data.images=image", "train.vllm_max_model_length=256"),
+        (
+            r"adapter.target_modules=model\.language_model\..*_proj",
+            "data.format=chat",
+            "data.images=image",
+            "train.vllm_max_model_length=256",
+        ),
     ),
     "two-processes": ("grpo", "qwen3", "sums", ()),
     "resumed": ("grpo", "qwen3", "sums", ("train.max_steps=6",)),

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support import since_vllm
 
 from qlora_rl.cli import main
 from qlora_rl.config.read import read_config
@@ -43,6 +44,7 @@ def test_the_grpo_example_runs_and_its_settled_copy_gives_the_same_numbers(model
     assert (held["lora"]["r"], held["base_held"]["copies"], held["seed"]) == (8, 1, 42)
 
 
+@since_vllm("0.31", "the modules of the server that we start")
 def test_the_server_example_runs(model_dir, tmp_path):
     lines = train(ROOT / "examples" / "server.toml", tmp_path / "run", *SMALL, f"base.model={model_dir}")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["rollout"] == "server"

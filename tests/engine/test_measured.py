@@ -30,7 +30,9 @@ def measured(base, wanted):  # after the other one: vLLM mixes our extension int
 
 def layers(engine):
     model = engine.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
-    return [layer for layer in model.modules() if hasattr(getattr(layer, "weight", None), "bnb_quant_state")]
+    # An adapted linear hands on its base's weight; before vLLM 0.31 it has no `quant_method`.
+    coded = [layer for layer in model.modules() if hasattr(getattr(layer, "weight", None), "bnb_quant_state")]
+    return [layer for layer in coded if hasattr(layer, "quant_method")]
 
 
 def test_the_linears_are_changed_before_vllm_warms_up_and_it_is_said(measured):

@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from support import cpu_seconds
+from support import cpu_seconds, since_vllm
 from test_server import children, ended, scaled
 from test_training import lines, make
 
@@ -386,6 +386,7 @@ def offspring_of(pid):
     return []
 
 
+@since_vllm("0.31", "the modules of the server that we start")
 # Each starts vLLM; by default `serve` by itself, and a start by a trainer only here.
 @pytest.mark.parametrize(("code", "wanted"), [(SERVE, 1), pytest.param(BESIDE, 2, marks=pytest.mark.full)])
 def test_ctrl_c_while_vllms_engine_starts_ends_all_of_it_with_one_line(base, tmp_path, code, wanted):
@@ -413,6 +414,7 @@ def test_ctrl_c_while_vllms_engine_starts_ends_all_of_it_with_one_line(base, tmp
     assert said.count("qlora-rl: interrupted") == 1
 
 
+@since_vllm("0.31", "the modules of the server that we start")
 # Each starts vLLM; by default the later moment.
 @pytest.mark.parametrize("when", [pytest.param("", marks=pytest.mark.full), "Starting to load model"])
 def test_a_server_that_is_killed_while_vllms_engine_starts_leaves_no_process_behind(base, tmp_path, when):

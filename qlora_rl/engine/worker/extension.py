@@ -133,6 +133,7 @@ class BaseExtension:
         for _ in range(len(copies) if count is None else min(count, len(copies))):
             turn, number = divmod(self._qlora_copies_checked, len(copies))
             name, product = copies[number]
+            name = name.removesuffix(".base_layer")  # before vLLM 0.31 an adapted linear wraps the base's
             column = product.wrong_column(turn * CHECKED_COLUMNS)
             if column is not None:
                 raise BaseMismatchError(
