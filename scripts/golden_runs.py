@@ -85,7 +85,7 @@ _RUNS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "server": ("grpo", "qwen3", "sums", ("rollout.where=server",)),
     "mixture": ("grpo", "qwen3_moe", "sums", ("run.routing_replay=true",)),
     "full-weights": ("grpo", "qwen2", "sums", ("adapter.use_dora=true",)),
-    "all-weights": ("grpo", "qwen2", "sums", ("base.quant=none", "adapter.kind=none")),
+    "all-weights": ("grpo", "qwen2", "sums", ("base.quant=none", "adapter.kind=none", "sync.how=weights")),
     "gemma2": ("grpo", "gemma2", "sums", ()),
     "images": (
         "grpo",
@@ -154,6 +154,8 @@ def _run_one(name: str, where: Path, models: Path) -> dict[str, Any]:
     directory, file = where / "runs" / name, where / f"{name}.toml"
     text = _OFFLINE if method in ("sft", "dpo") else _GRPO
     text = text.format(method=method, model=models / model, data=where / f"{data}.jsonl", directory=directory)
+    if "adapter.kind=none" in settings:
+        text = text.replace("[adapter]\nr = 4\n", "")
     if method == "online_dpo":
         text = text.replace("max_completion_length = 8", "max_new_tokens = 8").replace("num_generations = 4\n", "")
         text = text.replace("vllm_max_model_length = 64", "max_length = 64")
