@@ -402,20 +402,17 @@ def _exact_witness(trained: TrainedRun, ids: list[list[int]], room: Path) -> Wit
 
 def _load_again(trained: TrainedRun, directory: Path, to: str) -> Any:
     if to == "adapter":
-        from qlora_rl.adapter.load import load_adapter
-
-        return load_adapter(load_base(trained.base), directory, base=trained.base)
+        return trained.with_adapter(directory)
     if to == "gguf":
         from qlora_rl.export.gguf import load_gguf
 
         return load_gguf(directory)
     if to == "gguf-adapter":
-        from qlora_rl.adapter.load import load_adapter
         from qlora_rl.export.gguf import read_gguf_adapter
 
         with tempfile.TemporaryDirectory() as again:
             write_adapter(read_gguf_adapter(directory / f"{trained.name}-lora.gguf", trained.base), Path(again))
-            return load_adapter(load_base(trained.base), Path(again), base=trained.base)
+            return trained.with_adapter(again)
     return load_plain(directory)
 
 

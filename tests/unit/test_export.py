@@ -26,9 +26,14 @@ from qlora_rl import (
     open_trained,
     prepare_base,
 )
+from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.cli import main
+from qlora_rl.engine.linears.native import codes_kernel
 from qlora_rl.export.job import LIMIT, LIMIT_FLOAT32, LIMITS, Distance, _model_name, export_run
+from qlora_rl.sync.forward import in_float32
+from qlora_rl.train.setup.linears import has_kernel
 
+bnb = require_bitsandbytes()
 export = partial(export_run, prompts=6)
 IDS = torch.tensor([[40, 41, 42, 43, 44]])
 
@@ -138,6 +143,27 @@ def test_what_a_checkpoint_says_of_sampling_does_not_reach_the_comparison(run):
     own.num_beams, own.min_p, own.num_return_sequences, own.repetition_penalty = 2, 0.9, 2, 3.0
     assert Witness(policy, [[40, 41], [42]])._cases == plain._cases
     assert policy.generation_config is own
+
+
+def test_a_policy_is_loaded_with_the_kernel_that_a_trainer_multiplies_with(run):
+    """bitsandbytes decodes each weight for each token: of a model of 135 M an export took minutes."""
+    trained = open_trained(run)
+    kinds = trained.load(), trained.load_base_alone(), trained.with_adapter(trained.adapter)
+    linears = [[m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)] for model in kinds]
+    has_one = not isinstance(codes_kernel(), str)
+    assert all(found and all(has_kernel(each) == has_one for each in found) for found in linears)
+
+
+def test_sequences_of_several_lengths_are_scored_together_as_each_alone(run):
+    from qlora_rl.export.proof import _logprobs
+
+    policy = open_trained(run).load()
+    cases = [([40, 41, 42, 43], 1), ([50, 51, 52, 53, 54, 55, 56], 5), ([44, 45, 46], 1)]
+    with in_float32(policy, 8):
+        together = list(_logprobs(policy, cases))
+        alone = [next(_logprobs(policy, [case])) for case in cases]
+    assert [len(each) for each in together] == [len(ids) - start for ids, start in cases]
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)  # float32's own rounding
 
 
 @pytest.mark.parametrize("form", ["canonical", "original"])
