@@ -89,7 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
         shard_gb=arguments.shard_gb,
         on=arguments.on,
         push=arguments.push,
-        say=None if arguments.json else print,
     )
     if arguments.json:
         found = {"path": str(done.path), "to": done.kind, **done.distance.as_dict(), "prompts": done.prompts}

@@ -20,6 +20,7 @@ from qlora_rl.config.trl_fields import make_args
 from qlora_rl.config.write import value
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.stages import begin
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def launch(config: RunConfig) -> Path:
     rewards = [load_reward(reward) for reward in config.rewards]
     tools = load_tools(config.tools.use or [], config.environment.use)
     args = trl_config(config)
+    begin("reading the data")
     train, held_out = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
     if config.data.images is not None:
         check_image_counts(config, train, held_out)

@@ -31,6 +31,7 @@ from qlora_rl.export import llama_cpp
 from qlora_rl.export.card import Card, write_card
 from qlora_rl.export.proof import Distance, Witness, choose_prompts
 from qlora_rl.policy.trained import TrainedRun, load_plain, open_trained
+from qlora_rl.stages import begin, ended
 
 KINDS = ("adapter", "merged", "merged-original", "gguf", "gguf-adapter")
 FORMS = ("canonical", "original")
@@ -64,6 +65,7 @@ class Export:
     elsewhere: dict[str, Distance] = field(default_factory=dict)
 
 
+@ended()
 def export_run(
     run: str | os.PathLike[str],
     to: str = "merged",
@@ -100,7 +102,7 @@ def export_run(
         shard_gb: largest file of weights, in 10^9 bytes.
         on: GGUF file of another base on which "gguf-adapter" will be served: its distance is measured, too.
         push: name of a repository on the hub, to which the finished directory is uploaded; it is created private.
-        say: gets a line for people before each stage.
+        say: gets a line for people before each stage; by default it is logged.
 
     Raises:
         RunDirectoryError, BaseIncompleteError, BaseMismatchError: see `open_trained`.
@@ -120,7 +122,7 @@ def export_run(
         )
     if prompts < 1 or not shard_gb > 0:
         raise ConfigConflictError(f"exporting: prompts={prompts} and shard_gb={shard_gb:g}: both must be above 0.")
-    say = say or (lambda line: None)
+    say = say or begin
     trained = open_trained(run, base=base)
     target = Path(out) if out is not None else trained.path / f"export-{to}"
     if target.exists() or target.is_symlink():

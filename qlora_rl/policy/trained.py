@@ -18,6 +18,7 @@ from qlora_rl.config.schema import Data, Reward, options
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.documents import read_object
 from qlora_rl.errors import BaseIncompleteError, BaseMismatchError, RunDirectoryError
+from qlora_rl.stages import begin, ended
 from qlora_rl.train.run import ADAPTER, CONFIG, MODEL, SUMMARY
 from qlora_rl.train.setup.linears import settle_linears
 
@@ -149,6 +150,7 @@ def _no_run(given: Path, path: Path) -> str:
     return f"there is no {CONFIG}. Pass the output_dir of a run that this package has trained."
 
 
+@ended()
 def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> TrainedRun:
     """Open a run directory, or a checkpoint in one.
 
@@ -188,6 +190,7 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
             "a checkpoint: RUN/checkpoint-N."
         )
     try:
+        begin("checking the base")
         opened = open_base(base if base is not None else place)
     except BaseIncompleteError as error:
         if base is not None or (place / MANIFEST).is_file():

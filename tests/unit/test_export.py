@@ -352,8 +352,17 @@ def test_arguments_that_contradict_are_refused(run, tmp_path, fields, says):
 
 def test_the_command_prints_the_distance_and_ends_with_zero(run, tmp_path, capsys):
     assert main(["export", str(run), "--out", str(tmp_path / "a"), "--prompts", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["kl_mean"] < LIMIT
+    said = capsys.readouterr()
+    assert json.loads(said.out)["kl_mean"] < LIMIT
+    stages = [line.strip() for line in said.err.splitlines() if line.startswith("     ")]
+    for stage in (
+        "checking the base",
+        "loading the policy",
+        "sampling from the policy",
+        "writing merged",
+        "loading it again",
+    ):
+        assert any(line.startswith(stage) for line in stages), stage
     assert main(["export", str(run), "--out", str(tmp_path / "a")]) == 1
     assert "already exists" in capsys.readouterr().err
 
