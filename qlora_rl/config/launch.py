@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,12 @@ _LOOKED_AT = 1000  # rows of a dataset, by `check_rows`
 _NO_ENGINE = {"where", "api_key_file", "share_base", "max_staleness", "rollout_threads"}
 
 
-def launch(config: RunConfig) -> Path:
+def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: None) -> Path:
     """Train; what the rewards and the data hold is looked at before the base is made.
+
+    Args:
+        config: checked.
+        begun: is given the run directory, on the first process, when the run has begun.
 
     Returns:
         The run directory, with the resolved configuration in `run.toml`.
@@ -91,6 +96,7 @@ def launch(config: RunConfig) -> Path:
     with trainer_class(**arguments) as trainer:
         if ranks().is_first:
             (out / RESOLVED).write_text(record(config), encoding="utf-8")
+            begun(out)
         resume = args.resume_from_checkpoint
         trainer.train(**({"resume_from_checkpoint": resume} if resume else {}))
     return out
