@@ -367,6 +367,25 @@ def test_the_command_prints_the_distance_and_ends_with_zero(run, tmp_path, capsy
     assert "already exists" in capsys.readouterr().err
 
 
+def test_without_the_check_it_is_the_same_export_and_the_card_says_that_nobody_has_compared(
+    run, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("qlora_rl.export.job.Witness", lambda *_, **__: pytest.fail("sampled"))
+    monkeypatch.setattr("qlora_rl.export.job._load_again", lambda *_: pytest.fail("loaded again"))
+    target = tmp_path / "a"
+    assert main(["export", str(run), "--out", str(target), "--no-check"]) == 0
+    assert f"{target}: not checked" in capsys.readouterr().out
+    card = (target / "README.md").read_text()
+    assert "It was not checked" in card
+    assert "KL" not in card.split("## The run")[0]
+    assert "distance" not in json.loads((target / "export.json").read_text())
+    monkeypatch.undo()
+    checked = export(run, "merged", out=tmp_path / "b")
+    assert (target / "model.safetensors").read_bytes() == (checked.path / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigConflictError, match="max_kl"):
+        export(run, out=tmp_path / "c", check=False, max_kl=1.0)
+
+
 # --- GGUF -----------------------------------------------------------------------------------------------------------------
 
 
@@ -671,7 +690,7 @@ def test_what_is_no_number_is_beyond_the_limit(bpe_run, tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     from qlora_rl.export import job
 
-    monkeypatch.setattr(job, "_in_llama_cpp", lambda *_: {"llama.cpp": Distance(float("nan"), float("nan"), 0.0, 1)})
+    monkeypatch.setattr(job, "in_llama_cpp", lambda *_: {"llama.cpp": Distance(float("nan"), float("nan"), 0.0, 1)})
     with pytest.raises(ExportError, match="above the limit"):
         export(bpe_run, "gguf", out=tmp_path / "a", dtype="q8_0")
     assert list(tmp_path.iterdir()) == []
