@@ -94,5 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
         named = shlex.quote(str(out))
         print(
             f"\n  run directory: {out}\n  to look at it: qlora-rl report {named}\n  talk to it:    qlora-rl chat {named}"
+            f"\n  serve it:      qlora-rl serve {named}"
         )
     return 0

@@ -166,9 +166,7 @@ def export_run(
         )
         is_exact, witness = dtype == "float32" and to in ("merged", "gguf"), None
         if check and not is_exact:
-            say(
-                f"sampling from the policy, and scoring what it says, on {len(ids)} prompts ({where}); --no-check leaves it out"
-            )
+            say(f"sampling from the policy and scoring it: {len(ids)} prompts, {where} (--no-check leaves this out)")
             witness = Witness(policy, ids, autocast=trained.autocast)
         say(f"writing {to}")
         if to == "adapter":

@@ -114,8 +114,8 @@ class _Shown(logging.Handler):
         with self.lock or contextlib.nullcontext():
             if self._beat is None:
                 return
-            line = f"     {self._stage}: {seconds:.0f} s"
-            self._write(line, ends=not self._is_live)
+            said = f"     {self._stage}:" if self._is_live else "     ..."
+            self._write(f"{said} {seconds:.0f} s", ends=not self._is_live)
 
     def _write(self, text: str, *, ends: bool) -> None:
         with contextlib.suppress(OSError, ValueError):  # a closed pipe
