@@ -88,7 +88,7 @@ def concerns(run: Run) -> list[str]:
         causes = ", ".join(dict.fromkeys(cause for _, cause in alarms))
         said.append(
             f"The mismatch alarm was raised in step {steps}: trainer and sampler were further apart than is normal for them. Likely cause: "
-            f"{causes}; the run's log has the sentence, docs/fidelity.md what to do."
+            f"{causes}; log.txt has the sentence, docs/fidelity.md what to do."
         )
     return said
 

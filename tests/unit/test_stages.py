@@ -7,7 +7,7 @@ import time
 import pytest
 from transformers import TrainerState
 
-from qlora_rl import stages
+from qlora_rl import prepare_base, stages
 from qlora_rl.train.run import progress
 
 
@@ -85,3 +85,10 @@ def test_a_long_step_of_a_training_says_that_it_is_being_made(monkeypatch):
     said = stream.getvalue()
     time.sleep(0.1)
     assert stream.getvalue() == said
+
+
+def test_the_stages_of_a_base_are_told_and_end(model_dir, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="qlora_rl.stages"):
+        prepare_base(model_dir, out=tmp_path / "base")
+    told = [record.getMessage() for record in caplog.records if record.name == "qlora_rl.stages"]
+    assert [each.split()[0] if each else "" for each in told] == ["reading", "loading", "recording", ""]
