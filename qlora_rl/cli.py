@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from qlora_rl import __version__
@@ -32,6 +33,7 @@ from qlora_rl.commands import (
 from qlora_rl.commands.codes import BAD_USAGE, INTERRUPTED, UsageError
 from qlora_rl.engine.loading import as_command, leave_at_once, released
 from qlora_rl.errors import QloraRLError
+from qlora_rl.stages import shown
 
 COMMANDS = (
     demo, train, data, prepare, plan, recommend, verify, serve, bench, judge, report, export, chat, evaluate, doctor,
@@ -59,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Where it is installed TRL imports it, and on a CPU it says so, on stdout; its import sets its level.
     logging.getLogger("DeepSpeed").addFilter(_is_no_remark_on_the_cpu)
     try:
-        return int(arguments.run(arguments) or 0)
+        with _stages(arguments.run):
+            return int(arguments.run(arguments) or 0)
     except QloraRLError as error:
         print(f"qlora-rl: {error}", file=sys.stderr)
         return BAD_USAGE if isinstance(error, UsageError) else 1
@@ -71,6 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     finally:
         released()  # triton prints forty lines about what the interpreter's end does not find
+
+
+def _stages(run: Callable[..., object]) -> contextlib.AbstractContextManager[None]:
+    """Stages are shown, by one process of a launcher's; that of a server is forked."""
+    return shown(beats=run is not serve.run) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
 
 
 def program() -> int:

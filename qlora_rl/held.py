@@ -27,6 +27,19 @@ def hold(directory: Path) -> int:
     return handle
 
 
+def is_held(directory: Path) -> bool:
+    """A living process, this one too, has locked the directory."""
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
+    return False
+
+
 def new_directory(root: Path, prefix: str, *, sweeps: bool = True) -> Path:
     """Make a directory with mode 700 under `root`, and claim it; first, those of killed processes with this prefix go.
 

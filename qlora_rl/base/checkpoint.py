@@ -33,6 +33,7 @@ from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
 from qlora_rl.base.writer import embedding_rows, require_writable, write_checkpoint, write_tokenizer
 from qlora_rl.documents import read_object
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, QloraRLError, UnsupportedQuantError
+from qlora_rl.stages import begin, ended
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,6 +77,7 @@ def cache_root() -> Path:
     return Path(os.environ.get("QLORA_RL_CACHE") or Path.home() / ".cache" / "qlora_rl")
 
 
+@ended()
 def prepare_base(
     model: str | os.PathLike[str] | PreTrainedModel,
     quant: str = "nf4",
@@ -141,9 +143,11 @@ def prepare_base(
         )
     if method is not None:
         spec = QuantSpec.stored(json.loads((source / "config.json").read_text())["quantization_config"])
+    begin(f"reading {model}")
     inputs = _digest_inputs(digest_directory(source), spec, digest_tokenizer(tokenizer))
 
     def write(directory: Path) -> QuantSpec:
+        begin(f"loading {model}, and quantising it: {spec.label}")
         loaded = _load_source(source, trust_remote_code)
         # A checkpoint that is 4-bit already keeps its bytes; its live layers say what its config may not.
         written = spec if method is None else spec_of(loaded)
@@ -440,6 +444,7 @@ def _publish(
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
         try:
             spec = write(staging)
+            begin("recording what was written")
             found = fingerprint_stored(staging)
             identity = identify(found, spec.compute_dtype)
             (staging / FINGERPRINT).write_text(json.dumps(found.as_dict(), indent=1))
@@ -459,9 +464,8 @@ def _publish(
             if parent is not None:
                 manifest["parent"] = parent
             (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            for file in staging.rglob("*"):
-                if file.is_file():
-                    _fsync(file)
+            for file in filter(Path.is_file, staging.rglob("*")):
+                _fsync(file)
             staging.chmod(0o755)
             if target.exists():  # empty and made by the caller, or in the cache and never finished
                 target.rmdir() if out is not None else shutil.rmtree(target)

@@ -53,6 +53,12 @@ def add(commands: Any) -> None:
         help="largest mean KL (default: 1e-3 or four times the rounding of the policy; 1e-9 in float32)",
     )
     export.add_argument(
+        "--no-check",
+        dest="check",
+        action="store_false",
+        help="do not load it again and compare, which of a large model takes most of the time",
+    )
+    export.add_argument(
         "--shard-gb", type=POSITIVE, default=4.0, metavar="GB", help="size limit of a file (default: %(default)s)"
     )
     export.add_argument(
@@ -86,17 +92,23 @@ def run(arguments: argparse.Namespace) -> int:
         data=arguments.data,
         prompts=arguments.prompts,
         max_kl=arguments.max_kl,
+        check=arguments.check,
         shard_gb=arguments.shard_gb,
         on=arguments.on,
         push=arguments.push,
-        say=None if arguments.json else print,
     )
     if arguments.json:
-        found = {"path": str(done.path), "to": done.kind, **done.distance.as_dict(), "prompts": done.prompts}
+        found = {
+            "path": str(done.path),
+            "to": done.kind,
+            **(done.distance.as_dict() if done.distance is not None else {}),
+            "prompts": done.prompts,
+        }
         found["elsewhere"] = {name: each.as_dict() for name, each in done.elsewhere.items()}
         print(json.dumps(found | {"load": done.load}, indent=1))
         return 0
-    print(f"{done.path}: {done.distance} (prompts: {done.prompts})")
+    told = "not checked" if done.distance is None else f"{done.distance} (prompts: {done.prompts})"
+    print(f"{done.path}: {told}")
     for name, each in done.elsewhere.items():
         print(f"  {name}: {each}")
     for name, line in done.load.items():

@@ -1,23 +1,32 @@
-"""`qlora-rl serve`: vLLM's server on a base."""
+"""`qlora-rl serve`: vLLM's server on a base, or on the base of a run with what it has trained."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from qlora_rl.commands.codes import COUNT, PORT, POSITIVE, SHARE, ranged
+
+# Of runs, bases and PEFT; the packages that have these names import torch.
+CONFIG, MANIFEST, ADAPTER_CONFIG = "config.json", "qlora_base.json", "adapter_config.json"
 
 
 def add(commands: Any) -> None:
     """The command's arguments."""
     serve = commands.add_parser(
         "serve",
-        help="start a vLLM server on a base, with LoRA and access control",
-        usage="%(prog)s [-h] [OPTION ...] BASE [-- VLLM_OPTION ...]",
+        help="start a vLLM server on a base or a trained run, with LoRA and access control",
+        usage="%(prog)s [-h] [OPTION ...] BASE|RUN [-- VLLM_OPTION ...]",
         epilog="What follows -- goes to vLLM's own server.",
     )
-    serve.add_argument("base", type=Path, metavar="BASE", help="directory made by `prepare`")
+    serve.add_argument(
+        "base",
+        type=Path,
+        metavar="BASE|RUN",
+        help='directory made by `prepare`; or a run directory or a checkpoint in it, whose policy is then model "policy"',
+    )
     serve.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
     serve.add_argument(
         "--port", type=PORT, default=8000, help="to listen on; 0 takes a free one (default: %(default)s)"
@@ -29,9 +38,8 @@ def add(commands: Any) -> None:
     serve.add_argument(
         "--max-lora-rank",
         type=ranged(int, at_least=0),
-        default=16,
         metavar="R",
-        help="0: no adapters, full weights are pushed (default: %(default)s)",
+        help="0: no adapters, full weights are pushed (default: 16, or more if the run's adapter has more)",
     )
     serve.add_argument(
         "--max-loras", type=COUNT, default=2, metavar="N", help="adapters in memory (default: %(default)s)"
@@ -74,9 +82,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped."""
     from qlora_rl.engine.loading import loading
 
+    options = {name: value for name, value in vars(arguments).items() if name != "run" and value is not None}
+    given = options.pop("base")
     with loading():
         from qlora_rl.engine.server import serve
-
-    options = {name: value for name, value in vars(arguments).items() if name != "run" and value is not None}
-    serve(options.pop("base"), alone=True, **options)
+    if ((given / CONFIG).is_file() and not (given / MANIFEST).is_file()) or (given / ADAPTER_CONFIG).is_file():
+        given, options["adapter"] = _trained(given)
+    serve(given, alone=True, **options)
     return 0
+
+
+def _trained(run: Path) -> tuple[Path, Path]:
+    """The base of a run, checked, and the adapter on it.
+
+    Raises:
+        ConfigConflictError: there is no adapter.
+    """
+    from qlora_rl.errors import ConfigConflictError
+    from qlora_rl.policy.trained import open_trained
+
+    trained = open_trained(run)
+    if trained.adapter is None:
+        raise ConfigConflictError(
+            f"serving {run}: all weights of the base were trained, so there is no adapter. Export one model, and serve that: qlora-rl export "
+            f"{quote(str(run))} --out DIR; vllm serve DIR"
+        )
+    return trained.base.path, trained.adapter

@@ -53,12 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.processor import processor
 
     with loading():  # and TRL's config classes
+        quieten()  # torch reads its part of the environment when it is imported
         import torch
         import transformers
 
         from qlora_rl.config.read import read_config, resolved_toml
+        from qlora_rl.train.run.log import RunLog
 
-        quieten()
         transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
         config = read_config(arguments.file, arguments.overrides, trains=True)
     from qlora_rl.config.launch import check_model, check_rows, find_trainer, launch, unchecked
@@ -73,11 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
 
     try:
-        with loading():  # the trainer, and TRL and vLLM with it
-            find_trainer(config.method)
-        if not torch.cuda.is_available() and int(os.environ.get("RANK", "0")) == 0:
-            print(f"     {processor()}")
-        out = launch(config)
+        with RunLog() as log:
+            with loading():  # the trainer, and TRL and vLLM with it
+                find_trainer(config.method)
+            log.take_over()
+            if not torch.cuda.is_available() and int(os.environ.get("RANK", "0")) == 0:
+                print(f"     {processor()}", flush=True)
+            out = launch(config, log.write_to)
     except KeyboardInterrupt:
         whole = any(Path(config.run.dir).glob("checkpoint-*"))
         further = (
@@ -91,5 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
         named = shlex.quote(str(out))
         print(
             f"\n  run directory: {out}\n  to look at it: qlora-rl report {named}\n  talk to it:    qlora-rl chat {named}"
+            f"\n  serve it:      qlora-rl serve {named}"
         )
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from qlora_rl.config.trl_fields import make_args
 from qlora_rl.config.write import value
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.stages import begin
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,12 @@ _LOOKED_AT = 1000  # rows of a dataset, by `check_rows`
 _NO_ENGINE = {"where", "api_key_file", "share_base", "max_staleness", "rollout_threads"}
 
 
-def launch(config: RunConfig) -> Path:
+def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: None) -> Path:
     """Train; what the rewards and the data hold is looked at before the base is made.
+
+    Args:
+        config: checked.
+        begun: is given the run directory, on the first process, when the run has begun.
 
     Returns:
         The run directory, with the resolved configuration in `run.toml`.
@@ -50,6 +56,7 @@ def launch(config: RunConfig) -> Path:
     rewards = [load_reward(reward) for reward in config.rewards]
     tools = load_tools(config.tools.use or [], config.environment.use)
     args = trl_config(config)
+    begin("reading the data")
     train, held_out = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
     if config.data.images is not None:
         check_image_counts(config, train, held_out)
@@ -89,6 +96,7 @@ def launch(config: RunConfig) -> Path:
     with trainer_class(**arguments) as trainer:
         if ranks().is_first:
             (out / RESOLVED).write_text(record(config), encoding="utf-8")
+            begun(out)
         resume = args.resume_from_checkpoint
         trainer.train(**({"resume_from_checkpoint": resume} if resume else {}))
     return out

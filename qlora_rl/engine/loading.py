@@ -13,6 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from qlora_rl.stages import begin
+
 # What transformers and vLLM import where it is installed: to detect objects, to resample sound, to assist generation.
 _OPTIONAL = ("scipy", "sklearn")
 _FREEZE, _UNFREEZE = gc.freeze, gc.unfreeze
@@ -38,6 +40,8 @@ def loading(*modules: str, runs_files: bool = True) -> Iterator[None]:
     was_on, ask = gc.isenabled(), importlib.metadata.packages_distributions
     # transformers remembers what there is
     hides = _is_command and not runs_files and "transformers" not in sys.modules
+    if _is_command:
+        begin("loading the libraries")
     gc.disable()
     importlib.metadata.packages_distributions = functools.cache(ask)
     try:
@@ -48,6 +52,7 @@ def loading(*modules: str, runs_files: bool = True) -> Iterator[None]:
     finally:
         importlib.metadata.packages_distributions = ask
         if _is_command:
+            begin("")
             _FREEZE()
             _set_collector(_nothing, _nothing)
         if was_on:

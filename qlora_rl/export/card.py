@@ -30,7 +30,7 @@ class Card:
     kind: str
     dtype: str
     form: str
-    distance: Distance
+    distance: Distance | None
     prompts: str
     load: dict[str, str]
     original: str | None
@@ -50,7 +50,7 @@ def write_card(card: Card, directory: Path) -> None:
         "dtype": None if card.kind == "adapter" else card.dtype,
         "form": card.form if card.kind == "adapter" else None,
         "base_identity": card.trained.base.identity,
-        "distance": card.distance.as_dict(),
+        "distance": None if card.distance is None else card.distance.as_dict(),
         "elsewhere": {name: found.as_dict() for name, found in card.elsewhere.items()} or None,
         "warning": card.far,
         "prompts": card.prompts,
@@ -81,16 +81,7 @@ def _text(card: Card, run: Run, *, has_curves: bool) -> str:
         + "\n".join(f"{name}:\n\n```\n{line}\n```\n" for name, line in card.load.items()).rstrip()
         + _where_base_is(card),
         "## Is it the policy that was trained?",
-        f"These files were loaded again before they got their name, and compared with the policy on {card.distance.tokens} tokens that the "
-        f"policy drew itself (prompts: {card.prompts}).",
-        _table(
-            ["", ""],
-            [
-                ("KL(policy ‖ export), mean, nats per token", f"{card.distance.kl_mean:.2e}"),
-                ("worst token", f"{card.distance.kl_max:.2e}"),
-                ("same likeliest token", f"{card.distance.agreement:.2%}"),
-            ],
-        ),
+        *_distance(card),
         *_elsewhere(card),
         "## The run",
         _table(["", ""], _run_rows(card, run)),
@@ -118,9 +109,28 @@ _TITLES = {
 }
 
 
+def _distance(card: Card) -> list[str]:
+    if card.distance is None:
+        return [
+            "It was not checked (`--no-check`): nobody has loaded these files again and compared them with the policy."
+        ]
+    return [
+        f"These files were loaded again before they got their name, and compared with the policy on {card.distance.tokens} tokens that the "
+        f"policy drew itself (prompts: {card.prompts}).",
+        _table(
+            ["", ""],
+            [
+                ("KL(policy ‖ export), mean, nats per token", f"{card.distance.kl_mean:.2e}"),
+                ("worst token", f"{card.distance.kl_max:.2e}"),
+                ("same likeliest token", f"{card.distance.agreement:.2%}"),
+            ],
+        ),
+    ]
+
+
 def _elsewhere(card: Card) -> list[str]:
     """What llama.cpp itself computes, where it was asked; otherwise that it was not."""
-    if not card.kind.startswith("gguf"):
+    if not card.kind.startswith("gguf") or card.distance is None:
         return []
     if not card.elsewhere:
         return [

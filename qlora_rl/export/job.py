@@ -29,8 +29,10 @@ from qlora_rl.contracts import rank_class
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError
 from qlora_rl.export import llama_cpp
 from qlora_rl.export.card import Card, write_card
+from qlora_rl.export.elsewhere import in_llama_cpp, on_base, too_far
 from qlora_rl.export.proof import Distance, Witness, choose_prompts
 from qlora_rl.policy.trained import TrainedRun, load_plain, open_trained
+from qlora_rl.stages import begin, ended
 
 KINDS = ("adapter", "merged", "merged-original", "gguf", "gguf-adapter")
 FORMS = ("canonical", "original")
@@ -50,7 +52,7 @@ class Export:
     Attributes:
         path: directory.
         kind: one of `KINDS`.
-        distance: from the trained policy, of what was loaded again from `path`.
+        distance: from the trained policy, of what was loaded again from `path`; `None` where that was not checked.
         prompts: where the prompts of that comparison are from.
         load: one line each that load it, by name of the library.
         elsewhere: distances of what llama.cpp computes, by what it was loaded on; empty where it is not installed, and of other kinds.
@@ -58,12 +60,13 @@ class Export:
 
     path: Path
     kind: str
-    distance: Distance
+    distance: Distance | None
     prompts: str
     load: dict[str, str]
     elsewhere: dict[str, Distance] = field(default_factory=dict)
 
 
+@ended()
 def export_run(
     run: str | os.PathLike[str],
     to: str = "merged",
@@ -76,6 +79,7 @@ def export_run(
     data: str | os.PathLike[str] | None = None,
     prompts: int = 16,
     max_kl: float | None = None,
+    check: bool = True,
     shard_gb: float = 4.0,
     on: str | os.PathLike[str] | None = None,
     push: str | None = None,
@@ -97,10 +101,11 @@ def export_run(
         prompts: how many of them.
         max_kl: largest mean KL in nats per token; by default 1e-3 or four times the policy's distance from its own
             float32 pass, and 1e-9 in float32. "merged-original" has no limit of its own.
+        check: load it again and compare; without it nothing says that it is the policy. Of a large model it takes most of the time.
         shard_gb: largest file of weights, in 10^9 bytes.
         on: GGUF file of another base on which "gguf-adapter" will be served: its distance is measured, too.
         push: name of a repository on the hub, to which the finished directory is uploaded; it is created private.
-        say: gets a line for people before each stage.
+        say: gets a line for people before each stage; by default it is logged.
 
     Raises:
         RunDirectoryError, BaseIncompleteError, BaseMismatchError: see `open_trained`.
@@ -114,13 +119,17 @@ def export_run(
         raise ConfigConflictError(
             f"exporting: on={os.fspath(on)!r} must be the GGUF file of a base, with --to gguf-adapter."
         )
+    if not check and (on is not None or max_kl is not None):
+        raise ConfigConflictError(
+            "exporting: on and max_kl are for the check, which check=False (--no-check) leaves out."
+        )
     if on is not None and not llama_cpp.is_installed():
         raise ConfigConflictError(
             f"exporting: what the adapter is on {on} is measured by llama.cpp. Install it: {llama_cpp.INSTALL}"
         )
     if prompts < 1 or not shard_gb > 0:
         raise ConfigConflictError(f"exporting: prompts={prompts} and shard_gb={shard_gb:g}: both must be above 0.")
-    say = say or (lambda line: None)
+    say = say or begin
     trained = open_trained(run, base=base)
     target = Path(out) if out is not None else trained.path / f"export-{to}"
     if target.exists() or target.is_symlink():
@@ -155,11 +164,9 @@ def export_run(
             longest=min(256, positions // 2),
             **trained.template_kwargs,
         )
-        is_exact = dtype == "float32" and to in ("merged", "gguf")
-        if is_exact:
-            witness = None
-        else:
-            say(f"sampling from the policy, and scoring what it says, on {len(ids)} prompts ({where})")
+        is_exact, witness = dtype == "float32" and to in ("merged", "gguf"), None
+        if check and not is_exact:
+            say(f"sampling from the policy and scoring it: {len(ids)} prompts, {where} (--no-check leaves this out)")
             witness = Witness(policy, ids, autocast=trained.autocast)
         say(f"writing {to}")
         if to == "adapter":
@@ -190,37 +197,13 @@ def export_run(
                 write_gguf(policy, trained.base, tokenizer, file, dtype, name=trained.name)
             write_modelfile(staging, tokenizer, model=f"./{file.name}")
             del policy
-            compared = verify_gguf(file, tokenizer, [tokenizer.decode(each) for each in ids])
-            say(f"a tokenizer made of the file's own fields gives {compared} texts the ids that the base's gives them")
+            texts = verify_gguf(file, tokenizer, [tokenizer.decode(each) for each in ids])
+            say(f"a tokenizer made of the file's own fields gives {texts} texts the ids that the base's gives them")
         _forget()
-        if witness is None:
-            say("computing the policy in float32")
-            witness = _exact_witness(trained, ids, target.parent)
-        say("loading it again")
-        again = _load_again(trained, staging, to)
-        distance = witness.distance(again, autocast=trained.autocast if to == "adapter" else None)
-        del again
-        _forget()
-        elsewhere = _in_llama_cpp(trained, tokenizer, witness, staging, to, on, say) if to.startswith("gguf") else {}
-        limit = max_kl if max_kl is not None else _limit(to, dtype, witness.rounding)
-        own = {name: found for name, found in elsewhere.items() if on is None or name != _on(on)}
-        # What is not a number is beyond any limit.
-        worst = max([distance, *own.values()], key=lambda found: (math.isnan(found.kl_mean), found.kl_mean))
-        if not worst.kl_mean <= limit:
-            plain = "; without rounding: --dtype float32" if to in ("merged", "gguf") and dtype != "float32" else ""
-            raise ExportError(
-                f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:.2g} (16-bit rounding of this "
-                f"policy: {witness.rounding:.2g}). Nothing was written. Another limit: --max-kl{plain}."
-            )
-        if max_kl is None and limit > _limit(to, dtype, 0.0):
-            say(f"the limit was {limit:.2g}: the policy's own KL to its float32 forward pass is {witness.rounding:.2g}")
-        far = (
-            None
-            if on is None or elsewhere[_on(on)].kl_mean <= limit
-            else _far(on, elsewhere[_on(on)], limit, trained.base.spec.is_4bit)
-        )
-        if far is not None:
-            say(f"WARNING: {far}")
+        compared: tuple[Distance | None, dict[str, Distance], str | None] = None, {}, None
+        if check:
+            compared = _compared(trained, tokenizer, witness, ids, staging, to, dtype, on=on, max_kl=max_kl, say=say)
+        distance, elsewhere, far = compared
         load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
         source = None if original is None else str(original)
         write_card(Card(trained, to, dtype, form, distance, where, load, source, elsewhere, far), staging)
@@ -237,6 +220,55 @@ def export_run(
         _push(target, push)
         say(f"pushed to {push}")
     return Export(target, to, distance, where, here, elsewhere)
+
+
+def _compared(
+    trained: TrainedRun,
+    tokenizer: Any,
+    witness: Witness | None,
+    ids: list[list[int]],
+    staging: Path,
+    to: str,
+    dtype: str,
+    *,
+    on: str | os.PathLike[str] | None,
+    max_kl: float | None,
+    say: Callable[[str], None],
+) -> tuple[Distance, dict[str, Distance], str | None]:
+    """The distance of what was written, those in llama.cpp, and a warning where an adapter on another base is another function.
+
+    Raises:
+        ExportError: it is not the policy.
+    """
+    if witness is None:
+        say("computing the policy in float32")
+        witness = _exact_witness(trained, ids, staging.parent)
+    say("loading it again")
+    again = _load_again(trained, staging, to)
+    distance = witness.distance(again, autocast=trained.autocast if to == "adapter" else None)
+    del again
+    _forget()
+    elsewhere = in_llama_cpp(trained, tokenizer, witness, staging, to, on, say) if to.startswith("gguf") else {}
+    limit = max_kl if max_kl is not None else _limit(to, dtype, witness.rounding)
+    own = {name: found for name, found in elsewhere.items() if on is None or name != on_base(on)}
+    # What is not a number is beyond any limit.
+    worst = max([distance, *own.values()], key=lambda found: (math.isnan(found.kl_mean), found.kl_mean))
+    if not worst.kl_mean <= limit:
+        plain = "; without rounding: --dtype float32" if to in ("merged", "gguf") and dtype != "float32" else ""
+        raise ExportError(
+            f"exporting {trained.path} as {to}: {worst}, above the limit of {limit:.2g} (16-bit rounding of this "
+            f"policy: {witness.rounding:.2g}). Nothing was written. Another limit: --max-kl{plain}."
+        )
+    if max_kl is None and limit > _limit(to, dtype, 0.0):
+        say(f"the limit was {limit:.2g}: the policy's own KL to its float32 forward pass is {witness.rounding:.2g}")
+    far = (
+        None
+        if on is None or elsewhere[on_base(on)].kl_mean <= limit
+        else too_far(on, elsewhere[on_base(on)], limit, trained.base.spec.is_4bit)
+    )
+    if far is not None:
+        say(f"WARNING: {far}")
+    return distance, elsewhere, far
 
 
 def _check(to: str, form: str, dtype: str | None, original: Any) -> None:
@@ -319,58 +351,6 @@ def _write_gguf_adapter(trained: TrainedRun, tokenizer: Any, staging: Path, dtyp
     write_modelfile(staging, tokenizer, model="BASE.gguf", adapter=f"./{file}")
 
 
-def _on(base: str | os.PathLike[str]) -> str:
-    return f"llama.cpp on {Path(base).name}"
-
-
-def _far(base: str | os.PathLike[str], found: Distance, limit: float, is_4bit: bool) -> str:
-    return (
-        f"on {Path(base).name} this adapter is not the trained policy: mean KL {found.kl_mean:.2e} nats per token, above the limit of "
-        f"{limit:g}. Export the merged model, which holds both: --to gguf{'; or serve the adapter with vLLM: --to adapter' if is_4bit else ''}."
-    )
-
-
-def _in_llama_cpp(
-    trained: TrainedRun,
-    tokenizer: Any,
-    witness: Witness,
-    staging: Path,
-    to: str,
-    on: str | os.PathLike[str] | None,
-    say: Callable[[str], None],
-) -> dict[str, Distance]:
-    """Distances of what llama.cpp itself computes; an adapter on its own base, dequantised, and on another one."""
-    if not llama_cpp.is_installed():
-        say(f"llama.cpp itself was not asked: it is not installed ({llama_cpp.INSTALL})")
-        return {}
-    (file,) = staging.glob("*.gguf")
-    if to == "gguf":
-        return {"llama.cpp": _asked(witness, file)}
-    from qlora_rl.export.gguf import write_gguf
-
-    found = {} if on is None else {_on(on): _asked(witness, Path(on), file)}
-    with tempfile.TemporaryDirectory(prefix=".base-", dir=staging.parent) as directory:
-        own = Path(directory) / "base.gguf"
-        plain = load_base(trained.base)
-        write_gguf(plain, trained.base, tokenizer, own, trained.base.spec.compute_dtype, name="base")
-        del plain
-        place = "the dequantised base" if trained.base.spec.is_4bit else "its own base"
-        return {f"llama.cpp on {place}": _asked(witness, own, file), **found}
-
-
-def _asked(witness: Witness, file: Path, adapter: Path | None = None) -> Distance:
-    model = llama_cpp.LlamaCpp(file, adapter, longest=witness.longest)
-    try:
-        if model.vocabulary < witness.vocabulary:
-            raise ExportError(
-                f"comparing with {file.name} in llama.cpp: it has {model.vocabulary} tokens and the policy {witness.vocabulary}, so it is "
-                "another vocabulary. Name the GGUF file of a base with the policy's tokenizer."
-            )
-        return witness.distance_of(model.logprobs)
-    finally:
-        model.close()
-
-
 def _push(directory: Path, name: str) -> None:
     """Upload a finished export to a repository on the hub, which is created private where there is none."""
     from huggingface_hub import HfApi
@@ -402,20 +382,17 @@ def _exact_witness(trained: TrainedRun, ids: list[list[int]], room: Path) -> Wit
 
 def _load_again(trained: TrainedRun, directory: Path, to: str) -> Any:
     if to == "adapter":
-        from qlora_rl.adapter.load import load_adapter
-
-        return load_adapter(load_base(trained.base), directory, base=trained.base)
+        return trained.with_adapter(directory)
     if to == "gguf":
         from qlora_rl.export.gguf import load_gguf
 
         return load_gguf(directory)
     if to == "gguf-adapter":
-        from qlora_rl.adapter.load import load_adapter
         from qlora_rl.export.gguf import read_gguf_adapter
 
         with tempfile.TemporaryDirectory() as again:
             write_adapter(read_gguf_adapter(directory / f"{trained.name}-lora.gguf", trained.base), Path(again))
-            return load_adapter(load_base(trained.base), Path(again), base=trained.base)
+            return trained.with_adapter(again)
     return load_plain(directory)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from qlora_rl.policy.draw import end_tokens, precision
 from qlora_rl.policy.evaluation import read_rows
 from qlora_rl.policy.prompts import encode
 from qlora_rl.policy.rows import as_trained
-from qlora_rl.sync.forward import NotComparedError, bare_model, in_float32
+from qlora_rl.sync.forward import NotComparedError, bare_model, completion_logits, in_float32
 from qlora_rl.train.run import ROLLOUTS
 
 logger = logging.getLogger(__name__)
@@ -84,13 +84,13 @@ class Witness:
     ):
         self._cases = _sampled(policy, prompts, tokens, autocast, seed)
         with precision(policy, autocast):
-            self._logprobs_NV = [_logprobs(policy, ids, start).cpu() for ids, start in self._cases]
+            self._logprobs_NV = list(_logprobs(policy, self._cases))
         self.rounding = 0.0
         if policy.dtype == torch.float32 and autocast is None:
             return
         try:
             with in_float32(policy, self.longest):
-                self.rounding = self.distance_of(lambda ids, start: _logprobs(policy, ids, start).cpu()).kl_mean
+                self.rounding = self._distance_of(_logprobs(policy, self._cases)).kl_mean
         except NotComparedError as why:
             logger.warning(
                 "the rounding of the policy is not measured, and its limit is that of a small model: %s", why
@@ -114,14 +114,16 @@ class Witness:
     def distance(self, model: Any, *, autocast: str | None = None) -> Distance:
         """How far a model is from the policy."""
         with precision(model, autocast):
-            return self.distance_of(lambda ids, start: _logprobs(model, ids, start).cpu())
+            return self._distance_of(_logprobs(model, self._cases))
 
     def distance_of(self, logprobs: Callable[[list[int], int], torch.Tensor]) -> Distance:
         """How far something is that gives [N, V] natural logs of every token of some ids from a place on."""
+        return self._distance_of(logprobs(ids, start) for ids, start in self._cases)
+
+    def _distance_of(self, logprobs: Iterable[torch.Tensor]) -> Distance:
         found, agreed = [], 0
-        for (ids, start), theirs_NV in zip(self._cases, self._logprobs_NV, strict=True):
-            # A file's vocabulary may be padded.
-            ours_NV = logprobs(ids, start)[:, : theirs_NV.shape[1]]
+        for theirs_NV, ours_NV in zip(self._logprobs_NV, logprobs, strict=True):
+            ours_NV = ours_NV[:, : theirs_NV.shape[1]]  # a file's vocabulary may be padded
             found.append((theirs_NV.exp() * (theirs_NV - ours_NV)).sum(-1))
             agreed += int((theirs_NV.argmax(-1) == ours_NV.argmax(-1)).sum())
         kl_N = torch.cat(found)
@@ -216,8 +218,8 @@ def _sampled(
 
 
 @torch.no_grad()
-def _logprobs(model: Any, ids: list[int], start: int) -> torch.Tensor:
-    """[N, V] natural logs, float64: of every token from `start` on."""
-    device = next(model.parameters()).device
-    logits_TV = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0]
-    return logits_TV[start - 1 : -1].double().log_softmax(-1)
+def _logprobs(model: Any, cases: Sequence[tuple[list[int], int]]) -> Iterator[torch.Tensor]:
+    """[N, V] natural logs, float64, for each of some ids: of every token from its place on."""
+    prompts, completions = [ids[:start] for ids, start in cases], [ids[start:] for ids, start in cases]
+    for logits_NV in completion_logits(model, prompts, completions):
+        yield logits_NV.double().log_softmax(-1).cpu()

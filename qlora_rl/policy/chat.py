@@ -13,6 +13,7 @@ from qlora_rl.policy.draw import check_sampling, draw, end_tokens
 from qlora_rl.policy.prompts import model_inputs, with_images
 from qlora_rl.policy.rows import turn
 from qlora_rl.policy.trained import TrainedRun
+from qlora_rl.stages import begin, ended
 
 
 class Conversation:
@@ -55,7 +56,9 @@ class Conversation:
         self.cut_off_after: int | None = None
         check_sampling("chatting", self.max_tokens, temperature, top_p)
         self.tokenizer = load_processor(trained.base.path)
-        self._model = trained.load_base_alone() if is_base_only else trained.load()
+        with ended():
+            begin("loading the base" if is_base_only else "loading the policy")
+            self._model = trained.load_base_alone() if is_base_only else trained.load()
         self._data = None if uses_template is False else trained.data
         if uses_template is None:
             is_text = self._data is not None and self._data.prompt_template is not None and self._data.format == "plain"

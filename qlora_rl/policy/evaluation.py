@@ -29,6 +29,7 @@ from qlora_rl.policy.draw import check_sampling, end_tokens
 from qlora_rl.policy.prompts import with_images
 from qlora_rl.policy.rows import as_trained
 from qlora_rl.policy.trained import TrainedRun
+from qlora_rl.stages import begin, ended
 
 RESULT = "eval.json"  # in the run directory; the report shows it
 _SAMPLES_KEPT = 24
@@ -108,6 +109,7 @@ class Evaluation:
         return "\n".join(lines)
 
 
+@ended()
 def evaluate(
     trained: TrainedRun,
     rows: Sequence[Mapping[str, Any]],
@@ -159,13 +161,15 @@ def evaluate(
     asked = [dict(row) for row in rows for _ in range(samples)]
     with both_sides(trained, rows, sampling, engine_options or {}) as (tokenizer, ids, sides):
         drawn = []
-        for serve in sides:
+        for whose, serve in zip(("base", "policy"), sides, strict=True):
             engine = serve()
+            begin(f"sampling from the {whose}: {len(ids) * samples} completions")
             drawn.append(engine.generate([each for each in ids for _ in range(samples)], sampling).completion_ids)
         positions = engine.capabilities().max_model_length
     lengths = [len(token_ids(each)) for each in ids for _ in range(samples)]
     ends = _ends(trained.base.path, tokenizer) | set(trained.ends)
     cut_off = [share_cut_off(lengths, side, ends, sampling.max_tokens, positions) for side in drawn]
+    begin("calling the rewards")
     texts = [tokenizer.batch_decode(completions, skip_special_tokens=True) for completions in drawn]
     scored = [
         {name: _score(reward, asked, side_texts, side_ids) for name, reward in guarded.items()}
@@ -294,6 +298,7 @@ def both_sides(
     bundle = read_adapter(trained.adapter, base) if verdict else None
     held = base if bundle is not None or not base.spec.is_4bit else bake_base(base)
     start = {"max_model_length": length, "max_lora_rank": bundle.rank if bundle else 0, "use_tqdm_on_load": False}
+    begin("starting vLLM on the base")
     with (
         tempfile.TemporaryDirectory(prefix="qlora-rl-eval-") as directory,
         LocalEngine(held, **start | dict(options)) as engine,

@@ -18,7 +18,9 @@ from qlora_rl.config.schema import Data, Reward, options
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.documents import read_object
 from qlora_rl.errors import BaseIncompleteError, BaseMismatchError, RunDirectoryError
+from qlora_rl.stages import begin, ended
 from qlora_rl.train.run import ADAPTER, CONFIG, MODEL, SUMMARY
+from qlora_rl.train.setup.linears import settle_linears
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -119,13 +121,22 @@ class TrainedRun:
 
     def load_base_alone(self) -> Any:
         """The base from before the training, in eval mode."""
-        return load_base(self.base).eval()
+        return _settled(load_base(self.base)).eval()
 
     def adapted(self, model: Any) -> Any:
         """The adapter on a model: the base, or one in its place."""
+        return self.with_adapter(self.adapter, model)
+
+    def with_adapter(self, adapter: str | os.PathLike[str] | None, model: Any = None) -> Any:
+        """Another adapter of the same base, on it or on a model in its place; its products are those of a trainer."""
         from qlora_rl.adapter.load import load_adapter
 
-        return load_adapter(model, self.adapter, base=self.base)
+        return _settled(load_adapter(load_base(self.base) if model is None else model, adapter, base=self.base))
+
+
+def _settled(model: Any) -> Any:
+    settle_linears(model)
+    return model
 
 
 def _no_run(given: Path, path: Path) -> str:
@@ -139,6 +150,7 @@ def _no_run(given: Path, path: Path) -> str:
     return f"there is no {CONFIG}. Pass the output_dir of a run that this package has trained."
 
 
+@ended()
 def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> TrainedRun:
     """Open a run directory, or a checkpoint in one.
 
@@ -178,6 +190,7 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
             "a checkpoint: RUN/checkpoint-N."
         )
     try:
+        begin("checking the base")
         opened = open_base(base if base is not None else place)
     except BaseIncompleteError as error:
         if base is not None or (place / MANIFEST).is_file():

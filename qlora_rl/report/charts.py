@@ -77,7 +77,7 @@ def linear_axis(values: Sequence[float], count: int = 5, *, is_whole: bool = Fal
         low = 0.0
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
         margin = 1.0 if is_whole or abs(low) < 1e-9 else abs(low) * 0.1
-        low, high = low - margin, high + margin
+        low, high = (low - margin if low else 0.0), high + margin  # nothing is negative where all is 0
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)

@@ -90,7 +90,7 @@ def _draw_held_out(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
     return section(title, caption, draw_chart(title, _HELD_OUT[name], lines, legend=legend))
 
 
-# What people watch in GRPO, by TRL's names: title, axis, what it tells. Drawn where a run has logged it.
+# What people watch, by TRL's names: title, axis, what it tells. Drawn where a run has logged it.
 _DASHBOARD = {
     "completion_length": ("Length of completions", "tokens, mean", "Growing without reward is a policy that pads."),
     "completions/clipped_ratio": ("Truncated completions", "share", "Cut at max_completion_length, so they have no end."),
@@ -140,7 +140,7 @@ def _draw_dashboard(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
     inner = tag(
         "details", tag("summary", f"{len(shown)} charts: {', '.join(_DASHBOARD[n][0].lower() for n in shown)}"), *charts
     )
-    return section("What GRPO dashboards show", None, inner)
+    return section("Training health", None, inner)
 
 
 def _keys(run: Run) -> list[str]:

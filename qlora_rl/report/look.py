@@ -33,7 +33,9 @@ section { margin-top: 3.6rem; }
   padding: .35rem .75rem; margin: 0 0 1.6rem; max-width: none; }
 .lead { font-size: 1.06rem; color: var(--soft); }
 .note { border-left: 3px solid var(--s1); background: var(--faint); padding: .6rem .9rem; font-size: .93rem;
-  margin: .8rem 0; max-width: none; white-space: pre-wrap; }
+  margin: 1.2rem 0; }
+.note li { max-width: none; white-space: pre-wrap; }
+.note h3 { margin: 0; } .note ul { margin: .3rem 0 0; padding-left: 1.1rem; }
 .tiles { display: grid; grid-template-columns: repeat(3, 1fr); gap: 1px; background: var(--line);
   border: 1px solid var(--line); border-radius: .6rem; overflow: hidden; margin: 2rem 0 1rem; padding: 0; }
 .tiles.two { grid-template-columns: repeat(2, 1fr); } .tiles.two > div:last-child:nth-child(n) { grid-column: auto; }

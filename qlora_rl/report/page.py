@@ -21,7 +21,7 @@ from .outcomes import draw_evaluation, draw_rollouts, draw_samples
 from .parts import download, object_in, pairs, section, table
 from .quantities import ABSENT, factor, finite, octets, plain, seconds, share
 from .run import Run, read_run, summarise
-from .sentences import Facts, fidelity_sentence, headline, peak_sentence, unproven_sentence
+from .sentences import Facts, concerns, fidelity_sentence, headline, peak_sentence, unproven_sentence
 from .times import draw_time
 
 _SECRET = re.compile(r"(?i)(?:^|[_.-])(?:api[_-]?key|(?:hf|auth|access|bearer)[_-]?token|secret|password)$")
@@ -112,11 +112,11 @@ WORDS_OF_EXAMPLES = (
 
 
 def _draw_top(run: Run, facts: Facts, *, is_live: bool) -> Markup:
-    state = "training" if is_live and run.status == "unfinished" else run.status
+    state = "running" if is_live and run.status == "unfinished" else run.status
     model = run.config.get("model")
     known = WORDS if run.draws else WORDS_OF_EXAMPLES
     words = [part for term, meaning in known for part in (tag("dt", term), tag("dd", meaning))]
-    notes = [sentence for sentence in (unproven_sentence(run), peak_sentence(run), *run.problems) if sentence]
+    notes = [said for said in (unproven_sentence(run), *concerns(run), peak_sentence(run), *run.problems) if said]
     if run.summary.get("error"):
         notes.insert(0, f"The run ended with an error: {run.summary['error']}")
     return tag(
@@ -125,8 +125,8 @@ def _draw_top(run: Run, facts: Facts, *, is_live: bool) -> Markup:
             tag("span", model) if model else None, class_="meta"),
         tag("h1", headline(run, facts)),
         tag("p", sentence, class_="lead") if (sentence := fidelity_sentence(run, facts)) else None,
+        tag("div", tag("h3", "What to look at"), tag("ul", *(tag("li", note) for note in notes)), class_="note") if notes else None,
         _draw_tiles(run, facts),
-        *(tag("p", note, class_="note") for note in notes),
         tag("details", tag("summary", f"New to this? {'Eight' if run.draws else 'Four'} words that the page uses"), tag("dl", *words, class_="words"),
             class_="intro"),
     )  # fmt: skip
@@ -138,9 +138,11 @@ def _draw_tiles(run: Run, facts: Facts) -> Markup | None:
 
     size = "" if facts["sync_bytes_median"] is None else f"{octets(facts['sync_bytes_median'])} per push"
     worst = "" if facts["mismatch_kl_max"] is None else f"median; worst step {plain(facts['mismatch_kl_max'])}"
-    pace = "" if facts["steps_per_s"] is None else f"{plain(facts['steps_per_s'])} steps per second"
+    mean, middle = seconds(facts["step_seconds_mean"]), seconds(facts["step_seconds_median"])
+    pace = "median" if mean in (middle, ABSENT) else f"median; mean {mean}"
     tiles = [
         ("Right on unseen problems", "accuracy_after", share, was("accuracy_before", share)),
+        ("Reward in the evaluation", "eval_after", plain, was("eval_before", plain)),
         ("Reward", "reward_last", plain, was("reward_first", plain)),
         ("Held-out reward", "held_out_last", plain, was("held_out_first", plain)),
         ("Loss", "loss_last", plain, was("loss_first", plain)),
@@ -175,9 +177,8 @@ TABLE = (  # label, fact, how to say it, whether "n times less" makes sense of i
     ("Effective sample size, median", "ess_median", share, False),
     ("Size of a push", "sync_bytes_median", octets, True),
     ("Time per push", "sync_seconds_median", seconds, True),
-    ("Time per step", "step_seconds_median", seconds, True),
+    ("Time per step, median", "step_seconds_median", seconds, True),
     ("Tokens written per second", "rollout_tokens_per_s", plain, True),
-    ("Steps per second", "steps_per_s", plain, True),
 )
 
 

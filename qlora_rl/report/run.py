@@ -10,10 +10,12 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from ..errors import RunDirectoryError
+from ..held import is_held
+from .parts import object_in
 from .quantities import finite
 
 _LAST_STEP = 1e12  # a larger "step" is not one, and would stretch the axis beyond reading
-STATUSES = ("finished", "interrupted", "failed", "unfinished")
+STATUSES = ("finished", "interrupted", "failed")
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Run:
     """One run's records. `problems` says, in words, what could not be read and was skipped.
 
     `metrics` holds one record per step, in order of steps; where a resumed run wrote a step twice, the later one. `evaluations` holds
-    likewise those lines that an evaluation has written while it trained; the first may be at step 0.
+    likewise those lines that an evaluation has written while it trained; the first may be at step 0. `is_held`: a living process has the directory.
     """
 
     path: Path
@@ -35,12 +37,13 @@ class Run:
     rollouts: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    is_held: bool = False
 
     @property
     def status(self) -> str:
-        """`finished`, `interrupted`, `failed`; or `unfinished`, where nothing says how the run ended."""
+        """`finished`, `interrupted`, `failed`; where nothing says how the run ended, `running` or `unfinished`."""
         status = self.summary.get("status")
-        return status if status in STATUSES else "unfinished"
+        return status if status in STATUSES else "running" if self.is_held else "unfinished"
 
     @property
     def draws(self) -> bool:
@@ -63,9 +66,14 @@ class Run:
     @property
     def planned_steps(self) -> float | None:
         """Steps that it was to do, where that was said."""
-        of_trl = [self.config.get(name) for name in ("grpo", "rloo", "online_dpo", "sft", "dpo")]
-        said = [self.config.get("steps"), *(each.get("max_steps") for each in of_trl if isinstance(each, dict))]
-        return next((steps for each in said if (steps := finite(each)) is not None and steps > 0), None)
+        said = (finite(self.config.get("steps")), self.argument("max_steps"))
+        return next((steps for steps in said if steps is not None and steps > 0), None)
+
+    def argument(self, name: str) -> float | None:
+        """A number of TRL's config."""
+        of_trl = [self.config.get(trainer) for trainer in ("grpo", "rloo", "online_dpo", "sft", "dpo")]
+        found = (finite(each.get(name)) for each in of_trl if isinstance(each, dict))
+        return next((each for each in found if each is not None), None)
 
     @property
     def steps(self) -> list[float]:
@@ -106,7 +114,20 @@ def read_run(run_dir: Path | str) -> Run:
     samples = [s for s in _read_json(path / "samples.json", list, problems) if isinstance(s, dict)]
     rollouts, evaluation = (_read_json(path / name, dict, problems) for name in ("rollouts.json", "eval.json"))
     name = path.resolve().name
-    return Run(path, name, config, metrics, evaluations, syncs, summary, samples, rollouts, evaluation, tuple(problems))
+    return Run(
+        path,
+        name,
+        config,
+        metrics,
+        evaluations,
+        syncs,
+        summary,
+        samples,
+        rollouts,
+        evaluation,
+        tuple(problems),
+        is_held(path),
+    )
 
 
 def _read_text(path: Path, problems: list[str]) -> str:
@@ -194,11 +215,16 @@ def summarise(run: Run) -> dict[str, float | None]:
         "sync_bytes_median": _over(median, run.values("sync_bytes") or run.pushed("bytes")),
         "step_seconds_median": _over(median, step_seconds),
         "rollout_tokens_per_s": _over(median, run.values("rollout_tokens_per_s")),
-        "steps_per_s": done / sum(step_seconds) if sum(step_seconds) > 0 and len(step_seconds) == done else None,
+        "step_seconds_mean": _over(fmean, step_seconds),
         "ess_median": _over(median, run.values("ess")),
         "masked_share_mean": _over(fmean, run.values("masked_share")),
         "steps": float(done),
         "seconds": _over(sum, step_seconds),
+        **dict(
+            zip(
+                ("eval_before", "eval_after", "eval_change", "eval_error", "eval_prompts"), _evaluated(run), strict=True
+            )
+        ),
         "accuracy_before": None,
         "accuracy_after": None,
         "eval_problems": None,
@@ -206,6 +232,22 @@ def summarise(run: Run) -> dict[str, float | None]:
     said = {key: finite(run.summary.get(key)) for key in measured}
     said["seconds"] = finite(run.summary.get("train_seconds")) or said["seconds"]  # without start and evaluations
     return {key: value if said[key] is None else said[key] for key, value in measured.items()}
+
+
+def _evaluated(run: Run) -> tuple[float | None, ...]:
+    """Of `qlora-rl eval`, with one reward function: before, after, their difference, its standard error, prompts."""
+    rewards = [each for each in object_in(run.evaluation, "rewards").values() if isinstance(each, dict)]
+    if len(rewards) != 1:
+        return (None,) * 5
+    base, policy, change = (object_in(rewards[0], side) for side in ("base", "policy", "difference"))
+    found = (
+        base.get("value"),
+        policy.get("value"),
+        change.get("value"),
+        change.get("error"),
+        run.evaluation.get("prompts"),
+    )
+    return tuple(map(finite, found))
 
 
 def _p95(values: Sequence[float]) -> float:

@@ -13,6 +13,10 @@ from .run import Run, end_window
 
 MISMATCH_BAR = 0.015  # prime-rl's merge bar: a new model must stay below this mismatch KL
 
+# Of answers that are cut off, and of prompts whose answers have one reward, what is worth a look.
+SHARE_CUT, SHARE_EQUAL = 0.3, 0.8
+_NO_FAULT = ("", "noise", "dropout")  # causes of a distance that is none
+
 Facts = dict[str, float | None]
 
 
@@ -33,6 +37,8 @@ def headline(run: Run, facts: Facts) -> str:
     if before is not None and after is not None:
         problems = "" if facts["eval_problems"] is None else f"{facts['eval_problems']:,.0f} "
         change = f"the model {_change(before, after, 0.005, share, 'went')} right on {problems}problems it never saw"
+    elif facts["eval_before"] is not None and facts["eval_after"] is not None:
+        change = _evaluation(facts, facts["eval_before"], facts["eval_after"])
     elif first is not None and last is not None:
         change = f"the reward {_change(first, last, 0.005 * max(abs(first), abs(last)), plain, 'rose')}"
         if 0 < abs(last - first) < reward_noise(run.values("reward")):
@@ -48,6 +54,53 @@ def headline(run: Run, facts: Facts) -> str:
         "failed": f"Failed after {count}{took}: ",
     }.get(run.status, f"So far, in {count}{took}, ")
     return f"{opening}{change}."
+
+
+def _evaluation(facts: Facts, before: float, after: float) -> str:
+    """What `qlora-rl eval` has found; a difference within two standard errors may be chance."""
+    where = (
+        "on held-out prompts" if facts["eval_prompts"] is None else f"on {facts['eval_prompts']:,.0f} held-out prompts"
+    )
+    if 0 < abs(after - before) < 2 * (facts["eval_error"] or 0.0):
+        return f"the reward went from {plain(before)} to {plain(after)} {where}, which may be chance"
+    return f"the reward {_change(before, after, 1e-9, plain, 'rose')} {where}"
+
+
+def concerns(run: Run) -> list[str]:
+    """What to look at first, and what to do about it: a sentence each."""
+    said = []
+    limit = run.argument("max_completion_length")
+    if (cut := _at_the_end(run, "completions/clipped_ratio")) >= SHARE_CUT:
+        said.append(
+            f"{share(cut)} of the answers at the end were cut off{'' if limit is None else f' after {limit:,.0f} tokens'}: they have no end, and a "
+            "reward that looks for one finds nothing. Raise max_completion_length, or reward short answers."
+        )
+    if (equal := _at_the_end(run, "frac_reward_zero_std")) >= SHARE_EQUAL:
+        said.append(
+            f"{share(equal)} of the prompts at the end teach nothing: all answers to one have the same reward. Use easier or harder "
+            "prompts, more num_generations, or a reward that tells answers apart."
+        )
+    alarms = [(step, cause) for step, cause in zip(run.steps, _causes(run), strict=True) if cause not in _NO_FAULT]
+    if alarms:
+        steps = ", ".join(f"{step:,.0f}" for step, _ in alarms[:5]) + (
+            f" and {len(alarms) - 5} more" if alarms[5:] else ""
+        )
+        causes = ", ".join(dict.fromkeys(cause for _, cause in alarms))
+        said.append(
+            f"The mismatch alarm was raised in step {steps}: trainer and sampler were further apart than is normal for them. Likely cause: "
+            f"{causes}; log.txt has the sentence, docs/fidelity.md what to do."
+        )
+    return said
+
+
+def _at_the_end(run: Run, column: str) -> float:
+    values = run.values(column)
+    return fmean(values[-end_window(len(values)) :]) if values else 0.0
+
+
+def _causes(run: Run) -> list[str]:
+    found = (record.get("mismatch_cause") for record in run.metrics)
+    return [each if isinstance(each, str) else "" for each in found]
 
 
 def reward_noise(rewards: Sequence[float]) -> float:

@@ -60,7 +60,7 @@ def draw_time(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
     kept = [row for row in zip(PUSH_ROWS, *pushes, strict=True) if set(row[1:]) != {ABSENT}]
     if kept:
         content += [tag("h3", "What a push is made of"), table(["Median of all pushes", *names], kept)]
-    caption = "A typical step, taken apart: the median over all steps of each part."
+    caption = "The median step, taken apart; of each part the median, and what is left of the step is the trainer's."
     return section("Time: where a step goes", caption, *content)
 
 
@@ -79,9 +79,9 @@ def _step_parts(run: Run) -> list[float] | None:
     ]
     if not whole:
         return None
+    drawn, step, push, check, rest = (median(column) for column in zip(*whole, strict=True))
     # The sampler may still write the next answers when a step ends: the rest is never less than nothing.
-    split = ((r, max(0.0, s - r - p - c - z), p, c, z) for r, s, p, c, z in whole)
-    parts = [median(column) for column in zip(*split, strict=True)]
+    parts = [drawn, max(0.0, step - drawn - push - check - rest), push, check, rest]
     return parts if sum(parts) > 0 else None
 
 

@@ -17,6 +17,7 @@ from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_finger
 from qlora_rl.base.kinds import directory_takes_images, may_take_images
 from qlora_rl.distributed import join
 from qlora_rl.errors import BaseMismatchError
+from qlora_rl.stages import begin, ended
 from qlora_rl.train.run import CONFIG, StepRecord
 from qlora_rl.train.run.progress import show_progress
 from qlora_rl.train.run.trained_run import (
@@ -47,6 +48,7 @@ class OfflineTrainer(TrainedRun):
     # TRL makes a frozen copy of a PeftModel's adapter, to refer to.
     _refers = False
 
+    @ended()
     def set_up(
         self,
         model: Any,
@@ -89,6 +91,7 @@ class OfflineTrainer(TrainedRun):
             )
             if images and not directory_takes_images(self.base.path):
                 settings.reject_images(images, f"{self.base} takes none")
+            begin("loading the base")
             loaded = source.load()
             check_base(loaded, self.base.path)
             check_common_base(self.base.identity)

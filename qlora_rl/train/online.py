@@ -20,6 +20,7 @@ from qlora_rl.base.kinds import directory_takes_images, may_take_images
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFunctionError
+from qlora_rl.stages import begin, ended
 from qlora_rl.sync.plan import WISHES, plan_sync
 from qlora_rl.train.rollouts.engines import EngineChoice
 from qlora_rl.train.rollouts.link import Link, link_policy, release, why_dense
@@ -108,6 +109,7 @@ class OnlineTrainer(TrainedRun):
     # Rollouts are generated ahead, in threads: each rank asks an engine that it shares on its own.
     _is_ahead = False
 
+    @ended()
     def set_up(
         self,
         model: Any,
@@ -216,6 +218,7 @@ class OnlineTrainer(TrainedRun):
                 sync_dir=options.sync_dir,
                 session=self.run.session if self.run is not None else None,
             )
+            begin("loading the base")
             pair = _pair(source, choice, options, peft_config, is_whole=is_whole, sharded=shards_base(args))
             engine, link = pair.engine, None
             try:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from support import cpu_seconds, randomise, since_vllm
 from test_training import lines, make
+from trained import make_run
 from trl.trainer import grpo_trainer
 
 from qlora_rl import (
@@ -39,6 +40,7 @@ from qlora_rl import (
     export_adapter,
     judge_adapter,
     load_base,
+    open_trained,
     plan_sync,
     prepare_base,
     start_server,
@@ -779,6 +781,39 @@ def test_a_signal_leaves_no_child_and_no_directory_behind(base, tmp_path):
         assert about["url"] in line
         assert about["base"][:16] in line
         assert key.read_text().strip() not in line
+    finally:
+        job.kill()
+        job.wait()
+
+
+@since_vllm("0.29", "the modules of the server that we start")
+def test_a_trained_run_is_served_by_its_name_alone(base, tmp_path):
+    """The command finds the base and the adapter of the run, and vLLM holds that base before the policy answers."""
+    run, ready, key = make_run(base, tmp_path / "run"), tmp_path / "ready.json", tmp_path / "key"
+    command = [sys.executable, "-m", "qlora_rl.cli", "serve", str(run), "--port", "0", "--api-key-file", str(key), "--ready-file",
+               str(ready), "--max-model-length", "64", "--max-num-seqs", "4"]  # fmt: skip
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        end = time.monotonic() + 400
+        while not ready.exists() and job.poll() is None and time.monotonic() < end:
+            time.sleep(0.2)
+        with ServerEngine(json.loads(ready.read_text())["url"], api_key_file=key) as engine:
+            assert verify_base(load_base(base), engine).is_verified
+            found = [engine.score(SEQUENCES, bare=bare) for bare in (False, True)]
+        with torch.no_grad():
+            policy = open_trained(run).load()
+            logits = [policy(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1) for ids in SEQUENCES]
+        own = [
+            logits_TV.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+            for logits_TV, ids in zip(logits, SEQUENCES, strict=True)
+        ]
+        apart = [
+            max(float((torch.tensor(e) - o).abs().max()) for e, o in zip(each, own, strict=True)) for each in found
+        ]
+        assert apart[0] < 0.1 < apart[1]  # bf16 rounding; the bare base is another function
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(30) == 0
+        assert 'the trained model is "policy"' in job.stdout.read()
     finally:
         job.kill()
         job.wait()

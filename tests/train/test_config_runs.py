@@ -43,8 +43,11 @@ def test_commands_that_are_printed_can_be_copied_where_a_path_has_spaces(model_d
     model, out = tmp_path / "a model", tmp_path / "a run"
     model.symlink_to(model_dir)
     train(ROOT / "examples" / "sft.toml", out, *SMALL, f"base.model={model}")
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
+    assert (out / "log.txt").is_file()
+    assert [line for line in told.splitlines() if line in ("     reading the data", "     loading the base")]
     assert f"qlora-rl report '{out}'\n" in said
+    assert f"qlora-rl serve '{out}'\n" in said
     assert f"qlora-rl chat '{out}'\n" in said
     assert main(["train", str(out / "run.toml"), "--check", "--set", "run.existing=overwrite"]) == 0
     assert f"`qlora-rl plan '{model}'`" in capsys.readouterr().err

@@ -46,6 +46,32 @@ def test_outside_a_terminal_a_step_is_a_line(make_trainer, config, plain):
     assert text.count("step 3/3") == 1  # not again when it ends
 
 
+def test_what_is_prepared_before_the_first_step_is_told(make_trainer, config, caplog):
+    """The engine is given here, so that none is started."""
+    with caplog.at_level("INFO", logger="qlora_rl.stages"):
+        make_trainer(args=config(max_steps=1))
+    told = [record.getMessage() for record in caplog.records if record.name == "qlora_rl.stages"]
+    wanted = ["loading the base", "verifying that trainer and engine hold one base", "calibrating the check of pushes"]
+    assert [each for each in told if each in wanted] == wanted
+    assert told[-1] == ""
+
+
+def test_no_sign_of_life_is_left_of_a_training_that_fails(make_trainer, config):
+    trainer = make_trainer(args=config(disable_tqdm=False, max_steps=3))
+    (bar,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, Progress)]
+    beats = []
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            beats.append(bar._beat)
+            raise RuntimeError("no further")
+
+    trainer.add_callback(Fails())
+    with pytest.raises(RuntimeError, match="no further"):
+        trainer.train()
+    assert beats[0]._is_over.is_set()
+
+
 def test_a_run_that_ends_before_the_first_log_is_a_line_without_values(make_trainer, config, plain):
     text = trained(make_trainer, config, io.StringIO(), plain, logging_steps=10)
     assert ", ," not in text

@@ -26,9 +26,14 @@ from qlora_rl import (
     open_trained,
     prepare_base,
 )
+from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.cli import main
+from qlora_rl.engine.linears.native import codes_kernel
 from qlora_rl.export.job import LIMIT, LIMIT_FLOAT32, LIMITS, Distance, _model_name, export_run
+from qlora_rl.sync.forward import in_float32
+from qlora_rl.train.setup.linears import has_kernel
 
+bnb = require_bitsandbytes()
 export = partial(export_run, prompts=6)
 IDS = torch.tensor([[40, 41, 42, 43, 44]])
 
@@ -138,6 +143,27 @@ def test_what_a_checkpoint_says_of_sampling_does_not_reach_the_comparison(run):
     own.num_beams, own.min_p, own.num_return_sequences, own.repetition_penalty = 2, 0.9, 2, 3.0
     assert Witness(policy, [[40, 41], [42]])._cases == plain._cases
     assert policy.generation_config is own
+
+
+def test_a_policy_is_loaded_with_the_kernel_that_a_trainer_multiplies_with(run):
+    """bitsandbytes decodes each weight for each token: of a model of 135 M an export took minutes."""
+    trained = open_trained(run)
+    kinds = trained.load(), trained.load_base_alone(), trained.with_adapter(trained.adapter)
+    linears = [[m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)] for model in kinds]
+    has_one = not isinstance(codes_kernel(), str)
+    assert all(found and all(has_kernel(each) == has_one for each in found) for found in linears)
+
+
+def test_sequences_of_several_lengths_are_scored_together_as_each_alone(run):
+    from qlora_rl.export.proof import _logprobs
+
+    policy = open_trained(run).load()
+    cases = [([40, 41, 42, 43], 1), ([50, 51, 52, 53, 54, 55, 56], 5), ([44, 45, 46], 1)]
+    with in_float32(policy, 8):
+        together = list(_logprobs(policy, cases))
+        alone = [next(_logprobs(policy, [case])) for case in cases]
+    assert [len(each) for each in together] == [len(ids) - start for ids, start in cases]
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)  # float32's own rounding
 
 
 @pytest.mark.parametrize("form", ["canonical", "original"])
@@ -326,10 +352,38 @@ def test_arguments_that_contradict_are_refused(run, tmp_path, fields, says):
 
 def test_the_command_prints_the_distance_and_ends_with_zero(run, tmp_path, capsys):
     assert main(["export", str(run), "--out", str(tmp_path / "a"), "--prompts", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["kl_mean"] < LIMIT
+    said = capsys.readouterr()
+    assert json.loads(said.out)["kl_mean"] < LIMIT
+    stages = [line.strip() for line in said.err.splitlines() if line.startswith("     ")]
+    for stage in (
+        "checking the base",
+        "loading the policy",
+        "sampling from the policy",
+        "writing merged",
+        "loading it again",
+    ):
+        assert any(line.startswith(stage) for line in stages), stage
     assert main(["export", str(run), "--out", str(tmp_path / "a")]) == 1
     assert "already exists" in capsys.readouterr().err
+
+
+def test_without_the_check_it_is_the_same_export_and_the_card_says_that_nobody_has_compared(
+    run, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("qlora_rl.export.job.Witness", lambda *_, **__: pytest.fail("sampled"))
+    monkeypatch.setattr("qlora_rl.export.job._load_again", lambda *_: pytest.fail("loaded again"))
+    target = tmp_path / "a"
+    assert main(["export", str(run), "--out", str(target), "--no-check"]) == 0
+    assert f"{target}: not checked" in capsys.readouterr().out
+    card = (target / "README.md").read_text()
+    assert "It was not checked" in card
+    assert "KL" not in card.split("## The run")[0]
+    assert "distance" not in json.loads((target / "export.json").read_text())
+    monkeypatch.undo()
+    checked = export(run, "merged", out=tmp_path / "b")
+    assert (target / "model.safetensors").read_bytes() == (checked.path / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigConflictError, match="max_kl"):
+        export(run, out=tmp_path / "c", check=False, max_kl=1.0)
 
 
 # --- GGUF -----------------------------------------------------------------------------------------------------------------
@@ -636,7 +690,7 @@ def test_what_is_no_number_is_beyond_the_limit(bpe_run, tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     from qlora_rl.export import job
 
-    monkeypatch.setattr(job, "_in_llama_cpp", lambda *_: {"llama.cpp": Distance(float("nan"), float("nan"), 0.0, 1)})
+    monkeypatch.setattr(job, "in_llama_cpp", lambda *_: {"llama.cpp": Distance(float("nan"), float("nan"), 0.0, 1)})
     with pytest.raises(ExportError, match="above the limit"):
         export(bpe_run, "gguf", out=tmp_path / "a", dtype="q8_0")
     assert list(tmp_path.iterdir()) == []

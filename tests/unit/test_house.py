@@ -13,7 +13,7 @@ import qlora_rl
 PACKAGE = Path(qlora_rl.__file__).parent
 LAYERS = {
     "errors": 0, "contracts": 0, "distributed": 0, "pieces": 0, "held": 0, "processor": 0, "products": 0, "fidelity": 0, "rewards": 0,
-    "pictures": 0, "versions": 0, "letters": 0, "documents": 0,
+    "pictures": 0, "versions": 0, "letters": 0, "documents": 0, "stages": 0,
     "base": 1,
     "adapter": 2, "ledger": 2,
     "engine": 3, "sync": 3,

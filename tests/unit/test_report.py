@@ -22,6 +22,7 @@ from statistics import fmean
 import pytest
 
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.held import hold
 from qlora_rl.report import read_run, summarise, write_report
 from qlora_rl.report.charts import Line, Reference, draw_chart, linear_axis, log_axis, smooth, thin_out
 from qlora_rl.report.live import HOST, LiveReport
@@ -290,7 +291,7 @@ def test_summary_fills_in_what_the_file_leaves_out(tmp_path):
     assert facts["sync_seconds_median"] == 9.0
     assert facts["mismatch_kl_max"] == 8e-5
     assert facts["reward_last"] == pytest.approx(fmean([37, 38, 39, 40]) / 40)  # float sums differ in the last bit
-    assert facts["steps_per_s"] == pytest.approx(2.5)
+    assert facts["step_seconds_mean"] == pytest.approx(0.4)
     assert facts["accuracy_after"] is None
 
 
@@ -562,9 +563,15 @@ GRPO = {
 }  # fmt: skip
 
 
-def test_what_grpo_dashboards_show_is_there_and_can_be_downloaded(tmp_path):
+def write_lines(path, lines, **files):
+    metrics = "".join(json.dumps(line) + "\n" for line in lines)
+    return make_run(path, metrics=metrics, sync=None, summary={"status": "finished"}, **files)
+
+
+def test_the_health_of_a_training_is_there_and_can_be_downloaded(tmp_path):
     metrics = "".join(json.dumps({"step": i, "reward": 0.5, **GRPO}) + "\n" for i in (1, 2, 3))
     page = read_page(make_run(tmp_path / "a", metrics=metrics))
+    assert "<h2>Training health</h2>" in page
     assert "Each reward function" in page
     assert all(name in page for name in ("numeric", "short"))
     for title in (
@@ -581,6 +588,77 @@ def test_what_grpo_dashboards_show_is_there_and_can_be_downloaded(tmp_path):
     rows = list(csv.DictReader(io.StringIO(base64.b64decode(held).decode())))
     assert [row["step"] for row in rows] == ["1", "2", "3"]
     assert all(float(row[name]) == value for row in rows for name, value in GRPO.items())
+
+
+def test_what_to_look_at_is_on_top_and_names_the_way_out(tmp_path):
+    lines = [{"step": i, "reward": 0.5, **METRIC, **GRPO} for i in range(1, 11)]
+    calm = write_lines(tmp_path / "calm", lines)
+    assert "What to look at" not in read_page(calm)
+    for line in lines[5:]:
+        line.update({"completions/clipped_ratio": 0.9, "frac_reward_zero_std": 0.95})
+    lines[0]["mismatch_cause"], lines[3]["mismatch_cause"] = "dtype", "noise"
+    config = {"grpo": {"max_completion_length": 24}}
+    top = read_page(write_lines(tmp_path / "a", lines, config=config)).split("<dl")[0]
+    told = [re.sub(r"<[^>]*>", "", each) for each in re.findall(r"<li[^>]*>(.*?)</li>", top)]
+    assert [each.split(":")[0] for each in told] == [
+        "90 % of the answers at the end were cut off after 24 tokens",
+        "95 % of the prompts at the end teach nothing",
+        "The mismatch alarm was raised in step 1",
+    ]
+    assert "max_completion_length" in told[0]
+    assert "num_generations" in told[1]
+    assert "dtype" in told[2]
+    assert "noise" not in told[2]
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "said"),
+    [
+        (0.75, 0.0125, "the reward rose from 0.25 to 0.75 on 120 held-out prompts"),
+        (0.26, 0.2, "the reward went from 0.25 to 0.26 on 120 held-out prompts, which may be chance"),
+        (0.25, None, "the reward stayed at 0.25 on 120 held-out prompts"),
+    ],
+)
+def test_an_evaluation_is_in_the_headline(tmp_path, policy, error, said):
+    sides = (("base", 0.25), ("policy", policy), ("difference", policy - 0.25))
+    found = EVAL | {"rewards": {"exact": {side: {"value": v, "error": error} for side, v in sides}}}
+    assert f"In 40 steps (16 s) {said}." in read_page(
+        make_run(tmp_path / "a", eval=found, summary={"status": "finished"})
+    )
+    known = make_run(tmp_path / "b", eval=found)  # the run's own evaluation goes first
+    assert "88 % right on 400 problems" in read_page(known)
+
+
+def test_the_time_of_a_step_is_one_wherever_it_is_told(tmp_path):
+    """The first step is longest, and medians of parts do not add up to the median of the whole."""
+    times = [(60.0, 50.0), (0.5, 0.2), (0.8, 0.7), (0.7, 0.3), (0.9, 0.1)]
+    lines = [
+        {"step": i, "reward": 0.5, **METRIC, "step_seconds": s, "rollout_seconds": r}
+        for i, (s, r) in enumerate(times, 1)
+    ]
+    page = read_page(write_lines(tmp_path / "a", lines))
+    assert '<dt>Time per step</dt><dd class="big">800 ms</dd><dd class="small">median; mean 13 s</dd>' in page
+    assert '<span>a</span><span class="num">800 ms</span>' in page
+    assert "steps per second" not in page.lower()
+
+
+def test_shares_that_are_all_zero_have_no_negative_axis():
+    assert (linear_axis([0.0, 0.0]).low, linear_axis([0.0]).high) == (0.0, 1.0)
+    assert linear_axis([-1.0, -1.0]).low < -1.0 < linear_axis([-1.0, -1.0]).high
+
+
+def test_a_run_whose_process_lives_is_running(tmp_path):
+    path = make_run(tmp_path / "a", summary=None)
+    assert read_run(path).status == "unfinished"
+    handle = hold(path)
+    assert read_run(path).status == "running"
+    assert '<span class="chip running">running</span>' in read_page(path)
+    os.close(handle)
+    assert read_run(path).status == "unfinished"
+    finished = make_run(tmp_path / "b")
+    handle = hold(finished)
+    assert read_run(finished).status == "finished"
+    os.close(handle)
 
 
 def test_one_reward_function_is_the_reward(tmp_path):

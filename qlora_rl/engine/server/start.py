@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -21,8 +22,11 @@ from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
-from qlora_rl.adapter.store import AdapterStore, default_root
+from qlora_rl.adapter.export import read_adapter
+from qlora_rl.adapter.store import AdapterStore, default_root, pack_adapter
 from qlora_rl.base.checkpoint import open_base
+from qlora_rl.base.fingerprint import compare, recorded_fingerprint
+from qlora_rl.contracts import AdapterBundle, rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.interrupt import interrupts_for_sure, no_child_left
 from qlora_rl.engine.leftovers import end_with
@@ -31,8 +35,9 @@ from qlora_rl.engine.loading import loading
 from qlora_rl.engine.options import StartOptions, start_options
 from qlora_rl.engine.server.forked import BOTH_IMPORT, EngineCopy
 from qlora_rl.engine.server.gate import Gate, Visits
-from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError
+from qlora_rl.errors import BaseMismatchError, ConfigConflictError, EngineBrokenError, EngineUnsupportedError
 from qlora_rl.held import hold, sweep
+from qlora_rl.stages import begin
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +85,7 @@ def serve(
     max_body_mib: float | None = None,
     ready_file: str | os.PathLike[str] | None = None,
     base_compute: str = "nf4",
+    adapter: str | os.PathLike[str] | None = None,
     vllm_options: Sequence[str] = (),
     alone: bool = False,
     **options: Any,
@@ -95,6 +101,7 @@ def serve(
         max_body_mib: largest request; by default what the largest adapter needs.
         ready_file: is written when the server answers: JSON with url, key_file, pid, base, limits.
         base_compute: what linears multiply with; see `LocalEngine`.
+        adapter: PEFT directory of a LoRA on this base, served as model "policy" from the start, as version 1; the base must then be the one that was written.
         vllm_options: further options of vLLM's own command line.
         alone: this process does nothing else and has computed nothing before. vLLM's engine process on a CPU is then forked from it, after its
             imports, and starts in half the time.
@@ -103,12 +110,17 @@ def serve(
     Raises:
         ConfigConflictError: arguments that would leave the server open, or contradict each other.
         EngineUnsupportedError, MissingDependencyError, BaseIncompleteError: as with `LocalEngine`.
+        AdapterRejectedError: the adapter is of another base, or more than LoRA.
+        BaseMismatchError: with an adapter, vLLM holds another base.
         KeyboardInterrupt: it was interrupted before it answered.
     """
     if (parent := os.environ.pop(_WITH_PARENT, None)) and not end_with(int(parent), signal.SIGTERM):
         sys.exit(1)  # it has ended before
     compat.require_server()
     check_wish(base_compute)
+    bundle = None if adapter is None else read_adapter(adapter, base)
+    if bundle is not None:
+        options.setdefault("max_lora_rank", max(16, rank_class(bundle.rank)))
     importing = loading if alone else contextlib.nullcontext
     key_path = Path(api_key_file) if api_key_file is not None else None
     if host not in LOOPBACK and (key_path is None or not key_path.is_file()):
@@ -132,6 +144,7 @@ def serve(
         is_starting = lambda: server is None or not server.is_ready  # noqa: E731
         stack.enter_context(interrupts_for_sure(is_starting, lambda: shutil.rmtree(own, ignore_errors=True)))
         stack.enter_context(no_child_left())
+        begin(f"starting vLLM on {base}")
         with importing():
             start = start_options(base, base_compute=base_compute, **{"disable_log_stats": False, **options})
         if not start.max_lora_rank and (start.is_4bit or start.ranks > 1):
@@ -152,7 +165,7 @@ def serve(
         own_arguments = start.arguments | (compat.executor_of_server(start.ranks) if start.is_cpu else {})
         with importing():
             arguments = compat.server_arguments(own_arguments, host, sock.getsockname()[1], vllm_options, start.dtypes)
-        server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file, base_compute)
+        server = _Server(base, start, store, key, key_path, url, max_body_mib, ready_file, base_compute, bundle)
         stack.enter_context(compat.room_for(start.ranks))
         if alone and start.is_cpu and start.ranks == 1:
             with loading(*BOTH_IMPORT):
@@ -181,7 +194,9 @@ class _Server:
         max_body_mib: float | None,
         ready_file: str | os.PathLike[str] | None,
         base_compute: str,
+        bundle: AdapterBundle | None,
     ):
+        self.bundle = bundle
         self.base, self.start, self.store, self.key, self.key_path, self.url = base, start, store, key, key_path, url
         self.max_body_mib, self.ready_file, self.base_compute = max_body_mib, ready_file, base_compute
         self.is_ready = False
@@ -221,6 +236,13 @@ class _Server:
         policy = ServedPolicy(
             engine, names, self.store, sizes, rank, length, visits, weights, self.start.base, self.start.image_tokens
         )
+        if self.bundle is not None:
+            if (diff := compare(recorded_fingerprint(self.start.base), found)).entries:
+                raise BaseMismatchError(
+                    f"serving {self.base}: vLLM holds another base than was written: {diff.entries[0]}. Models of this type are not supported."
+                )
+            blob = pack_adapter(self.bundle)
+            await policy.push(blob, 1, hashlib.sha256(blob).hexdigest())
         about = {
             "name": f"vllm {self.start.vllm_version} ({'cpu' if self.start.is_cpu else 'gpu'}) at {self.url}",
             "base": found.digest,
@@ -260,7 +282,8 @@ class _Server:
         print(
             f"qlora-rl: serving {self.base} at {self.url}; base {about['base'][:16]} ({about['repaired']} weights got their exact scales "
             f"back); {_takes(about)}, length <= {about['max_model_length']}, {sequences} sequences, bodies <= "
-            f"{about['max_body_bytes'] / _MIB:.0f} MiB; key in {self.key_path}",
+            f"{about['max_body_bytes'] / _MIB:.0f} MiB; key in {self.key_path}"
+            + ("" if self.bundle is None else '; the trained model is "policy"'),
             flush=True,
         )
         if self.ready_file is not None:

@@ -11,6 +11,7 @@ from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
+from qlora_rl.stages import begin
 from qlora_rl.train.ranks.for_all import EngineForAll
 from qlora_rl.train.setup.pairing import closer
 from qlora_rl.train.setup.settings import is_url
@@ -64,6 +65,7 @@ class EngineChoice:
 
     def start(self, base: PreparedBase, rank: int) -> RolloutEngine:
         """An engine on `base` for adapters of `rank`."""
+        begin("starting vLLM on the base")
         return _STARTS[self.rollout](base, rank, self.options)
 
     def start_dense(self, base: PreparedBase) -> RolloutEngine:
@@ -78,6 +80,7 @@ class EngineChoice:
                 "verdict: judge_adapter). Use tensor_parallel_size=1."
             )
         baked = ranks().in_turn(lambda: bake_base(base), "baking the base") if base.spec.is_4bit else base
+        begin("starting vLLM on the base")
         return _STARTS[self.rollout](baked, 0, {**self.options, "max_lora_rank": 0})
 
     def closer(self, engine: RolloutEngine | None) -> Callable[[], None] | None:

@@ -17,6 +17,7 @@ from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.engine.linears.base_compute import BaseCompute
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
 from qlora_rl.products import Float32Products
+from qlora_rl.stages import begin
 from qlora_rl.sync.admission import Admission, verify_base
 from qlora_rl.sync.canary import Canary, SeenPrompt
 from qlora_rl.sync.dense import DenseSync
@@ -157,12 +158,14 @@ def link_policy(
         if engine is None:
             engine = choice.start_dense(base) if is_dense else choice.start(base, verdict.rank)
         plan_sync(verdict, engine.capabilities(), wish=sync)  # before the bases are read
+        begin("verifying that trainer and engine hold one base")
         admission = verify_base(model, engine, allow_base_mismatch=allow_base_mismatch)
         check_common_base(admission.ours.digest)
         plan = plan_sync(verdict, engine.capabilities(), admission.diff, sync, allow_base_mismatch=allow_base_mismatch)
         canary, function, rounding = None, None, 0.0
         if admission.is_verified:
             function = FunctionCheck(model, engine, autocast=autocast_dtype(args), on_mismatch=on_mismatch)
+            begin("comparing what trainer and engine compute")
             function.compare()
             rounding = max(ranks().gather(function.rounding, "measuring rounding"))  # they examine together
         if canary_every and admission.is_verified:
@@ -176,6 +179,7 @@ def link_policy(
             canary = Canary(
                 model, engine, image=image, every=canary_every, function=again, autocast=autocast_dtype(args)
             )
+            begin("calibrating the check of pushes")
             canary.calibrate()
         strategy = (
             DenseSync(model, cast(DenseEngine, engine), canary)

@@ -26,6 +26,7 @@ from qlora_rl.documents import read_object
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
 from qlora_rl.processor import processor
 from qlora_rl.train.run import checkpoints
+from qlora_rl.train.run.log import LOG
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class RunDirectory:
 
     def begin(self) -> None:
         """The run really starts: what it is to overwrite goes now, when nothing can be rejected any more."""
-        names = (CONFIG, METRICS, SYNCS, SUMMARY, FINGERPRINTS, ROLLOUTS, SAMPLES, "eval.json", "report.html")
+        names = (CONFIG, METRICS, SYNCS, SUMMARY, FINGERPRINTS, ROLLOUTS, SAMPLES, LOG, "eval.json", "report.html")
         # A run that is resumed goes on: it has no summary any more.
         for name in names if self._overwrites else (SUMMARY,) if self.existing == "resume" else ():
             with _writing(self.path / name):

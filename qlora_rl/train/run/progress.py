@@ -13,6 +13,8 @@ from typing import Any, TextIO
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
 
+from qlora_rl.stages import LIVE_S, Beat, begin
+
 # What is shown of a log, where it is there: its name in the log, and how.
 _SHOWN = {
     "reward": "reward {:.3f}",
@@ -24,6 +26,8 @@ _SHOWN = {
 }
 # Steps whose time is shown, and taken for that of the next ones: the first step of a run is often the longest.
 _LAST = 5
+# Elsewhere than in a terminal, seconds without a line after which one says that a step is being made.
+BEAT_S = 15.0
 
 
 class Progress(ProgressCallback):
@@ -45,6 +49,7 @@ class Progress(ProgressCallback):
         self._begun_at = self._started = self._said = 0.0
         self._said_step, self._latest = -1, ""
         self._ends: deque[float] = deque(maxlen=_LAST + 1)
+        self._beat: Beat | None = None
 
     @property
     def stream(self) -> TextIO:
@@ -62,6 +67,10 @@ class Progress(ProgressCallback):
         self.current_step, self._said_step = state.global_step, -1
         self._ends.clear()
         self._ends.append(self._started)
+        self.close()
+        if state.is_world_process_zero:
+            begin("")
+            self._beat = Beat(LIVE_S if self.is_live else BEAT_S, lambda _: self._show_life(state))
         if state.is_world_process_zero and self.is_live:
             self.training_bar = tqdm(
                 total=state.max_steps,
@@ -99,11 +108,27 @@ class Progress(ProgressCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step is done."""
+        self.close()
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
         elif state.is_world_process_zero and state.global_step > max(self._begun_at, self._said_step):
             self._say_step(state)
+
+    def close(self) -> None:
+        """No sign of life comes after this; harmless when repeated."""
+        if self._beat is not None:
+            self._beat.stop()
+
+    def _show_life(self, state: Any) -> None:
+        bar, now = self.training_bar, time.monotonic()
+        if bar is not None:
+            bar.refresh()
+        elif now - max(self._said, self._started, self._ends[-1]) >= BEAT_S:
+            self._said = now
+            self._say(
+                f"{self.label}: step {state.global_step + 1}/{state.max_steps} since {_clock(now - self._ends[-1])}"
+            )
 
     def _say_step(self, state: Any) -> None:
         self._said, self._said_step = time.monotonic(), state.global_step
@@ -120,6 +145,13 @@ class Progress(ProgressCallback):
             self.training_bar.write(line, file=self.stream)
         else:
             print(line, file=self.stream, flush=True)
+
+
+def end_progress(trainer: Any) -> None:
+    """A training that fails or is interrupted does not tell its callbacks."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, Progress):
+            callback.close()
 
 
 def show_progress(trainer: Any) -> None:

@@ -20,6 +20,7 @@ from qlora_rl.processor import keep_few_kernels, processor
 from qlora_rl.products import Float32Products
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
 from qlora_rl.train.run.directory import SUMMARY, RunDirectory, describe_machine, describe_versions
+from qlora_rl.train.run.progress import end_progress
 from qlora_rl.train.run.resume import Resumable
 from qlora_rl.train.run.wrapped import WrappedModel
 from qlora_rl.train.scoring.padding import micro_batches
@@ -69,6 +70,8 @@ class TrainedRun(Resumable, WrappedModel):
         except (Exception, CheckpointException) as error:  # that of torch's sharded checkpoints is no Exception
             self._end("failed", error)
             raise
+        finally:
+            end_progress(self)
         self._finish("finished", None)
         return result
 

@@ -1,0 +1,123 @@
+"""What a command is doing, for people: `begin` says which stage begins, `shown` has a command show it, with a sign of life while it lasts.
+
+On a terminal a stage has a line that counts its seconds; elsewhere it is a plain line, and another one now and then.
+
+In Python a stage is a record of the logger `qlora_rl.stages`, at level INFO, and nothing is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two signs of life: on a line that can be written again, and in a file or a pipe.
+LIVE_S, PLAIN_S = 1.0, 10.0
+
+
+def begin(stage: str) -> None:
+    """The stage before has ended; an empty one: nothing that takes long comes now, or it is shown elsewhere."""
+    logger.info("%s", stage)
+
+
+@contextlib.contextmanager
+def ended() -> Iterator[None]:
+    """What has begun within it, or in a function that it decorates, ends with it."""
+    try:
+        yield
+    finally:
+        begin("")
+
+
+@contextlib.contextmanager
+def shown(stream: TextIO | None = None, *, beats: bool = True) -> Iterator[None]:
+    """Within it stages are shown.
+
+    Args:
+        stream: where to; by default stderr.
+        beats: with signs of life, from a thread; not in a process that is to be forked.
+    """
+    handler, level = _Shown(stream, beats), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    propagates, logger.propagate = logger.propagate, False
+    try:
+        yield
+    finally:
+        begin("")
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
+class Beat:
+    """Calls something again and again, from a thread of its own, until it is stopped.
+
+    Args:
+        every_s: seconds between two calls.
+        call: is given the seconds since the start.
+    """
+
+    def __init__(self, every_s: float, call: Callable[[float], None]):
+        self._every_s, self._call, self._is_over = every_s, call, threading.Event()
+        self._began = time.monotonic()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def stop(self) -> float:
+        """No call comes after this; the seconds since the start."""
+        self._is_over.set()
+        return time.monotonic() - self._began
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self._every_s):
+            self._call(time.monotonic() - self._began)
+
+
+class _Shown(logging.Handler):
+    def __init__(self, stream: TextIO | None, beats: bool):
+        super().__init__()
+        self._stream, self._beats, self._stage = stream, beats, ""
+        self._beat: Beat | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._end()
+        self._stage = record.getMessage()
+        if not self._stage:
+            return
+        self._write(f"     {self._stage}", ends=not (self._is_live and self._beats))
+        if self._beats:
+            self._beat = Beat(LIVE_S if self._is_live else PLAIN_S, self._tick)
+
+    @property
+    def _out(self) -> TextIO:
+        return self._stream or sys.stderr
+
+    @property
+    def _is_live(self) -> bool:
+        return not self._out.closed and self._out.isatty()
+
+    def _end(self) -> None:
+        beat, self._beat = self._beat, None
+        if beat is None:
+            return
+        took = beat.stop()
+        if self._is_live:
+            self._write(f"     {self._stage}: {took:.0f} s", ends=True)
+
+    def _tick(self, seconds: float) -> None:
+        with self.lock or contextlib.nullcontext():
+            if self._beat is None:
+                return
+            said = f"     {self._stage}:" if self._is_live else "     ..."
+            self._write(f"{said} {seconds:.0f} s", ends=not self._is_live)
+
+    def _write(self, text: str, *, ends: bool) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe
+            self._out.write(text + ("\n" if ends else "\r"))  # what is written next begins at the left
+            self._out.flush()

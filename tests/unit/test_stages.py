@@ -1,0 +1,94 @@
+"""What is taking long is said, and that it still is."""
+
+import io
+import logging
+import time
+
+import pytest
+from transformers import TrainerState
+
+from qlora_rl import prepare_base, stages
+from qlora_rl.train.run import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def wait_for(is_there, seconds=60):
+    end = time.monotonic() + seconds
+    while not is_there() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert is_there()
+
+
+def test_in_a_pipe_a_stage_is_a_line_and_a_long_one_another_now_and_then(monkeypatch):
+    monkeypatch.setattr(stages, "PLAIN_S", 0.02)
+    stream = io.StringIO()
+    with stages.shown(stream):
+        stages.begin("reading the model")
+        assert stream.getvalue() == "     reading the model\n"
+        wait_for(lambda: "     ... 0 s\n" in stream.getvalue())
+        stages.begin("writing it")
+    said = stream.getvalue()
+    assert said.splitlines().index("     writing it") > said.splitlines().index("     ... 0 s")
+    time.sleep(0.1)
+    assert stream.getvalue() == said  # nothing is alive
+
+
+def test_on_a_terminal_a_stage_keeps_its_line_and_leaves_its_time(monkeypatch):
+    monkeypatch.setattr(stages, "LIVE_S", 0.02)
+    stream = Terminal()
+    with stages.shown(stream):
+        with stages.ended():
+            stages.begin("reading the model")
+            wait_for(lambda: stream.getvalue().count("\r") > 1)
+        assert stream.getvalue().endswith("     reading the model: 0 s\n")
+        said = stream.getvalue()
+        time.sleep(0.1)
+        assert stream.getvalue() == said
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_a_process_that_is_forked_gets_lines_and_no_thread(monkeypatch):
+    monkeypatch.setattr(stages, "Beat", lambda *_: pytest.fail("a thread"))
+    for stream in (io.StringIO(), Terminal()):
+        with stages.shown(stream, beats=False):
+            stages.begin("starting vLLM")
+        assert stream.getvalue() == "     starting vLLM\n"
+
+
+def test_in_python_a_stage_is_a_record_and_nothing_is_shown(capfd, caplog):
+    stages.begin("reading the model")
+    assert capfd.readouterr() == ("", "")
+    with caplog.at_level(logging.INFO, logger="qlora_rl.stages"):
+        stages.begin("writing it")
+    assert caplog.messages == ["writing it"]
+
+
+def test_a_closed_pipe_ends_nothing():
+    stream = io.StringIO()
+    stream.close()
+    with stages.shown(stream):
+        stages.begin("reading the model")
+
+
+def test_a_long_step_of_a_training_says_that_it_is_being_made(monkeypatch):
+    monkeypatch.setattr(progress, "BEAT_S", 0.02)
+    stream, state = io.StringIO(), TrainerState(max_steps=10, global_step=4, is_world_process_zero=True)
+    bar = progress.Progress(stream=stream)
+    bar.on_train_begin(None, state, None)
+    wait_for(lambda: "training: step 5/10 since 0:00:00\n" in stream.getvalue())
+    bar.close()
+    time.sleep(0.1)
+    said = stream.getvalue()
+    time.sleep(0.1)
+    assert stream.getvalue() == said
+
+
+def test_the_stages_of_a_base_are_told_and_end(model_dir, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="qlora_rl.stages"):
+        prepare_base(model_dir, out=tmp_path / "base")
+    told = [record.getMessage() for record in caplog.records if record.name == "qlora_rl.stages"]
+    assert [each.split()[0] if each else "" for each in told] == ["reading", "loading", "recording", ""]
