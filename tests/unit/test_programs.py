@@ -252,12 +252,12 @@ VALUES = {
     "a constant": "assert LIMIT == 3 and f(1) is None and type(f(2)) is int",
     "LeetCode": "assert Solution().twoSum([2, 7], target=9) == [0, 1]",
     "methods and attributes": "s = Stack()\ns.push(1)\nassert s.pop() == 1 and len(s) == 0 and s.items == []",
-    "objects as arguments": "assert dist(Point(0, 0), Point(3, 4)) == 5.0",
+    "objects as arguments": "assert dist(Point(0, 0), Point(3, 4)) == 5.0 and most([Point(0, 0), Point(3, 4)], 1) == 4",
     "an error of Python's": "try: f(-1)\nexcept ValueError as e: assert 'negative' in str(e)\nelse: assert False",
     "an error of its own": "try: f(-1)\nexcept (EmptyError, KeyError) as e: assert e.code == 3",
     "unittest": (
         "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.a = Account()\n    def test_it(self):\n"
-        "        self.assertEqual(self.a.pay(3), 1)\n        with self.assertRaises(EmptyError): self.a.pay(9)\nunittest.main()"
+        "        self.assertEqual(self.a.pop(3), 1)\n        with self.assertRaises(EmptyError): self.a.pay(9)\nunittest.main()"
     ),
     "callbacks": "assert each(lambda x: x + 1, [1]) == [2] and order(['a'], key=len) == ['a']",
     "no Python": "assert f( == 3",
@@ -265,6 +265,7 @@ VALUES = {
 OBJECTS = {
     "equality": "assert Point(1, 2) == Point(1, 2)",
     "arithmetic": "a = Vector(1)\nassert (a + a).x == 2",
+    "arithmetic in place": "b = Basket()\nb += 'apple'\nassert len(b) == 1",
     "truth and iteration": "s = Stack()\nfor x in s: assert x",
     "isinstance": "assert isinstance(f(), Dog)",
     "identity": "assert f() is g()",
@@ -274,6 +275,11 @@ OBJECTS = {
     "a class of the tests": "class Node: pass\nassert f(Node()) == 1",
     "a decorator": "@memo\ndef g(x): return x\nassert g(1) == 1",
     "a check that it may leave out": "def check(x): assert x == 3\neach(check, [3])",
+    "a method that it may leave out": (
+        "import unittest\nclass T(unittest.TestCase):\n    def check(self, x): self.assertEqual(x, 3)\n    def test_it(self): each(self.check, [3])"
+    ),
+    "an assertion that it may leave out": "import unittest\nclass T(unittest.TestCase):\n    def test_it(self): each(self.assertTrue, [3])",
+    "assertions that it may leave out": "def eq(a, b): assert a == b\nrun(eq(f(x), x) for x in [1, 2])",
     "a lambda that asserts": "def eq(a, b): assert a == b\nrun(lambda: eq(f(1), 2))",
     "an error that is an attribute": "try: f()\nexcept Stack.Empty: pass",
     "an error that is raised": "def g(): raise Stop('x')\nassert f(g) == 1",

@@ -76,14 +76,20 @@ class _Tests:
                 return type(node).__name__
             case ast.expr() if self._is_object(node) and not self._is_asked(node, parent):
                 return "an object is used otherwise than by its attributes"
+            case ast.AugAssign(target=target) if ast.unparse(target) in self._objects:
+                return "an operator of an object"
             case ast.Name(id=name) if name in self._classes | self._errors and not self._is_constructed(node, parent):
                 return f"{name} is used otherwise than by constructing or catching it"
             case ast.Name(id=name) if name in _NAMES or (
                 name in self._asserting | _REACHING and not self._is_called(node, parent)
             ):
                 return f"{name} is given away"
-            case ast.Lambda() | ast.Yield() if self._asserts(self._function(node)):
+            case ast.Attribute(attr=name) if self._is_assertion(name) and not self._is_called(node, parent):
+                return f".{name} is given away"
+            case ast.Lambda() | ast.GeneratorExp() if self._asserts(node):
                 return "a function asserts that the program may call"
+            case ast.Yield() if self._asserts(self._function(node)):
+                return "a generator asserts"
             case ast.Attribute(attr=name) if name in _ATTRIBUTES or (
                 name.startswith("__") and name not in _DATA_ATTRIBUTES
             ):
@@ -137,6 +143,9 @@ class _Tests:
                 return all(isinstance(each, (ast.Name, ast.Attribute)) for each in targets)
             case ast.Call(func=func):
                 return (isinstance(func, ast.Name) and func.id in _ASKING) or self._is_of_program(func)
+            case ast.List() | ast.Tuple():
+                above = self._parents[parent]
+                return isinstance(above, ast.Call) and self._is_of_program(above.func)
         return isinstance(parent, (ast.Expr, ast.Return))
 
     def _is_constructed(self, node: ast.Name, parent: ast.AST | None) -> bool:
@@ -151,7 +160,7 @@ class _Tests:
         """A global of the program's, or an attribute of an object of it."""
         if isinstance(value, ast.Name):
             return value.id in self._program - self._classes
-        return isinstance(value, ast.Attribute) and self._is_of_program(value)
+        return isinstance(value, ast.Attribute) and not self._is_object(value) and self._is_of_program(value)
 
     def _is_of_program(self, node: ast.AST | None) -> bool:
         """Whether an expression begins with a name or an object of the program's."""
@@ -162,10 +171,13 @@ class _Tests:
             node = node if isinstance(node, ast.AST) else None
         return False
 
+    def _is_assertion(self, name: str) -> bool:
+        return name.startswith("assert") or name == "fail" or name in self._asserting
+
     def _asserts(self, function: ast.AST) -> bool:
         return any(
             isinstance(node, (ast.Assert, ast.Raise))
-            or (isinstance(node, ast.Attribute) and (node.attr.startswith("assert") or node.attr == "fail"))
+            or (isinstance(node, ast.Attribute) and self._is_assertion(node.attr))
             or (isinstance(node, ast.Name) and node.id in self._asserting)
             for node in ast.walk(function)
         )

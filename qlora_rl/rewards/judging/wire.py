@@ -43,7 +43,11 @@ _MADE = {"builtins.complex", "builtins.range", "decimal.Decimal", "fractions.Fra
     f"datetime.{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")
 }
 _CLASSES = _MADE | {f"collections.{name}" for name in _CONTAINERS}
-_CLASSES |= {f"builtins.{name}" for name, each in vars(builtins).items() if isinstance(each, type)}
+_CLASSES |= {
+    f"builtins.{name}"
+    for name, each in vars(builtins).items()
+    if isinstance(each, type) and (issubclass(each, Exception) or not issubclass(each, BaseException))
+}
 
 
 class PeerGone(BaseException):
