@@ -15,7 +15,7 @@ from qlora_rl.base.kinds import adaptable, takes_images
 from qlora_rl.config.data import IMAGES, TEMPLATE_COLUMN, load_data
 from qlora_rl.config.paths import all_uses, is_file, split_reward
 from qlora_rl.config.read import resolved_toml
-from qlora_rl.config.rewards import digest, load_reward
+from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
 from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, Adapter, Rollout, RunConfig, default
 from qlora_rl.config.trl_fields import make_args
 from qlora_rl.config.write import value
@@ -63,6 +63,7 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
     # Before the base is made: is there a template, and does it know tools and these messages?
     if config.data.format == "chat":
         check_talks(config, load_tokenizer(config), train, held_out)
+    tell_program_tests(config.rewards, train)
     for rows in (train, held_out):
         if (
             isinstance(config.environment.use, dict)

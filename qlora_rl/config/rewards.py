@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from qlora_rl.config.paths import split_reward
 from qlora_rl.config.schema import Reward
 from qlora_rl.rewards.load import BUILT_IN, built_in
 from qlora_rl.rewards.load import load_reward as find_reward
+from qlora_rl.rewards.programs import program_match, tell_modes
 
 # What TRL passes to every reward function.
 _PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
@@ -70,6 +71,18 @@ def column_of(use: str, arguments: Mapping[str, Any]) -> str | None:
 def load_reward(reward: Reward) -> Any:
     """The function, its arguments bound. This runs the user's file; see `qlora_rl.rewards.load_reward`."""
     return find_reward(reward.use, reward.arguments)
+
+
+def tell_program_tests(rewards: Iterable[Reward], rows: Any) -> None:
+    """Log once how many rows' tests a program could cheat (`program_match`).
+
+    Raises:
+        ConfigConflictError: tests of a form that `program_match` does not take.
+    """
+    for each in rewards:
+        column = column_of(each.use, each.arguments)
+        if built_in(each.use) is program_match and column in rows.column_names and not each.arguments.get("sandbox"):
+            tell_modes(rows[column], column)
 
 
 def digest(use: str) -> str:

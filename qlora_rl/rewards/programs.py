@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -11,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
+from qlora_rl.rewards.judging.modes import objects_needed
 from qlora_rl.rewards.match import references, text_of
 from qlora_rl.rewards.sandbox import passes_elsewhere
 
@@ -29,6 +29,7 @@ _GRACE_S = 20.0  # for processes to start on a busy machine; the time of a progr
 _REWARDS = {"passed": 1.0, "failed": 0.0, "idle": None}
 _DOING = "running programs"
 _MEANS = ("namespace", "landlock")  # that files and other processes are hidden by; each where the kernel has it
+_SAID: set[str] = set()  # warnings that this process has logged
 _Tests = str | list[tuple[str, str]] | None
 
 
@@ -45,10 +46,10 @@ def program_match(
 
     The program is the last fenced block of the completion, or all of it. Its tests are one of two kinds:
 
-    - Python that raises where the program is wrong, as a text or a list of them (`assert add(1, 2) == 3`). It runs in a
-      process of its own, in which none of the program's code runs: names that it neither defines nor imports are asked
-      of the program, data crosses, and classes and objects of the program have stand-ins there.
-      The program is imported, so a block under `if __name__ == "__main__"` is not run.
+    - Python that raises where the program is wrong, as a text or a list of them (`assert add(1, 2) == 3`). Names that it
+      neither defines nor imports are the program's, which is imported: a block under `if __name__ == "__main__"` is not run.
+      Tests that call the program with data and compare data run in a process of their own, in which none of the program's
+      code runs. Tests that need its objects (classes, operators, `with`, `async`) run in its interpreter, where it can cheat.
     - A list of `{"input": ..., "output": ...}`: the program is run once for each as a script. What it has written must be the output, white space at
       the ends of lines aside, and its exit code 0.
 
@@ -61,7 +62,7 @@ def program_match(
         timeout_s: for one program and all of its tests, in seconds.
         memory_mib: that each of its processes may take, in MiB; two run at a time.
         sandbox: address of a server that speaks as SandboxFusion does (`http://localhost:8080`), to run the programs
-            there. Python tests then share the program's interpreter, which can cheat them.
+            there. All Python tests then share the program's interpreter.
         columns: what TRL passes: the dataset's columns and more, B values each.
 
     Returns:
@@ -72,7 +73,10 @@ def program_match(
         NotYetSupportedError: this machine cannot take from a process what a program must not have.
         RewardFunctionError: the judging process, or the sandbox, has failed.
     """
-    tests = [_tests_of(each, column) for each in references(columns, column, len(completions))]
+    rows = references(columns, column, len(completions))
+    tests = [_tests_of(each, column) for each in rows]
+    if sandbox is None:
+        tell_modes(rows, column)
     with ThreadPoolExecutor(max(1, min(len(completions), os.cpu_count() or 1))) as pool:
         programs = [program_of(text_of(each)) for each in completions]
         verdicts = list(
@@ -83,6 +87,20 @@ def program_match(
             "some tests ask nothing of the program, and give no reward: call what is to be tested, as in check(add)."
         )
     return verdicts
+
+
+def tell_modes(tests: Iterable[Any], column: str = "tests") -> None:
+    """Say once how many of some rows' tests run in the program's interpreter."""
+    found = [_tests_of(each, column) for each in tests]
+    inside = sum(_needs_objects(each) for each in found)
+    if inside:
+        _say_once(
+            "%d of %d rows compare values; the tests of %d use the program's objects and run in its interpreter, where a program "
+            "can cheat: docs/rewards.md#programs",
+            len(found) - inside,
+            len(found),
+            inside,
+        )
 
 
 def program_isolation() -> dict[str, str]:
@@ -132,6 +150,10 @@ def _tests_of(value: Any, column: str) -> _Tests:
     )
 
 
+def _needs_objects(tests: _Tests) -> bool:
+    return isinstance(tests, str) and objects_needed(tests) is not None
+
+
 def _judged(program: str, tests: _Tests, timeout_s: float, memory_mib: int, sandbox: str | None) -> float | None:
     if tests is None:
         return None
@@ -158,6 +180,7 @@ def _asked(program: str, tests: str | list[tuple[str, str]], timeout_s: float, m
         "seconds": timeout_s,
         "bytes": memory_mib * 2**20,
         "cases": None if is_code else len(tests),
+        "inside": _needs_objects(tests),
     }
     parts = [
         json.dumps(options),
@@ -220,6 +243,7 @@ def _unsupported(reason: str) -> NotYetSupportedError:
     )
 
 
-@functools.cache
-def _say_once(text: str) -> None:
-    logger.warning(text)
+def _say_once(text: str, *values: object) -> None:
+    if text not in _SAID:
+        _SAID.add(text)
+        logger.warning(text, *values)

@@ -11,10 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from qlora_rl import ConfigConflictError, NotYetSupportedError, RewardFunctionError
+from qlora_rl.config.rewards import tell_program_tests
+from qlora_rl.config.schema import Reward
 from qlora_rl.rewards import program_isolation, program_match, programs
 from qlora_rl.rewards.judging import calls
+from qlora_rl.rewards.judging.modes import objects_needed
 
 ADD = "def add(a, b):\n    return a + b\n"
 ADDS = "assert add(1, 2) == 3\nassert add(2, 2) == 4"
@@ -147,13 +151,21 @@ def test_a_program_that_cheats_gets_nothing(name):
 
 
 FORGED = [
-    '["answer", {"a": 1, "b": 2}, []]', '["answer", {}, []]', '["answer", {"int": "x"}, []]', '["answer", {"set": [[1]]}, []]',
-    '["answer", {"namedtuple": ["x", ["def"], [1]]}, []]', '["answer", {"namedtuple": ["x", 3, [1]]}, []]', '["answer", {"constant": "x"}, []]',
-    '["answer", {"mine": []}, []]', '["answer", {"yours": 7}, []]', '["answer", {"error": []}, []]', '["answer", {"Decimal": "x"}, []]',
-    '["answer", 3, [[0, []]]]', '["answer", 3, [[7, []]]]', '["answer", 3, 7]', '["answer", 3]', '["raised", [], []]', '["raised", 3, 3]',
-    '["raised", ["builtins.print"], []]', '["raised", ["builtins.SystemExit"], [0]]', '["raised", ["judging.peer.PeerGone"], []]',
-    '["ask", "get", [{"yours": 0}, "__globals__"], {}]', '["ask", "call", [{"type": "type"}, 3], {}]', '["ask", "call", [], {}]', '["ask", 3, 3, 3]',
-    '["ask", "call", [{"yours": 0}], {}]', "[]", "{}", "3", '["answer", ' + "[" * 10**5, '"', "",
+    '["answer", {"a": 1, "b": 2}, []]', '["answer", {}, []]', '["answer", {"made": "x"}, []]', '["answer", {"made": ["os._exit", [0]]}, []]',
+    '["answer", {"made": [[], []]}, []]', '["answer", {"made": ["builtins.range", [[]]]}, []]', '["answer", {"set": [{"list": []}]}, []]',
+    '["answer", {"namedtuple": ["x", ["def"], [1], null]}, []]', '["answer", {"namedtuple": ["x", 3, [1], null]}, []]',
+    '["answer", {"namedtuple": ["x", ["y"], [1], {"yours": 9}]}, []]', '["answer", {"class": "os._exit"}, []]', '["answer", {"class": []}, []]',
+    '["answer", {"same": 7}, []]', '["answer", {"same": {}}, []]', '["answer", {"yours": 7}, []]', '["answer", {"yours": "x"}, []]', '["answer", [3], []]',
+    '["answer", {"object": {}}, []]', '["answer", {"steps": []}, []]', '["answer", {"bytes": "x"}, []]', '["answer", {"dict": [1]}, []]',
+    '["answer", {"error": []}, []]', '["answer", {"error": [["builtins.SystemExit"], [], {"tuple": [0]}, {"dict": []}, null]}, []]',
+    '["answer", {"made": ["decimal.Decimal", ["x"]]}, []]', '["answer", 3, [[0, []]]]', '["answer", 3, [[7, []]]]', '["answer", 3, 7]', '["answer", 3]',
+    '["raised", 3, []]', '["raised", {"error": [["builtins.print"], [], {"tuple": []}, {"dict": []}, null]}, []]',
+    '["raised", {"error": [["builtins.KeyError"], [], 3, {"dict": []}, null]}, []]', '["raised", {"error": [["wire.PeerGone"], [], {"tuple": []}, {"dict": []}, null]}, []]',
+    '["raised", {"error": [["unittest.case.SkipTest"], [], {"tuple": []}, {"dict": []}, null]}, []]',
+    '["raised", {"error": [["builtins.KeyboardInterrupt"], [], {"tuple": []}, {"dict": []}, null]}, []]',
+    '["ask", {"tuple": ["get", {"tuple": [{"yours": 0}, "__globals__"]}, {"dict": []}]}, []]', '["ask", {"tuple": ["call", {"tuple": []}, {"dict": []}]}, []]',
+    '["ask", {"tuple": ["call", {"tuple": [{"class": "builtins.type"}, 3]}, {"dict": []}]}, []]', '["ask", {"tuple": ["step", {"tuple": [3]}, {"dict": []}]}, []]',
+    '["ask", 3, 3]', '["ask", {"tuple": [3]}, []]', "[]", "{}", "3", '["answer", ' + "[" * 10**5, '"', "",
 ]  # fmt: skip
 
 
@@ -232,6 +244,93 @@ def test_the_expected_answer_is_nowhere_to_be_found(tmp_path, means):
     assert passes(f"here = {wanted!r}\n" + find, f"assert answer() == {wanted!r}")
 
 
+# --- tests that compare values, and tests that do not -------------------------------------------------------------------------
+
+VALUES = {
+    "calls": "assert add(1, b=2) == 3 and sorted(f([2, 1])) == [1, 2] and len(f('x')) == 1 and 'a' in f('abc')",
+    "HumanEval": "def check(candidate):\n    assert candidate(1) == 2\ncheck(add)",
+    "a constant": "assert LIMIT == 3 and f(1) is None and type(f(2)) is int",
+    "LeetCode": "assert Solution().twoSum([2, 7], target=9) == [0, 1]",
+    "methods and attributes": "s = Stack()\ns.push(1)\nassert s.pop() == 1 and len(s) == 0 and s.items == []",
+    "objects as arguments": "assert dist(Point(0, 0), Point(3, 4)) == 5.0 and most([Point(0, 0), Point(3, 4)], 1) == 4",
+    "an error of Python's": "try: f(-1)\nexcept ValueError as e: assert 'negative' in str(e)\nelse: assert False",
+    "an error of its own": "try: f(-1)\nexcept (EmptyError, KeyError) as e: assert e.code == 3",
+    "unittest": (
+        "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.a = Account()\n    def test_it(self):\n"
+        "        self.assertEqual(self.a.pop(3), 1)\n        with self.assertRaises(EmptyError): self.a.pay(9)\nunittest.main()"
+    ),
+    "callbacks": "assert each(lambda x: x + 1, [1]) == [2] and order(['a'], key=len) == ['a']",
+    "no Python": "assert f( == 3",
+}
+OBJECTS = {
+    "equality": "assert Point(1, 2) == Point(1, 2)",
+    "arithmetic": "a = Vector(1)\nassert (a + a).x == 2",
+    "arithmetic in place": "b = Basket()\nb += 'apple'\nassert len(b) == 1",
+    "truth and iteration": "s = Stack()\nfor x in s: assert x",
+    "isinstance": "assert isinstance(f(), Dog)",
+    "identity": "assert f() is g()",
+    "an enum": "assert Color.RED.name == 'RED'",
+    "a manager": "with timer() as t: assert t.x == 1",
+    "async": "import asyncio\nassert asyncio.run(f()) == 3",
+    "a class of the tests": "class Node: pass\nassert f(Node()) == 1",
+    "a decorator": "@memo\ndef g(x): return x\nassert g(1) == 1",
+    "a check that it may leave out": "def check(x): assert x == 3\neach(check, [3])",
+    "a method that it may leave out": (
+        "import unittest\nclass T(unittest.TestCase):\n    def check(self, x): self.assertEqual(x, 3)\n    def test_it(self): each(self.check, [3])"
+    ),
+    "an assertion that it may leave out": "import unittest\nclass T(unittest.TestCase):\n    def test_it(self): each(self.assertTrue, [3])",
+    "assertions that it may leave out": "def eq(a, b): assert a == b\nrun(eq(f(x), x) for x in [1, 2])",
+    "a lambda that asserts": "def eq(a, b): assert a == b\nrun(lambda: eq(f(1), 2))",
+    "an error that is an attribute": "try: f()\nexcept Stack.Empty: pass",
+    "an error that is raised": "def g(): raise Stop('x')\nassert f(g) == 1",
+    "a list that it holds": "log.append(1)\nassert total() == 1",
+    "a mock": "from unittest.mock import Mock\nf(Mock())",
+    "its source": "import inspect\nassert inspect.signature(f).parameters",
+    "names by text": "assert eval('f(1)') == 2",
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_tests_that_compare_values_need_no_objects(name):
+    assert objects_needed(VALUES[name]) is None
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_tests_that_need_the_programs_objects_are_told_by_their_text(name):
+    assert objects_needed(OBJECTS[name]).startswith("line ")
+
+
+def test_once_a_line_says_how_many_rows_a_program_can_cheat(caplog):
+    programs._SAID.clear()
+    tests = [ADDS, [{"input": "1", "output": "1"}], OBJECTS["equality"], OBJECTS["an enum"]]
+    program_match(["x = 1"] * 4, tests=tests, timeout_s=60.0)
+    program_match(["x = 1"] * 3, tests=tests[1:], timeout_s=60.0)
+    (said,) = [each for each in caplog.messages if "cheat" in each]
+    assert said.startswith(
+        "2 of 4 rows compare values; the tests of 2 use the program's objects and run in its interpreter"
+    )
+
+
+def test_a_run_says_before_it_starts_how_many_rows_a_program_can_cheat(caplog):
+    rows = Dataset.from_dict({"asked": [ADDS, OBJECTS["identity"], ADDS], "prompt": ["a", "b", "c"]})
+    for arguments, said in (({"column": "asked"}, 1), ({"column": "asked", "sandbox": "http://x"}, 0), ({}, 0)):
+        programs._SAID.clear()
+        caplog.clear()
+        tell_program_tests([Reward("program", arguments=arguments), Reward("exact_match")], rows)
+        assert sum(each.startswith("2 of 3 rows compare values") for each in caplog.messages) == said
+
+
+def test_tests_of_unittest_that_fail_fail_where_nobody_looks_at_the_result():
+    case = "import unittest\nclass T(unittest.TestCase):\n    def test_it(self): self.assertEqual(add(1, 2), 3)\n"
+    for end in (
+        "unittest.main(exit=False)",
+        "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))",
+    ):
+        assert passes(ADD, case + end)
+        assert not passes(ADD.replace("+", "-"), case + end)
+        assert not passes(ADD.replace("+", "-"), case + "import sys\n" + end)  # in the program's interpreter
+
+
 # --- odd programs that are right ---------------------------------------------------------------------------------------------
 
 ODD = {
@@ -279,6 +378,8 @@ ODD = {
     "an error of its own": ("class Empty(ValueError): pass\ndef first(xs):\n    if not xs: raise Empty('none')\n    return xs[0]",
         "try: first([])\nexcept Empty as e: assert str(e) == 'none' and isinstance(e, ValueError)\nelse: assert False"),
     "a list changed in place": ("def sort(xs): xs.sort()", "x = [3, 1, 2]\nassert sort(x) is None\nassert x == [1, 2, 3]"),
+    "a list that is appended and returned": ("def grow(xs):\n    new = [len(xs)]\n    xs.append(new)\n    return new, xs",
+        "x = []\nnew, same = grow(x)\nassert x == [[0]] == same\nnew.append(1)\nsame.append(2)\nassert x == [[0, 1], 2]"),
     "many kinds of values": (
         "from decimal import Decimal\nfrom fractions import Fraction\nfrom collections import Counter, namedtuple, deque\nimport datetime\n"
         "P = namedtuple('P', 'x y')\nall_ = [None, True, 1.5, 2**20000, float('inf'), 1j, 'a\\ud800', b'a', (1, (2,)), {1, 2}, frozenset({3}),"
@@ -366,7 +467,7 @@ def test_large_inputs_and_outputs_pass():
     "tests", [None, "", " \n", [], "'a text'", "def check(f):\n    assert f(1, 2) == 3", "assert 1 == 1"]
 )
 def test_tests_that_ask_nothing_of_the_program_give_no_reward(tests, caplog):
-    programs._say_once.cache_clear()
+    programs._SAID.clear()
     assert program_match([ADD], tests=[tests], timeout_s=60.0) == [None]
     assert "nothing of the program" in caplog.text
 
@@ -400,7 +501,7 @@ def test_what_reaches_out_fails_with_an_error_that_a_program_can_catch(name):
 
 def test_files_of_this_user_are_hidden_and_where_they_are_not_a_line_says_so(tmp_path, means, caplog):
     (tmp_path / "file").write_text("x")
-    programs._say_once.cache_clear()
+    programs._SAID.clear()
     for path in (tmp_path / "file", "/etc/passwd"):
         reads = f"def read():\n    try: return bool(open({str(path)!r}).read(1))\n    except OSError: return False"
         assert passes(reads, "assert not read()") == bool(means)
