@@ -174,6 +174,20 @@ def test_a_name_that_belongs_into_another_table_is_led_there(table, name, place,
 
 
 @pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("ppo", ". The closest to it is 'grpo' or 'rloo', which need no value model"),
+        ("DAPO", ". The closest to it is 'grpo' with [train] loss_type = 'dapo'"),
+        ("GRPO", "; did you mean 'grpo'?"),
+        ("zpo", ""),
+    ],
+)
+def test_a_method_of_others_is_no_slip_of_ours(method, said, tmp_path):
+    (found,) = reasons(written(tmp_path, {**GOOD, "method": method}), asks_trl=False)
+    assert found == f"method: '{method}' is none of {', '.join(map(repr, METHODS))}{said}"
+
+
+@pytest.mark.parametrize(
     ("kind", "said"),
     [
         ("dora", "'dora' is none of 'lora', 'none'. Write kind = 'lora' and use_dora = true"),
