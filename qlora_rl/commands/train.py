@@ -61,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         quieten()
         transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
         config = read_config(arguments.file, arguments.overrides, trains=True)
+    if said := _said_of_directory(arguments.file, config.run.dir):
+        print(said, file=sys.stderr)
     from qlora_rl.config.launch import check_model, check_rows, find_trainer, launch, unchecked
 
     if arguments.check:
@@ -81,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         whole = any(Path(config.run.dir).glob("checkpoint-*"))
         further = (
-            "--set run.existing=resume goes on from its last checkpoint"
+            f"the same command with {_resuming(config.run.dir)} goes on from its last checkpoint"
             if whole
             else "it has no checkpoint yet ([train] save_steps)"
         )
@@ -93,3 +95,19 @@ def run(arguments: argparse.Namespace) -> int:
             f"\n  run directory: {out}\n  to look at it: qlora-rl report {named}\n  talk to it:    qlora-rl chat {named}"
         )
     return 0
+
+
+def _said_of_directory(file: Path, chosen: str) -> str:
+    """Why a run is not in the usual directory of its file; empty where it is, or where the file says another."""
+    from qlora_rl.config.paths import next_of, runs_of
+    from qlora_rl.config.read import usual_directory
+
+    usual = usual_directory(file)
+    if chosen == usual or chosen != next_of(usual):
+        return ""
+    last = runs_of(usual)[-1]
+    return f"qlora-rl: {last} holds a run, so this one goes to {chosen}. To go on with the former: {_resuming(last)}"
+
+
+def _resuming(directory: str) -> str:
+    return f"--set run.dir={shlex.quote(directory)} --set run.existing=resume"

@@ -350,9 +350,9 @@ class Run:
         "of the run; by default runs/ and the name of the file", None, kind="out", example="runs/one"
     )
     existing: str = option(
-        "what to do when it holds a run; `resume`: go on from its last checkpoint",
-        "refuse",
-        choices=("refuse", "overwrite", "continue", "resume"),
+        "what to do when it holds a run; `auto`: without dir take the next free name (runs/one-2), otherwise refuse; `resume`: go on from the last checkpoint",
+        "auto",
+        choices=("auto", "refuse", "overwrite", "continue", "resume"),
     )
     seed: int = option("of adapter, data order and sampling", 42, at_least=0)
     gpu_memory: float | Literal["auto"] = option(

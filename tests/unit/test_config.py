@@ -288,6 +288,7 @@ def test_a_run_directory_that_is_taken_is_found_before_anything_is_loaded(tmp_pa
     assert "holds a run" in reasons(file)[0]
     assert "--set run.existing=overwrite" in reasons(file)[0]
     assert "'resume' (go on from its last checkpoint)" in reasons(file)[0]
+    assert f"Choose another (--set run.dir={tmp_path}-2)" in reasons(file)[0]
     assert read_config(file, ["run.existing=overwrite"], asks_trl=False, trains=True).run.dir == str(tmp_path)
 
 
@@ -325,8 +326,53 @@ def test_the_usual_run_directory_is_looked_at_too(tmp_path, monkeypatch):
     taken.mkdir(parents=True)
     assert read_config(file, asks_trl=False, trains=True).run.dir == str(taken)
     (taken / "metrics.jsonl").write_text("{}\n")
-    assert reasons(file)[0].startswith(f"[run] dir: {taken} holds a run. Choose another")
-    assert read_config(file, ["run.existing=resume"], asks_trl=False, trains=True).run.existing == "resume"
+    said = reasons(file, "run.existing=refuse")[0]
+    assert said.startswith(f"[run] dir: {taken} holds a run. Choose another (--set run.dir={taken}-2)")
+
+
+def test_a_second_run_of_a_file_takes_the_next_free_name_and_what_goes_on_takes_the_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = written(tmp_path, GOOD)
+
+    def place(*overrides, trains=True):
+        run = read_config(file, overrides, asks_trl=False, trains=trains).run
+        assert run.existing == (overrides[0].partition("=")[2] if overrides else "refuse")
+        return Path(run.dir).relative_to(tmp_path / "runs").name
+
+    for wanted in ("some", "some-2", "some-3"):
+        assert place() == wanted
+        (tmp_path / "runs" / wanted).mkdir(parents=True)
+        assert place() == wanted  # nothing has trained in it
+        (tmp_path / "runs" / wanted / "metrics.jsonl").touch()
+        for existing in ("resume", "overwrite", "continue"):
+            assert place(f"run.existing={existing}") == wanted
+    (tmp_path / "runs" / "some-other").mkdir()
+    (tmp_path / "runs" / "some-other" / "metrics.jsonl").touch()
+    assert place() == "some-4"
+    assert place(trains=False) == "some"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "holds a run" in reasons(file)[0]
+
+
+def test_train_says_which_directory_it_takes_and_how_the_run_before_goes_on(tmp_path, monkeypatch, capsys):
+    from qlora_rl.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qlora_rl.config.launch.launch", lambda config: Path(config.run.dir))
+    file, taken = written(tmp_path, GOOD), tmp_path / "runs" / "some"
+    assert main(["train", str(file)]) == 0
+    assert "holds a run" not in capsys.readouterr().err
+    taken.mkdir(parents=True)
+    (taken / "metrics.jsonl").touch()
+    assert main(["train", str(file)]) == 0
+    said = capsys.readouterr()
+    assert f"{taken} holds a run, so this one goes to {taken}-2." in said.err
+    assert f"--set run.dir={taken} --set run.existing=resume" in said.err
+    assert f"run directory: {taken}-2\n" in said.out
+    assert main(["train", str(file), "--set", "run.existing=resume"]) == 0
+    said = capsys.readouterr()
+    assert "goes to" not in said.err
+    assert f"run directory: {taken}\n" in said.out
 
 
 def test_a_run_directory_that_is_taken_is_no_matter_where_nothing_is_trained(tmp_path):

@@ -276,4 +276,7 @@ def test_an_interrupted_run_says_where_it_is_and_how_it_goes_on(tmp_path, capsys
     assert f"is in {tmp_path / 'out'}; it has no checkpoint yet ([train] save_steps)" in capsys.readouterr().err
     (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
     assert main(["train", str(file)]) == 130
-    assert "--set run.existing=resume goes on from its last checkpoint" in capsys.readouterr().err
+    assert (
+        f"the same command with --set run.dir={tmp_path / 'out'} --set run.existing=resume goes on from its last checkpoint"
+        in capsys.readouterr().err
+    )
