@@ -15,7 +15,6 @@ _ELSEWHERE = ("task_type",)
 _NAMES = {"adapter_dtype": "dtype"}
 # Of a first run; what is recommended does not depend on it.
 _FIRST = {
-    "max_steps": (200, "a first run; raise it while the reward still rises"),
     "logging_steps": (1, ""),
     "save_steps": (50, "a killed run resumes from there"),
 }
@@ -67,6 +66,7 @@ def run_file(
         "# Sources: QLoRA: arXiv 2305.14314. LWR: LoRA Without Regret, thinkingmachines.ai/blog/lora. TRL: defaults of 1.16.",
         *(["# TIS: truncated importance sampling, docs/fidelity.md."] if advice.task == "grpo" else []),
         f"# Memory estimate: {str(advice.ledger).splitlines()[0]}",
+        *([f"# T{str(advice.pace)[1:]}"] if advice.pace and advice.fits else []),
         "",
         f"method = {value(advice.task)}",
     ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, POSITIVE, UsageError, card
 from qlora_rl.contracts import QUANT_TYPES
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.methods import METHODS, OFFLINE
+
+if TYPE_CHECKING:
+    from qlora_rl.ledger.plan import MemoryLedger
 
 _GENERATIONS = 8
 
@@ -118,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.engine.loading import loading
 
     with loading("qlora_rl.adapter.start", runs_files=arguments.trust_remote_code):
+        from qlora_rl.ledger.pace import pace_of
         from qlora_rl.ledger.plan import largest_length, plan_memory
         from qlora_rl.ledger.shape import check_supported, read_config, stored_spec
 
@@ -177,7 +181,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_offline:
         print(f"\nKV cache: {sequences} sequences of {arguments.max_length} tokens at once, {tokens} tokens in all")
     if longest is not None:
-        print(f"longest --max-length that fits: {longest or 'none'}")
+        print(
+            f"longest --max-length that fits: {f'{longest}, with {_settings(ledger.changed(max_length=longest))}' if longest else 'none'}"
+        )
+    if ledger.fits and (pace := pace_of(ledger)):
+        print(pace)
     if not ledger.fits_host:
         print(ledger.too_much_for_host())
     elif not ledger.fits:
@@ -192,6 +200,14 @@ def run(arguments: argparse.Namespace) -> int:
             enough = ", which is enough" if saving.is_enough else ""
             print(f"  {saving.advice}: saves {saving.nbytes / 2**30:.2f} GiB{enough}")
     return 0 if ledger.fits else DOES_NOT_FIT
+
+
+def _settings(ledger: MemoryLedger) -> str:
+    """What a length depends on."""
+    from qlora_rl.ledger.choice import WAYS
+
+    on = [way.setting for way in WAYS if getattr(ledger.request, way.field)]
+    return ", ".join([f"per_device_train_batch_size={ledger.request.batch_size}", *on])
 
 
 def _of_the_engine(arguments: argparse.Namespace) -> list[str]:

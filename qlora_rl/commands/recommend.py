@@ -31,6 +31,13 @@ def add(commands: Any) -> None:
         metavar="N",
         help="prompt plus completion, in tokens (default: what a known dataset needs, otherwise 2048)",
     )
+    recommend.add_argument(
+        "--max-steps",
+        type=COUNT,
+        default=200,
+        metavar="N",
+        help="optimizer steps; a short run gets a higher learning rate (default: %(default)s)",
+    )
     recommend.add_argument("--device", choices=["cuda", "cpu"], help="(default: cuda if available)")
     recommend.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     recommend.add_argument(
@@ -80,7 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model,
         arguments.task,
         arguments.gpu_memory,
-        max_length=2048 if length is None else length,
+        max_length=length,
+        max_steps=arguments.max_steps,
         device=arguments.device,
         trust_remote_code=trusts,
     )
@@ -110,4 +118,5 @@ def _command(arguments: argparse.Namespace) -> str:
     for name in ("task", "data", "subset", "split", "reward", "gpu_memory", "max_length", "device"):
         if (value := getattr(arguments, name)) not in (None, ""):
             words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+    words += ["--max-steps", str(arguments.max_steps)] if arguments.max_steps != 200 else []
     return shlex.join([*words, *(["--trust-remote-code"] if arguments.trust_remote_code else []), "--toml"])

@@ -350,7 +350,7 @@ class Run:
         "of the run; by default runs/ and the name of the file", None, kind="out", example="runs/one"
     )
     existing: str = option(
-        "what to do when it holds a run; `auto`: without dir take the next free name (runs/one-2), otherwise refuse; `resume`: go on from the last checkpoint",
+        "what to do when it holds a run; `auto`: without dir take the next free name (runs/one-2), with dir end with an error; `resume`: go on from the last checkpoint",
         "auto",
         choices=("auto", "refuse", "overwrite", "continue", "resume"),
     )

@@ -22,7 +22,7 @@ from qlora_rl.cli import main
 from qlora_rl.ledger import lines as count
 from qlora_rl.ledger import shape as shapes
 from qlora_rl.ledger import step
-from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, card_size, usable_gib
+from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, ROOM, card_size, usable_gib
 from qlora_rl.ledger.choice import WAYS
 from qlora_rl.ledger.plan import largest_length
 from qlora_rl.ledger.published import models, published
@@ -501,7 +501,7 @@ REPORTED = [
 @pytest.mark.parametrize(("size", "reported"), REPORTED)
 def test_what_is_planned_for_the_size_of_a_card_leaves_a_reserve_on_every_such_card(size, reported):
     ledger = plan_memory(known("Qwen3-8B")[0], batch_size=1, sequences=8 * size, max_length=4096, gpu_memory_gib=size)
-    assert ledger.peak_bytes == ledger.budget_bytes  # the KV cache takes all that is left
+    assert ledger.budget_bytes - ledger.peak_bytes == int(ROOM * ledger.budget_bytes)  # the KV cache takes the rest
     assert ledger.peak_bytes <= (reported - RESERVE_GIB) * GIB
     assert ledger.peak_bytes > 0.8 * size * GIB
     assert f"of a card of {size} GB" in ledger.table()
@@ -532,7 +532,7 @@ def test_what_fits_is_not_refused_and_the_kv_cache_gets_what_is_left():
     roomy.raise_if_too_big()
     assert roomy.fits
     assert 1 <= roomy.cache_sequences < 64
-    assert roomy.peak_bytes == roomy.budget_bytes
+    assert roomy.budget_bytes - roomy.peak_bytes == int(ROOM * roomy.budget_bytes)
     few = plan_memory(config, batch_size=1, sequences=2, max_length=4096, gpu_memory_gib=24)
     assert few.cache_sequences == 2  # no more than is asked for at once
     assert few.peak_bytes < few.budget_bytes
