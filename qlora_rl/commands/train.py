@@ -63,7 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         config = read_config(arguments.file, arguments.overrides, trains=True)
     if said := _said_of_directory(arguments.file, config.run.dir):
         print(said, file=sys.stderr)
-    from qlora_rl.config.launch import check_model, check_rows, find_trainer, launch, unchecked
+    from qlora_rl.config.launch import check_model, check_rows, find_trainer, launch, unchecked, unused_template
+
+    if int(os.environ.get("RANK", "0")) == 0 and (said := unused_template(config)):
+        print(f"qlora-rl: warning: {said}", file=sys.stderr)
 
     if arguments.check:
         import datasets
@@ -71,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         datasets.disable_progress_bars()
         left = [each for each in (check_model(config), *unchecked(config, check_rows(config))) if each]
         print(resolved_toml(config), end="")
-        print(f"qlora-rl: {arguments.file} can run. Not checked: {', '.join(left)}", file=sys.stderr)
+        print(f"qlora-rl: {arguments.file}: no errors found. Not checked: {', '.join(left)}", file=sys.stderr)
         return 0
 
     try:

@@ -15,7 +15,7 @@ from qlora_rl import QLoRADPOTrainer, QLoRASFTTrainer, load_base, prepare_base
 from qlora_rl.cli import main
 from qlora_rl.commands.data import _ids, _sequences
 from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
-from qlora_rl.config.launch import load_tokenizer, trl_config
+from qlora_rl.config.launch import load_tokenizer, trl_config, unused_template
 from qlora_rl.config.read import read_config
 from qlora_rl.config.write import to_toml
 from qlora_rl.engine.fake import FakeEngine
@@ -327,3 +327,27 @@ def test_messages_keep_their_own_system_message():
     assert as_conversation({"prompt": own, "answer": "1"}, SYSTEM) == {"prompt": own}
     pair = as_conversation({"chosen": own[1:], "rejected": own[1:]}, SYSTEM)
     assert all(side[0] == {"role": "system", "content": SYSTEM} for side in pair.values())
+
+
+@pytest.mark.parametrize(
+    ("data", "warns"),
+    [
+        ({"train": [{"prompt": "1+1=", "answer": "2"}]}, True),
+        ({"train": [{"prompt": "1+1=", "answer": "2"}], "format": "chat"}, False),
+        ({"train": [{"messages": [{"role": "user", "content": "a"}]}]}, False),
+    ],
+)
+def test_a_chat_template_that_is_not_used_is_said(data, warns, source, tmp_path):
+    bare = shutil.copytree(source, tmp_path / "bare", ignore=shutil.ignore_patterns("*.jinja"))
+    tokenizer = AutoTokenizer.from_pretrained(bare)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(bare)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in data["train"]))
+    method = "sft" if "messages" in data["train"][0] else "grpo"
+    for model, has_template in ((source, True), (bare, False)):
+        document = {"method": method, "base": {"model": str(model)}, "data": {**data, "train": str(file)}}
+        document |= {"rewards": [{"use": "exact_match"}]} if method == "grpo" else {}
+        (tmp_path / "run.toml").write_text(to_toml(document))
+        said = unused_template(read_config(tmp_path / "run.toml", asks_trl=False))
+        assert ("format = 'plain' does not apply it" in said) is (warns and has_template)
