@@ -24,19 +24,19 @@ def add(commands: Any) -> None:
         "--gpu-memory",
         type=card,
         metavar="SIZE",
-        help="size of the card, such as 24 or 24GB; another number is GiB that the run may use (default: no limit)",
+        help="size of the card, such as 24 or 24GB; any other number is a limit in GiB (default: no limit)",
     )
     plan.add_argument(
         "--host-memory",
         type=POSITIVE,
         metavar="GIB",
-        help="host memory that layer inputs may take, in GiB (default: no limit; the trainers take what is free)",
+        help="limit for layer inputs in host memory, in GiB (default: no limit; the trainers use what is free)",
     )
     plan.add_argument(
         "--method",
         choices=METHODS,
         default="grpo",
-        help="sft and dpo have no engine, and dpo two sequences a row (default: %(default)s)",
+        help="sft and dpo have no engine; dpo has two sequences per row (default: %(default)s)",
     )
     plan.add_argument(
         "--max-length",
@@ -56,13 +56,13 @@ def add(commands: Any) -> None:
         "--double-quant",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="quantise the scales too (default: on)",
+        help="also quantise the scales (default: on)",
     )
-    plan.add_argument("--quantize-experts", action="store_true", help="of a mixture, experts in 4 bits too")
+    plan.add_argument("--quantize-experts", action="store_true", help="also quantise the experts of a mixture")
     plan.add_argument(
         "--quantize-tower",
         action="store_true",
-        help="of a vision-language model, vision tower and projector in 4 bits too",
+        help="also quantise vision tower and projector of a vision-language model",
     )
     plan.add_argument("--rank", type=COUNT, default=16, metavar="R", help="rank of the adapter (default: %(default)s)")
     plan.add_argument(
@@ -70,7 +70,7 @@ def add(commands: Any) -> None:
         nargs="+",
         default=["all-linear"],
         metavar="NAME",
-        help="linears with an adapter (default: all-linear)",
+        help="linears to adapt (default: all-linear)",
     )
     plan.add_argument(
         "--batch-size", type=COUNT, default=8, metavar="N", help="per_device_train_batch_size (default: %(default)s)"
@@ -90,19 +90,19 @@ def add(commands: Any) -> None:
     plan.add_argument(
         "--offload",
         action=argparse.BooleanOptionalAction,
-        help="layer inputs wait in host memory, gradient_checkpointing_kwargs (default: where it fits only so)",
+        help="keep layer inputs in host memory, gradient_checkpointing_kwargs (default: only if the run does not fit otherwise)",
     )
-    plan.add_argument("--two-copies", action="store_true", help="trainer and engine hold a base each")
-    plan.add_argument("--padded", action="store_true", help="micro-batches keep their padding (remove_padding=False)")
+    plan.add_argument("--two-copies", action="store_true", help="trainer and engine each hold a copy of the base")
+    plan.add_argument("--padded", action="store_true", help="keep the padding of micro-batches (remove_padding=False)")
     plan.add_argument(
         "--sleep",
         action=argparse.BooleanOptionalAction,
-        help="the KV cache is freed between rollouts (default: where it fits only so)",
+        help="free the KV cache between rollouts (default: only if the run does not fit otherwise)",
     )
     plan.add_argument(
         "--base-compute",
         choices=["nf4", "baked"],
-        help="plan for the CPU, with an engine that multiplies with the codes, or with additional decoded copies",
+        help="plan for a CPU, with an engine that computes from the 4-bit codes, or from additional decoded copies",
     )
     plan.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     plan.add_argument("--json", action="store_true", help="print JSON")
@@ -192,9 +192,9 @@ def run(arguments: argparse.Namespace) -> int:
         savings = ledger.savings()
         one_does = any(saving.is_enough for saving in savings)
         print(
-            "lower one of these:"
+            "to make it fit, change one of these:"
             if one_does
-            else "no single one of these is enough; lower several, or take a larger card or a smaller model:"
+            else "no single change is enough; combine several, or use a larger card or a smaller model:"
         )
         for saving in savings:
             enough = ", which is enough" if saving.is_enough else ""

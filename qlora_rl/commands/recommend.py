@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
         "--gpu-memory",
         type=card,
         metavar="SIZE",
-        help="size of the card, such as 24 or 24GB; another number is GiB that the run may use (default: no limit)",
+        help="size of the card, such as 24 or 24GB; any other number is a limit in GiB (default: no limit)",
     )
     recommend.add_argument(
         "--max-length",

@@ -76,7 +76,7 @@ def _check_method(document: Mapping[str, Any]) -> list[Finding]:
         return [Finding("method", f"is missing. Choose one of {', '.join(map(show, METHODS))}")]
     method = document["method"]
     if not isinstance(method, str):
-        return [Finding("method", f"{show(method)} is not a text in quotes")]
+        return [Finding("method", f"{show(method)} is not a string in quotes")]
     if method in METHODS:
         return []
     if closest := _OTHER_METHODS.get(method.lower()):

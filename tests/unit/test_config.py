@@ -22,7 +22,7 @@ from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
-TEXT, WHOLE, NUMBER, TRUTH, TABLE = "a text in quotes", "a whole number", "a number", "true or false", "a table"
+TEXT, WHOLE, NUMBER, TRUTH, TABLE = "a string in quotes", "a whole number", "a number", "true or false", "a table"
 # A wrong value of every field, and what is said about it.
 WRONG = {
     "base": {
@@ -31,7 +31,7 @@ WRONG = {
         "double_quant": [("yes", TRUTH)],
         "blocksize": [(65, "one of 64, 128"), ("64", "one of 64")],
         "compute_dtype": [("bf16", "none of 'bfloat16'"), ("float32", "vLLM's kernels do not take")],
-        "skip_modules": [("down_proj", "a list of texts"), ([1], "a list of texts")],
+        "skip_modules": [("down_proj", "a list of strings"), ([1], "a list of strings")],
         "revision": [(1, TEXT)],
         "quantize_experts": [(1, TRUTH)],
         "quantize_tower": [(1, TRUTH)],
@@ -44,8 +44,8 @@ WRONG = {
         "dtype": [("float16", "none of 'float32', 'bfloat16'")],
         "r": [(0, "0 is not at least 1"), (8.0, WHOLE), (True, WHOLE)],
         "lora_alpha": [(-1, "at least 1"), ("32", WHOLE)],
-        "target_modules": [(1, "a text in quotes or a list of texts")],
-        "exclude_modules": [({}, "a list of texts")],
+        "target_modules": [(1, "a string in quotes or a list of strings")],
+        "exclude_modules": [({}, "a list of strings")],
         "lora_dropout": [(1.0, "below 1"), (-0.1, "at least 0"), ("0", NUMBER)],
         "bias": [("lora", "did you mean 'lora_only'"), (True, TEXT)],
         "use_rslora": [("no", TRUTH)],
@@ -54,30 +54,30 @@ WRONG = {
         "rank_pattern": [({"q_proj": "8"}, "a table of whole numbers"), ([1], TABLE)],
         "alpha_pattern": [({"q_proj": 0.5}, "a table of whole numbers")],
         "layers_to_transform": [("0", "a list of whole numbers or a whole number")],
-        "layers_pattern": [(0, "a text in quotes or a list of texts")],
-        "modules_to_save": [("norm", "a list of texts")],
+        "layers_pattern": [(0, "a string in quotes or a list of strings")],
+        "modules_to_save": [("norm", "a list of strings")],
     },
     "data": {
         "train": [
-            (3, "a text in quotes or a list of texts"),
+            (3, "a string in quotes or a list of strings"),
             ([], "names no file"),
             ("/nowhere/x.jsonl", "no file /nowhere/x.jsonl"),
             ("x.csv y", "neither a .jsonl or .parquet file nor a name on the hub"),
             (["a.jsonl", "openai/gsm8k"], "a dataset of the hub stands alone"),
         ],
-        "eval": [(False, "a text in quotes"), ("/nowhere/x.parquet", "no file"), ([], "names no file")],
+        "eval": [(False, "a string in quotes"), ("/nowhere/x.parquet", "no file"), ([], "names no file")],
         "split": [(1, TEXT), ("test", "train names a file")],
         "eval_split": [([], TEXT)],
         "subset": [(1, TEXT), ("main", "train names a file")],
         "revision": [(1.5, TEXT), ("main", "train names a file")],
-        "columns": [({"a": []}, "texts"), ("prompt", "a table of texts"), ({"text": "txet"}, "no column 'txet', but prompt, answer, careless")],
+        "columns": [({"a": []}, "strings"), ("prompt", "a table of strings"), ({"text": "txet"}, "no column 'txet', but prompt, answer, careless")],
         "prompt_template": [
             ("no braces", "names no column"),
             ("{", "is no template"),
             ("{question}", "no column 'question'"),
             (1, TEXT),
         ],
-        "extract": [({"answer": "("}, "is no regular expression"), ({"answer": "(a)(b)"}, "has 2 groups"), ("####", "a table of texts")],
+        "extract": [({"answer": "("}, "is no regular expression"), ({"answer": "(a)(b)"}, "has 2 groups"), ("####", "a table of strings")],
         "format": [("chatml", "none of 'plain', 'chat'")],
         "system_prompt": [(1, TEXT), ("Think.", "Set [data] format = 'chat'")],
         "chat_template_kwargs": [("x", "a table of values"), ({"enable_thinking": False}, "Set [data] format = 'chat'")],
@@ -94,7 +94,7 @@ WRONG = {
         "weight": [("1", NUMBER), (True, NUMBER)],
         "arguments": [({"colum": "x"}, "did you mean 'column'"), ("x", TABLE)],
     },
-    "tools": {"use": [("tools.py:f", "a list of texts"), (["f"], "'f' is not path.py:name"), (["/nowhere/t.py:f"], "No such file")]},
+    "tools": {"use": [("tools.py:f", "a list of strings"), (["f"], "'f' is not path.py:name"), (["/nowhere/t.py:f"], "No such file")]},
     "environment": {"use": [(1, TEXT), ("Game", "'Game' is not path.py:name"), ({"a": "/nowhere/t.py:f"}, "No such file")]},
     "rollout": {
         "where": [("colocat", "did you mean 'colocate'"), ([], "names no server"), (["localhost:8000"], "nor a URL")],

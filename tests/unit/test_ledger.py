@@ -627,7 +627,7 @@ def test_the_plan_turns_on_the_cheapest_that_lets_a_run_fit(length, card, chosen
     if chosen:
         unaided = long_qwen3(max_length=length, gpu_memory_gib=card, sleeps=False, offload=False)
         assert not unaided.fits
-        assert f"without: {unaided.least_bytes / GIB:.2f} GiB > {ledger.budget_bytes / GIB:.2f} GiB" in str(ledger)
+        assert f"without this: {unaided.least_bytes / GIB:.2f} GiB > {ledger.budget_bytes / GIB:.2f} GiB" in str(ledger)
         assert all(way.setting in ledger.choice for way in ledger.chosen)
         for other in WAYS:  # no other one, and nothing that costs less, is enough
             cheaper = sum(way.cost for way in ledger.chosen) > other.cost
@@ -643,7 +643,7 @@ def test_what_is_said_is_not_changed_by_the_plan_and_what_is_not_enough_is_said(
     asked = {"max_length": 60_032, "gpu_memory_gib": 24}
     awake = long_qwen3(**asked, sleeps=False)
     assert (awake.request.sleeps, awake.request.offload, awake.fits) == (False, True, False)
-    with pytest.raises(MemoryBudgetError, match=r"turned on by the plan, and not enough: layer inputs") as caught:
+    with pytest.raises(MemoryBudgetError, match=r"turned on to save memory, but not enough: layer inputs") as caught:
         awake.raise_if_too_big()
     assert "vllm_enable_sleep_mode=True: saves" in str(caught.value)
     both = long_qwen3(**asked, sleeps=True, offload=True)
@@ -732,7 +732,7 @@ def test_plan_says_what_it_has_turned_on_and_obeys(config_json, capsys, monkeypa
     monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", lambda: "0.31.0")
     arguments = ["plan", config_json, "--gpu-memory", "24", "--max-length", "36000", "--batch-size", "1"]
     assert main(arguments) == 0
-    assert "turned on by the plan: layer inputs wait in host memory" in capsys.readouterr().out
+    assert "turned on to save memory: layer inputs wait in host memory" in capsys.readouterr().out
     assert main([*arguments, "--no-offload", "--json"]) == 3
     found = json.loads(capsys.readouterr().out)
     assert found["chosen"] == {"sleeps": "vllm_enable_sleep_mode=True"}
