@@ -17,7 +17,7 @@ from qlora_rl.errors import ConfigConflictError, collected
 from qlora_rl.rewards.numbers import final_number
 
 _PROMPTS = ("question", "problem", "instruction", "query", "input")
-_ANSWERS = ("answer", "final_answer", "solution", "completion", "response", "output", "target")
+_ANSWERS = ("answer", "final_answer", "ground_truth", "solution", "completion", "response", "output", "target")
 _SEEN = 100  # rows
 _SHORT = 40  # characters of an answer that a completion can be compared with
 _MARKED = re.compile(r"####\s*(.+)")
@@ -202,5 +202,5 @@ def _rewards(
 
 def _lacks(name: str, what: str, columns: Sequence[str], instead: str = " another dataset") -> ConfigConflictError:
     return ConfigConflictError(
-        f"choosing the data: {name} has no column with {what}; there are {', '.join(columns)}. Rename one, or pass{instead}."
+        f"choosing the data: {name} has no column with {what}; there are {', '.join(columns)}. If one of these is meant, give it one of those names; otherwise pass{instead}."
     )

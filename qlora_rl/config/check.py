@@ -151,7 +151,11 @@ def _look_at_data(value: str | list[str]) -> list[str]:
         if len(files) > 1:
             return [f"{show(names[0])} is no file; a dataset of the hub stands alone"]
         known = _HUB_NAME.fullmatch(names[0])
-        return [] if known else [f"{show(names[0])} is neither a .jsonl or .parquet file nor a name on the hub"]
+        return (
+            []
+            if known
+            else [f"{show(names[0])} is neither a .jsonl, .json, .csv or .parquet file nor a name on the hub"]
+        )
     return data.check_files(files)
 
 

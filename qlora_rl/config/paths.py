@@ -10,7 +10,7 @@ from typing import Any
 
 from qlora_rl.config.schema import TABLES, Rules, options
 
-DATA_FILES = (".jsonl", ".json", ".parquet")
+DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def anchored(document: Mapping[str, Any], root: Path) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class Data:
     """What it is trained on."""
 
     train: str | list[str] = option(
-        ".jsonl or .parquet files, or one name on the hub", kind="data", example="examples/data/sums.jsonl"
+        ".jsonl, .json, .csv or .parquet files, or one name on the hub", kind="data", example="examples/data/sums.jsonl"
     )
     eval: str | list[str] | None = option(
         "the same for evaluation: by `qlora-rl eval`, and during training if [train] eval_strategy is set",

@@ -62,7 +62,7 @@ WRONG = {
             (3, "a string in quotes or a list of strings"),
             ([], "names no file"),
             ("/nowhere/x.jsonl", "no file /nowhere/x.jsonl"),
-            ("x.csv y", "neither a .jsonl or .parquet file nor a name on the hub"),
+            ("x.csv y", "neither a .jsonl, .json, .csv or .parquet file nor a name on the hub"),
             (["a.jsonl", "openai/gsm8k"], "a dataset of the hub stands alone"),
         ],
         "eval": [(False, "a string in quotes"), ("/nowhere/x.parquet", "no file"), ([], "names no file")],

@@ -148,9 +148,9 @@ def test_what_is_missing_is_said_with_the_columns_that_are_there(task, row, erro
 
 def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "qa.csv").write_text("question,answer\n1+1=,2\n")
-    assert main(["recommend", *MODEL, "--data", "qa.csv", "--toml"]) == 1
-    assert "choosing the data: qa.csv is none of .jsonl, .json, .parquet" in capsys.readouterr().err
+    (tmp_path / "qa.xlsx").write_text("question,answer\n1+1=,2\n")
+    assert main(["recommend", *MODEL, "--data", "qa.xlsx", "--toml"]) == 1
+    assert "choosing the data: qa.xlsx is none of .jsonl, .json, .csv, .parquet" in capsys.readouterr().err
 
 
 def test_a_reward_of_ones_own_takes_the_place_of_the_chosen_one(tmp_path):
