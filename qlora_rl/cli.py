@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from qlora_rl import __version__
 from qlora_rl.commands import (
@@ -93,25 +93,39 @@ def _is_no_remark_on_the_cpu(record: logging.LogRecord) -> bool:
 class _Parser(argparse.ArgumentParser):
     """argparse's, which also says what an unknown word may have been meant to be (as Python 3.14's does)."""
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What a command does not know is said by that command, with its own usage and options."""
+        found, left = self.parse_known_args(args, namespace)
+        if left:
+            named = next((each.choices for each in self._actions if isinstance(each, argparse._SubParsersAction)), {})
+            command = named.get(args[0], self) if args else self
+            command.error(f"unrecognized arguments: {' '.join(left)}{_as_fields(command, left)}")
+        return found
+
     def error(self, message: str) -> NoReturn:
+        from qlora_rl.config.findings import kin
+
         wrong, known = "", set[str]()
         if choice := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
             wrong, known = choice[1], set(re.findall(r"[^', ]+", choice[2]))
-        elif option := re.search(r"unrecognized arguments:.*?(--[\w-]+)", message):
-            wrong, known = option[1], self._options()
+        elif (option := re.search(r"unrecognized arguments:.*?(--[\w-]+)", message)) and "--set" not in message:
+            wrong, known = option[1], {each for action in self._actions for each in action.option_strings}
         if message.endswith("required: COMMAND"):
             message += ". `qlora-rl --help` lists them; `qlora-rl demo` is a first one"
-        if near := known and difflib.get_close_matches(wrong, known, n=1):
-            message += f". Did you mean {near[0]!r}?"
+        if near := kin(wrong, known):
+            message += f". Did you mean {near!r}?"
         super().error(message)
 
-    def _options(self) -> set[str]:
-        found: set[str] = set()
-        for action in self._actions:
-            found.update(action.option_strings)
-            if isinstance(action, argparse._SubParsersAction):
-                found.update(*(command._options() for command in action.choices.values()))
-        return found
+
+def _as_fields(command: argparse.ArgumentParser, words: Sequence[str]) -> str:
+    """How a command that reads a run's file takes fields of that file; empty where the words are none, or it reads none."""
+    if not any("--set" in action.option_strings for action in command._actions):
+        return ""
+    from qlora_rl.config.findings import overrides_of
+    from qlora_rl.config.trl_fields import LIMITS
+
+    fields = overrides_of(words, LIMITS)
+    return f". A field of the file is set with --set: {shlex.join(fields)}" if fields else ""
 
 
 def _parser() -> argparse.ArgumentParser:

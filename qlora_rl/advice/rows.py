@@ -5,21 +5,24 @@ from __future__ import annotations
 import os.path
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from qlora_rl.advice.chat import Chat
 from qlora_rl.config.data import IMAGES, check_files, known_dataset, read_rows
-from qlora_rl.config.paths import is_file
+from qlora_rl.config.paths import is_file, split_reward
 from qlora_rl.config.schema import METHODS, Data
 from qlora_rl.errors import ConfigConflictError, collected
 from qlora_rl.rewards.numbers import final_number
 
 _PROMPTS = ("question", "problem", "instruction", "query", "input")
-_ANSWERS = ("answer", "final_answer", "solution", "completion", "response", "output", "target")
+_ANSWERS = ("answer", "final_answer", "ground_truth", "solution", "completion", "response", "output", "target")
 _SEEN = 100  # rows
 _SHORT = 40  # characters of an answer that a completion can be compared with
 _MARKED = re.compile(r"####\s*(.+)")
+# Without it a model explains its answer, and no completion is equal to the answer.
+_BARE = "Answer with the final answer only, without explanation."
 _OF_THAT_FORM = "openai/gsm8k"  # its instruction and rewards are those of every dataset whose answers have the mark
 
 
@@ -95,6 +98,24 @@ def tables_for(
     return Tables(data, [dict(each) for each in rewards], dict(told.get("comments", {})), length)
 
 
+def tables_from(directory: Path, model: str, tables: Tables) -> tuple[str, Tables]:
+    """Model and tables of a file in that directory: what names a file or a directory is relative to it."""
+    data = tables.data | {
+        place: _seen_from(directory, tables.data[place]) for place in ("train", "eval") if place in tables.data
+    }
+    rewards = []
+    for each in tables.rewards:
+        path, function = split_reward(each["use"])
+        rewards.append(each | ({"use": f"{_seen_from(directory, path)}:{function}"} if path else {}))
+    moved = _seen_from(directory, model) if os.path.isdir(model) else model
+    return moved, replace(tables, data=data, rewards=rewards)
+
+
+def _seen_from(directory: Path, name: str) -> str:
+    path = os.path.expanduser(name)
+    return name if os.path.isabs(path) or not os.path.exists(path) else os.path.relpath(path, directory)
+
+
 def _told(name: str, known: Mapping[str, Any], task: str) -> Mapping[str, Any]:
     """What `datasets.toml` says of it."""
     told = known.get("grpo" if task == "rloo" else task)
@@ -159,7 +180,7 @@ def _rewards(
     has_marks = bool(values) and all(marked)
     if has_marks:
         told["data"]["extract"] = {column: _MARKED.pattern}
-        told["comments"]["extract"] = "the answers hold the whole solution"
+        told["comments"]["extract"] = "the column holds the whole solution; this takes the final answer"
         values = [each[1].strip() for each in marked if each]
     longest = max(map(len, values), default=0)
     if longest > _SHORT:
@@ -170,6 +191,8 @@ def _rewards(
     are_numbers = all(final_number(each) is not None for each in values)
     use = "numeric_match" if are_numbers else "exact_match"
     chosen = [{"use": use, **({} if column == "answer" else {"arguments": {"column": column}})}]
+    if use == "exact_match":
+        told["instruction"] = _BARE
     of_that_form = known_dataset(_OF_THAT_FORM)
     if has_marks and are_numbers and of_that_form is not None:
         told["instruction"], told["length"] = of_that_form["grpo"]["instruction"], of_that_form["length"]
@@ -179,5 +202,5 @@ def _rewards(
 
 def _lacks(name: str, what: str, columns: Sequence[str], instead: str = " another dataset") -> ConfigConflictError:
     return ConfigConflictError(
-        f"choosing the data: {name} has no column with {what}; there are {', '.join(columns)}. Rename one, or pass{instead}."
+        f"choosing the data: {name} has no column with {what}; there are {', '.join(columns)}. If one of these is meant, give it one of those names; otherwise pass{instead}."
     )

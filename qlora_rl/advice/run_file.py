@@ -15,15 +15,14 @@ _ELSEWHERE = ("task_type",)
 _NAMES = {"adapter_dtype": "dtype"}
 # Of a first run; what is recommended does not depend on it.
 _FIRST = {
-    "max_steps": (200, "a first run; raise it while the reward still rises"),
     "logging_steps": (1, ""),
-    "save_steps": (50, "a killed run resumes from there"),
+    "save_steps": (50, "an interrupted run resumes from the last checkpoint"),
 }
 _REWARDS = {
-    "numeric_match": "the last number of the completion against the answer",
-    "math_match": "compared as mathematics; install math-verify",
-    "exact_match": "the completion against the answer, without spaces around it",
-    "format_match": "the completion has the form that was asked for",
+    "numeric_match": "compares the last number of the completion with the answer",
+    "math_match": "compares as mathematics; install math-verify",
+    "exact_match": "the whole completion must equal the answer, so the prompt must ask for nothing else; if every reward of the first steps is 0, change one of them",
+    "format_match": "rewards the form that the prompt asks for",
 }
 
 
@@ -51,22 +50,24 @@ def run_file(
     comments = dict(tables.comments)
     if switch and data.get("format") == "chat":
         data["chat_template_kwargs"] = {switch: False}
-        comments["chat_template_kwargs"] = "shorter completions; leave it out to train with thinking"
+        comments["chat_template_kwargs"] = "no thinking, so completions are shorter; remove this to train with thinking"
     train = advice.config | {name: each for name, (each, _) in _FIRST.items()}
+    train["save_steps"] = max(1, min(train["save_steps"], advice.config["max_steps"] // 2))
     own = {_NAMES.get(n, n): v for n, v in advice.trainer.items() if n != "gpu_memory"}
     reasons = {_NAMES.get(name, name): why for name, why in advice.reasons.items()}
     reasons |= {name: why for name, (_, why) in _FIRST.items()} | comments
     if tables.length == advice.ledger.request.max_length:
         reasons |= dict.fromkeys(
-            ("vllm_max_model_length", "max_length"), "prompt and answer, as the dataset needs them"
+            ("vllm_max_model_length", "max_length"), "prompt plus completion; what this dataset needs"
         )
     lora = {name: each for name, each in advice.lora.items() if name not in _ELSEWHERE}
     lines = [
         *([f"# Written by `{command}`."] if command else []),
-        "# `qlora-rl data FILE` prints prompts as the model will see them, and `qlora-rl train FILE` trains.",
+        "# `qlora-rl data FILE` prints the prompts as the model will see them; `qlora-rl train FILE` trains.",
         "# Sources: QLoRA: arXiv 2305.14314. LWR: LoRA Without Regret, thinkingmachines.ai/blog/lora. TRL: defaults of 1.16.",
         *(["# TIS: truncated importance sampling, docs/fidelity.md."] if advice.task == "grpo" else []),
         f"# Memory estimate: {str(advice.ledger).splitlines()[0]}",
+        *([f"# T{str(advice.pace)[1:]}"] if advice.pace and advice.fits else []),
         "",
         f"method = {value(advice.task)}",
     ]

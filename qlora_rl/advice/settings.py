@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import sqrt
 from typing import Any
 
 from qlora_rl.base.functions import Limit, engine_positions, function_limit
@@ -22,12 +23,18 @@ from qlora_rl.engine.compat import may_sleep
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.ledger.cards import card_size
+from qlora_rl.ledger.choice import SLEEPS, WAYS, Way
+from qlora_rl.ledger.pace import Pace, pace_of
 from qlora_rl.ledger.plan import GIB, MemoryLedger, largest_length, plan_memory
 from qlora_rl.ledger.shape import check_supported, read_config, stored_spec
 
 TASKS = ("grpo", "rloo", "sft", "dpo")
 _SAMPLING = ("grpo", "rloo")
-_LARGE = 30e9  # parameters, from which QLoRA halves the rate
+_LARGE = 30e9  # parameters, from which QLoRA halves the rate of SFT
+_USUAL = 8e9  # parameters, for which the other rates are meant
+_SHORT_RUN = 100  # steps, below which LWR finds 15 times the rate of full fine-tuning better than 10 times
+_STEPS, _LENGTH = 200, 2048  # of a first run
+_GAIN = 0.05  # of a step's time, for which the KV cache is freed between rollouts although the run fits without
 _RANKS = {"grpo": 16, "rloo": 16, "sft": 64, "dpo": 16}
 _ALPHA = 32
 # Sequences of one optimizer step; of GRPO and RLOO: eight prompts, eight completions each.
@@ -66,6 +73,11 @@ class Recommendation:
     ledger: MemoryLedger
 
     @property
+    def pace(self) -> Pace | None:
+        """About how long a step takes; `None` on a CPU, and without a card."""
+        return pace_of(self.ledger, _PER_STEP[self.task])
+
+    @property
     def fits(self) -> bool:
         """It fits into the given memory, or none was given."""
         return self.ledger.fits
@@ -73,7 +85,12 @@ class Recommendation:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         parts = ("task", "base", "lora", "config", "trainer", "reasons")
-        return {name: getattr(self, name) for name in parts} | {"fits": self.fits, "ledger": self.ledger.as_dict()}
+        pace = None if self.pace is None else vars(self.pace) | {"step_s": self.pace.step_s}
+        return {name: getattr(self, name) for name in parts} | {
+            "fits": self.fits,
+            "pace": pace,
+            "ledger": self.ledger.as_dict(),
+        }
 
     def __str__(self) -> str:
         kinds = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "sft": "SFTConfig", "dpo": "DPOConfig"}
@@ -84,7 +101,7 @@ class Recommendation:
             if values:
                 lines.append(title)
                 lines += [_row(name, value, self.reasons.get(name, "")) for name, value in values.items()]
-        return "\n".join([*lines, "", str(self.ledger)])
+        return "\n".join([*lines, "", str(self.ledger), *([str(self.pace)] if self.pace and self.fits else [])])
 
 
 def recommend(
@@ -92,7 +109,8 @@ def recommend(
     task: str = "grpo",
     gpu_memory: str | float | None = None,
     *,
-    max_length: int = 2048,
+    max_length: int | None = None,
+    max_steps: int = _STEPS,
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> Recommendation:
@@ -103,22 +121,26 @@ def recommend(
     - Rank 16 for reinforcement and preferences, which teach little per sequence (LWR: down to rank 1); 64 for SFT (QLoRA's). Alpha 32
       with PEFT's alpha / r (LWR): the best learning rate then hardly depends on the rank.
     - No dropout: LWR uses none, QLoRA needs it for small models only; in GRPO it would be a distance to the engine.
-    - Ten times the learning rate of full fine-tuning (LWR; TRL's default is the latter), half of it from 30 B on (QLoRA, table 9);
-      constant (both), after a short warm-up.
+    - Ten times the learning rate of full fine-tuning (LWR; TRL's default is the latter), 15 times in a run of less than 100 steps (LWR);
+      constant (LWR, QLoRA), after a short warm-up. In SFT half of it from 30 B on (QLoRA, table 9). Of the other methods TRL's default is
+      taken as that of 8 B, and the rate falls with the square root of the parameters; that is our rule.
     - Paged 8-bit AdamW on CUDA (paging: QLoRA, section 3; 8-bit states: Dettmers et al. 2022, arXiv 2110.02861); torch's on a CPU.
     - Gradient checkpointing: QLoRA; TRL's default.
     - 64 completions or 32 other sequences a step: LWR finds LoRA less tolerant of large batches than full fine-tuning.
     - In GRPO truncated importance sampling by token: TIS, and docs/fidelity.md#the-correction.
     - float32 adapter weights: docs/fidelity.md#the-dtype-of-the-adapter.
 
-    Until the run fits, the batch is lowered; then the plan turns on what only costs time (`ledger/choice.py`); then the length is lowered.
+    Where completions are sampled the micro-batch is the one with the shortest estimated step (`ledger/pace.py`): a larger one trains faster, and
+    leaves less for the KV cache. Otherwise it is the largest that fits. If none does, the plan turns on what only costs time
+    (`ledger/choice.py`); then the length is lowered.
 
     Args:
         model: checkpoint or base directory, config.json, or hub name; no weight is read.
         task: "grpo", "rloo", "sft" or "dpo".
         gpu_memory: all that the run may hold, in GiB; the size of a card, such as 24 or "24GB", is what these cards have, less a
             reserve (`ledger/cards.py`); `None` for no limit.
-        max_length: prompt plus completion, in tokens, at most.
+        max_length: prompt plus completion, in tokens, at most; by default 2048.
+        max_steps: of the run.
         device: "cuda" or "cpu"; by default CUDA where there is some, or a card was named.
         trust_remote_code: let the model's own code run.
 
@@ -148,18 +170,18 @@ def recommend(
         "has_engine": task in _SAMPLING,
         "can_sleep": may_sleep(lends=True),
     }
-    ledger = _fitted(config_of_model, task, max_length, request)
+    wished = max_length or _LENGTH
+    ledger = _fitted(config_of_model, task, wished, request)
     if (
         not ledger.fits and ledger.shape.experts and spec == QuantSpec()
     ):  # of a base that is prepared nothing can be chosen
         spec = replace(spec, quantize_experts=True)
-        ledger = _fitted(config_of_model, task, max_length, request | {"spec": spec})
+        ledger = _fitted(config_of_model, task, wished, request | {"spec": spec})
     batch = ledger.request.batch_size // (2 if task == "dpo" else 1)
     length = ledger.request.max_length
-    size = ledger.shape.parameters
-    rate = LEARNING_RATES[task] / (2 if size >= _LARGE and task == "sft" else 1)
     config: dict[str, Any] = {
-        "learning_rate": rate,
+        "max_steps": max_steps,
+        "learning_rate": learning_rate(task, ledger.shape.parameters, max_steps),
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 10,
         "optim": optimizer,
@@ -168,7 +190,7 @@ def recommend(
         "gradient_checkpointing": True,
         "bf16": True,
     }
-    config |= {way.config[0]: way.config[1] for way in ledger.chosen}
+    config |= {way.config[0]: way.config[1] for way in _turned_on(ledger)}
     if task in _SAMPLING:
         config |= {
             "num_generations": _GENERATIONS,
@@ -191,7 +213,39 @@ def recommend(
     if task in _SAMPLING and gpu_memory is not None:
         trainer["gpu_memory"] = gpu_memory
     reasons = _reasons(task, device, ledger, max_length, function_limit(config_of_model))
+    reasons["learning_rate"] = _why_rate(task, ledger.shape.parameters, max_steps)
     return Recommendation(task, base, lora, config, trainer, reasons, ledger)
+
+
+def learning_rate(task: str, parameters: float, max_steps: int = _STEPS) -> float:
+    """The rate for LoRA on a model of that size, rounded; `recommend` says how it is chosen."""
+    if task == "sft":
+        rate = LEARNING_RATES[task] / (2 if parameters >= _LARGE else 1)
+    else:
+        rate = LEARNING_RATES[task] * min(10.0, sqrt(_USUAL / parameters))
+    return float(f"{float(f'{rate:.0e}') * (1.5 if max_steps < _SHORT_RUN else 1):.1e}")
+
+
+def _why_rate(task: str, parameters: float, max_steps: int) -> str:
+    times = (
+        "15 times TRL's default for full fine-tuning, as the run is short"
+        if max_steps < _SHORT_RUN
+        else "10 times TRL's default for full fine-tuning"
+    )
+    if task == "sft":
+        return f"{times} (LWR){'; half of that from 30 B on (QLoRA)' if parameters >= _LARGE else ''}"
+    factor = min(10.0, sqrt(_USUAL / parameters))
+    scaled = f", times sqrt(8 B / parameters) = {factor:.2g}" if abs(factor - 1) > 0.05 else ""
+    return (
+        f"{times} (LWR){scaled}. If the reward does not move, try 3 times as much"
+        if task in _SAMPLING
+        else f"{times} (LWR){scaled}"
+    )
+
+
+def _turned_on(ledger: MemoryLedger) -> list[Way]:
+    """What the run needs less memory with, in exchange for time."""
+    return [way for way in WAYS if getattr(ledger.request, way.field)]
 
 
 def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any]) -> MemoryLedger:
@@ -205,6 +259,8 @@ def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any])
         max_length=min(max_length, positions or max_length),
         sequences=_PER_STEP[task] if task in _SAMPLING else 1,
     )
+    if found := _fastest(wanted, _PER_STEP[task]):
+        return found
     for chosen in ({"offload": False, "sleeps": False}, {}):
         for batch in (8, 4, 2, 1):
             ledger = wanted.changed(batch_size=batch * pairs, **chosen)
@@ -214,56 +270,88 @@ def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any])
     return ledger.changed(max_length=shorter) if shorter else ledger
 
 
-def _reasons(task: str, device: str, ledger: MemoryLedger, wished: int, limit: Limit | None) -> dict[str, str]:
-    fits = "the largest of 8, 4, 2, 1 that fits" if ledger.fits else "none fits: a larger card, or a smaller model"
-    if ledger.request.gpu_memory_gib is None:
-        fits = "no limit was named"
-    only_so = {
-        way.config[0]: f"{way.words}: it fits only so, at about {way.cost:.0%} of a step's time"
-        for way in ledger.chosen
-    }
-    length = "as asked" if ledger.request.max_length == wished else "what the model, or the card, allows"
+def _fastest(wanted: MemoryLedger, per_step: int) -> MemoryLedger | None:
+    """Of the micro-batches that fit, with and without the KV cache freed between rollouts, the one with the shortest step; `None` without an estimate."""
+    best, least = None, 0.0
+    for sleeps in (False, True) if wanted.asked.can_sleep else (False,):
+        for batch in (8, 4, 2, 1):
+            ledger = wanted.changed(batch_size=batch, offload=False, sleeps=sleeps)
+            pace = pace_of(ledger, per_step) if ledger.request.has_engine and ledger.fits else None
+            if pace is not None and (best is None or pace.step_s * (1 + _GAIN * sleeps) < least):
+                best, least = ledger, pace.step_s * (1 + _GAIN * sleeps)
+    return best
+
+
+def _reasons(task: str, device: str, ledger: MemoryLedger, asked: int | None, limit: Limit | None) -> dict[str, str]:
+    if not ledger.fits:
+        batch = "nothing fits: use a larger card or a smaller model"
+    elif ledger.request.gpu_memory_gib is None:
+        batch = "no memory limit was given"
+    elif task in _SAMPLING and device == "cuda":
+        batch = "of 8, 4, 2 and 1 the fastest step: sampling needs memory for its KV cache, too"
+    else:
+        batch = "the largest of 8, 4, 2 and 1 that fits"
+    ways = {way.config[0]: f"{way.words}: {_why_on(way, ledger)}" for way in _turned_on(ledger)}
+    wished = asked or _LENGTH
+    length = (
+        "prompt plus completion, as you asked"
+        if asked
+        else "prompt plus completion; the default, --max-length changes it"
+    )
+    if ledger.request.max_length != wished:
+        length = "the most that the model supports, or that fits"
     if task in _SAMPLING and limit is not None and ledger.request.max_length == limit.length < wished:
         length = f"not {wished}: beyond, {limit.why}"
     return {
-        "quant": "NormalFloat, better than FP4 and int4 at equal size (QLoRA, table 4); or as the base is held",
-        "double_quant": "0.37 bits a weight less, at no loss (QLoRA, section 3)",
-        "quantize_experts": "in 16 bits, trainer and engine each, they do not fit (docs/mixtures.md)",
-        "r": "little is learnt per sequence (LWR: rank 1 can do)"
+        "quant": "NormalFloat: more accurate than FP4 or int4 at the same size (QLoRA, table 4)"
+        if ledger.request.spec.quant_type == "nf4"
+        else "as the base is stored",
+        "double_quant": "saves 0.37 bits per weight at no loss (QLoRA, section 3)",
+        "quantize_experts": "16-bit experts do not fit, once for the trainer and once for the engine (docs/mixtures.md)",
+        "r": "RL and preferences need little capacity; even rank 1 can be enough (LWR)"
         if task != "sft"
-        else "QLoRA's; LWR: more for large data",
-        "lora_alpha": "LWR; the best learning rate then hardly depends on r",
-        "lora_dropout": "LWR; in GRPO it would be a distance to the engine",
-        "target_modules": "attention: on experts it takes far more memory, and they must be in 4 bits (docs/mixtures.md)"
+        else "as in QLoRA; a large dataset can need more (LWR)",
+        "lora_alpha": "as in LWR; the best learning rate then hardly depends on r",
+        "lora_dropout": "none in LWR; in RL it would also make trainer and engine differ"
+        if task in _SAMPLING
+        else "none in LWR",
+        "target_modules": "attention only: adapters on experts take far more memory and need 4-bit experts (docs/mixtures.md)"
         if ledger.shape.experts
-        else "every linear of the language model: an engine applies no adapter to a vision tower (docs/images.md)"
+        else "every linear of the language model; engines apply no adapter to a vision tower (docs/images.md)"
         if ledger.shape.tower is not None
         else "every linear: needed to match full fine-tuning (QLoRA, figure 2; LWR)",
-        "learning_rate": "ten times TRL's default for full fine-tuning (LWR); half of it from 30 B on in SFT (QLoRA)",
-        "lr_scheduler_type": "constant (QLoRA, LWR), after a short warm-up",
-        "optim": "paging: QLoRA, section 3; 8-bit states: arXiv 2110.02861"
+        "max_steps": "for a first run; raise it while results still improve",
+        "lr_scheduler_type": "constant (QLoRA, LWR) after a short warm-up",
+        "optim": "paged (QLoRA, section 3), with 8-bit states (arXiv 2110.02861)"
         if device == "cuda"
-        else "there is no paged 8-bit AdamW on a CPU",
-        "per_device_train_batch_size": fits,
-        "gradient_accumulation_steps": f"{_PER_STEP[task]} sequences a step; LoRA likes small batches (LWR)",
-        "gradient_checkpointing": "QLoRA, section 2; TRL's default",
-        "bf16": "the dtype in which the base was prepared to compute (QLoRA, section 3)",
-        "vllm_importance_sampling_mode": "both sides hold the same weights: what is left is rounding, token by token",
-        "vllm_importance_sampling_clip_max": "TIS; never reached by rounding",
+        else "paged 8-bit AdamW needs a GPU",
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": f"{_PER_STEP[task]} sequences per step; LoRA tolerates large batches less well (LWR)",
+        "gradient_checkpointing": "recomputes activations to save memory (QLoRA, section 2; TRL's default)",
+        "bf16": "the compute dtype of the base (QLoRA, section 3)",
+        "vllm_importance_sampling_mode": "both sides hold the same weights, so only rounding is left to correct, token by token",
+        "vllm_importance_sampling_clip_max": "from TIS; rounding never reaches it",
         "num_generations": "TRL's default for GRPO",
         "vllm_max_model_length": length,
         "max_length": length,
-        "max_completion_length": "half of it",
-        "adapter_dtype": "small updates are not rounded away; multiplied in bf16 as the engine does",
+        "max_completion_length": "half of vllm_max_model_length",
+        "adapter_dtype": "keeps small updates from being rounded away; multiplied in bf16, as in the engine",
         "gpu_memory": _limit(ledger),
-    } | only_so
+    } | ways
+
+
+def _why_on(way: Way, ledger: MemoryLedger) -> str:
+    cost = f"about {way.cost:.0%} of a step's time"
+    if way == SLEEPS and ledger.changed(sleeps=False, offload=False).fits:
+        return f"more sequences are sampled at a time, for {cost}"
+    return f"the run does not fit without it; costs {cost}"
 
 
 def _limit(ledger: MemoryLedger) -> str:
     asked, budget = ledger.request.gpu_memory_gib, ledger.budget_bytes
     if asked is None or budget is None or budget == int(asked * GIB):
-        return "as asked"
-    return f"a card of {asked:g} GB: {budget / GIB:.1f} GiB of it, so that every such card has them and some is left"
+        return "GiB, the limit you gave"
+    return f"a {asked:g} GB card; {budget / GIB:.1f} GiB are planned, which every such card has, and some is kept in reserve"
 
 
 def _device(gpu_memory: float | None) -> str:

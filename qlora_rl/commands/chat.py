@@ -13,7 +13,7 @@ _HELP = "/new starts over, /image FILE shows an image, /quit (or Ctrl-D) ends, C
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    chat = commands.add_parser("chat", help="chat with a trained policy; from a pipe: one answer per line")
+    chat = commands.add_parser("chat", help="chat with a trained policy; from a pipe: each line gets an answer")
     chat.add_argument(
         "trained", type=existing, metavar="RUN", help="run directory, or a checkpoint or exported adapter in it"
     )
@@ -44,7 +44,9 @@ def add(commands: Any) -> None:
         help="continue the text as it is, without chat template, prompt_template and history",
     )
     chat.add_argument("--base", type=existing, metavar="DIR", help="the base directory, if it was moved")
-    chat.add_argument("--json", action="store_true", help="from a pipe: one JSON object for each line")
+    chat.add_argument(
+        "--json", action="store_true", help="from a pipe: one JSON object for each line, with prompt and answer"
+    )
     chat.set_defaults(run=run)
 
 
@@ -82,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         for line in sys.stdin:
             talk.forget()
             text = line.rstrip("\n")
+            if not arguments.json:  # which answer is whose; on stderr, so that a file holds answers alone
+                print(f"> {text}", file=sys.stderr, flush=True)
             said = "".join(talk.answer(text, arguments.image))
             answers, cut_off = answers + 1, cut_off + (talk.cut_off_after is not None)
             told = {"prompt": text, "answer": said, "cut_off": talk.cut_off_after is not None}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, POSITIVE, UsageError, card
 from qlora_rl.contracts import QUANT_TYPES
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.ledger.methods import METHODS, OFFLINE
+
+if TYPE_CHECKING:
+    from qlora_rl.ledger.plan import MemoryLedger
 
 _GENERATIONS = 8
 
@@ -21,19 +24,19 @@ def add(commands: Any) -> None:
         "--gpu-memory",
         type=card,
         metavar="SIZE",
-        help="size of the card, such as 24 or 24GB; another number is GiB that the run may use (default: no limit)",
+        help="size of the card, such as 24 or 24GB; any other number is a limit in GiB (default: no limit)",
     )
     plan.add_argument(
         "--host-memory",
         type=POSITIVE,
         metavar="GIB",
-        help="host memory that layer inputs may take, in GiB (default: no limit; the trainers take what is free)",
+        help="limit for layer inputs in host memory, in GiB (default: no limit; the trainers use what is free)",
     )
     plan.add_argument(
         "--method",
         choices=METHODS,
         default="grpo",
-        help="sft and dpo have no engine, and dpo two sequences a row (default: %(default)s)",
+        help="sft and dpo have no engine; dpo has two sequences per row (default: %(default)s)",
     )
     plan.add_argument(
         "--max-length",
@@ -53,13 +56,13 @@ def add(commands: Any) -> None:
         "--double-quant",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="quantise the scales too (default: on)",
+        help="also quantise the scales (default: on)",
     )
-    plan.add_argument("--quantize-experts", action="store_true", help="of a mixture, experts in 4 bits too")
+    plan.add_argument("--quantize-experts", action="store_true", help="also quantise the experts of a mixture")
     plan.add_argument(
         "--quantize-tower",
         action="store_true",
-        help="of a vision-language model, vision tower and projector in 4 bits too",
+        help="also quantise vision tower and projector of a vision-language model",
     )
     plan.add_argument("--rank", type=COUNT, default=16, metavar="R", help="rank of the adapter (default: %(default)s)")
     plan.add_argument(
@@ -67,7 +70,7 @@ def add(commands: Any) -> None:
         nargs="+",
         default=["all-linear"],
         metavar="NAME",
-        help="linears with an adapter (default: all-linear)",
+        help="linears to adapt (default: all-linear)",
     )
     plan.add_argument(
         "--batch-size", type=COUNT, default=8, metavar="N", help="per_device_train_batch_size (default: %(default)s)"
@@ -87,19 +90,19 @@ def add(commands: Any) -> None:
     plan.add_argument(
         "--offload",
         action=argparse.BooleanOptionalAction,
-        help="layer inputs wait in host memory, gradient_checkpointing_kwargs (default: where it fits only so)",
+        help="keep layer inputs in host memory, gradient_checkpointing_kwargs (default: only if the run does not fit otherwise)",
     )
-    plan.add_argument("--two-copies", action="store_true", help="trainer and engine hold a base each")
-    plan.add_argument("--padded", action="store_true", help="micro-batches keep their padding (remove_padding=False)")
+    plan.add_argument("--two-copies", action="store_true", help="trainer and engine each hold a copy of the base")
+    plan.add_argument("--padded", action="store_true", help="keep the padding of micro-batches (remove_padding=False)")
     plan.add_argument(
         "--sleep",
         action=argparse.BooleanOptionalAction,
-        help="the KV cache is freed between rollouts (default: where it fits only so)",
+        help="free the KV cache between rollouts (default: only if the run does not fit otherwise)",
     )
     plan.add_argument(
         "--base-compute",
         choices=["nf4", "baked"],
-        help="plan for the CPU, with an engine that multiplies with the codes, or with additional decoded copies",
+        help="plan for a CPU, with an engine that computes from the 4-bit codes, or from additional decoded copies",
     )
     plan.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     plan.add_argument("--json", action="store_true", help="print JSON")
@@ -118,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.engine.loading import loading
 
     with loading("qlora_rl.adapter.start", runs_files=arguments.trust_remote_code):
+        from qlora_rl.ledger.pace import pace_of
         from qlora_rl.ledger.plan import largest_length, plan_memory
         from qlora_rl.ledger.shape import check_supported, read_config, stored_spec
 
@@ -177,21 +181,33 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_offline:
         print(f"\nKV cache: {sequences} sequences of {arguments.max_length} tokens at once, {tokens} tokens in all")
     if longest is not None:
-        print(f"longest --max-length that fits: {longest or 'none'}")
+        print(
+            f"longest --max-length that fits: {f'{longest}, with {_settings(ledger.changed(max_length=longest))}' if longest else 'none'}"
+        )
+    if ledger.fits and (pace := pace_of(ledger)):
+        print(pace)
     if not ledger.fits_host:
         print(ledger.too_much_for_host())
     elif not ledger.fits:
         savings = ledger.savings()
         one_does = any(saving.is_enough for saving in savings)
         print(
-            "lower one of these:"
+            "to make it fit, change one of these:"
             if one_does
-            else "no single one of these is enough; lower several, or take a larger card or a smaller model:"
+            else "no single change is enough; combine several, or use a larger card or a smaller model:"
         )
         for saving in savings:
             enough = ", which is enough" if saving.is_enough else ""
             print(f"  {saving.advice}: saves {saving.nbytes / 2**30:.2f} GiB{enough}")
     return 0 if ledger.fits else DOES_NOT_FIT
+
+
+def _settings(ledger: MemoryLedger) -> str:
+    """What a length depends on."""
+    from qlora_rl.ledger.choice import WAYS
+
+    on = [way.setting for way in WAYS if getattr(ledger.request, way.field)]
+    return ", ".join([f"per_device_train_batch_size={ledger.request.batch_size}", *on])
 
 
 def _of_the_engine(arguments: argparse.Namespace) -> list[str]:

@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
         "--gpu-memory",
         type=card,
         metavar="SIZE",
-        help="size of the card, such as 24 or 24GB; another number is GiB that the run may use (default: no limit)",
+        help="size of the card, such as 24 or 24GB; any other number is a limit in GiB (default: no limit)",
     )
     recommend.add_argument(
         "--max-length",
@@ -31,10 +31,17 @@ def add(commands: Any) -> None:
         metavar="N",
         help="prompt plus completion, in tokens (default: what a known dataset needs, otherwise 2048)",
     )
+    recommend.add_argument(
+        "--max-steps",
+        type=COUNT,
+        default=200,
+        metavar="N",
+        help="optimizer steps; a short run gets a higher learning rate (default: %(default)s)",
+    )
     recommend.add_argument("--device", choices=["cuda", "cpu"], help="(default: cuda if available)")
     recommend.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     recommend.add_argument(
-        "--data", metavar="DATA", help="dataset on the hub, or a .jsonl or .parquet file; needs --toml"
+        "--data", metavar="DATA", help="dataset on the hub, or a file of rows; needs --toml or --out"
     )
     recommend.add_argument("--subset", metavar="NAME", help="configuration of a hub dataset")
     recommend.add_argument("--split", metavar="NAME", help="split of a hub dataset (default: train)")
@@ -46,6 +53,9 @@ def add(commands: Any) -> None:
     )
     form = recommend.add_mutually_exclusive_group()
     form.add_argument("--toml", action="store_true", help="print a file for `qlora-rl train`; needs --data")
+    form.add_argument(
+        "--out", type=Path, metavar="FILE", help="write that file; paths in it are relative to it. Needs --data"
+    )
     form.add_argument("--json", action="store_true", help="print JSON")
     recommend.set_defaults(run=run)
 
@@ -55,11 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
     import json
 
     _check_usage(arguments)
+    arguments.toml = arguments.toml or arguments.out is not None
     from qlora_rl.engine.loading import loading
 
     trusts, length, tables = arguments.trust_remote_code, arguments.max_length, None
     with loading("qlora_rl.adapter.start", runs_files=trusts):
-        from qlora_rl.advice import chat_of, recommend, run_file, tables_for
+        from qlora_rl.advice import chat_of, recommend, run_file, tables_for, tables_from
         from qlora_rl.base.kinds import takes_images
         from qlora_rl.ledger.shape import read_config, stored_spec
 
@@ -80,25 +91,37 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model,
         arguments.task,
         arguments.gpu_memory,
-        max_length=2048 if length is None else length,
+        max_length=length,
+        max_steps=arguments.max_steps,
         device=arguments.device,
         trust_remote_code=trusts,
     )
     if tables is not None:
         command = _command(arguments)
-        text = run_file(advice, arguments.model, tables, switch=chat.switch, command=command, trust_remote_code=trusts)
-        print(text, end="")
+        model = arguments.model
+        if arguments.out is not None:
+            model, tables = tables_from(arguments.out.parent, model, tables)
+        text = run_file(advice, model, tables, switch=chat.switch, command=command, trust_remote_code=trusts)
+        if arguments.out is None:
+            print(text, end="")
+        else:
+            _write(arguments.out, text)
     else:
         print(json.dumps(advice.as_dict(), indent=1, default=str) if arguments.json else advice)
     return 0 if advice.fits else DOES_NOT_FIT
 
 
 def _check_usage(arguments: argparse.Namespace) -> None:
-    if arguments.toml != bool(arguments.data):
-        raise UsageError("recommending settings: --toml and --data belong together: a run's file names its data.")
+    makes_file = arguments.toml or arguments.out is not None
+    if makes_file != bool(arguments.data):
+        raise UsageError(
+            "recommending settings: --data and --toml or --out belong together: a run's file names its data."
+        )
+    if arguments.out is not None and arguments.out.exists():
+        raise UsageError(f"recommending settings: {arguments.out} exists already. Choose another name, or remove it.")
     if not arguments.data and (arguments.subset or arguments.split or arguments.reward):
         raise UsageError("recommending settings: --subset, --split and --reward are about --data. Leave them out.")
-    if arguments.toml and Path(arguments.model).is_file():
+    if makes_file and Path(arguments.model).is_file():
         raise UsageError(
             "recommending settings: a run's file needs a model, and a config.json is none. Pass a directory."
         )
@@ -110,4 +133,17 @@ def _command(arguments: argparse.Namespace) -> str:
     for name in ("task", "data", "subset", "split", "reward", "gpu_memory", "max_length", "device"):
         if (value := getattr(arguments, name)) not in (None, ""):
             words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
-    return shlex.join([*words, *(["--trust-remote-code"] if arguments.trust_remote_code else []), "--toml"])
+    words += ["--max-steps", str(arguments.max_steps)] if arguments.max_steps != 200 else []
+    form = ["--toml"] if arguments.out is None else ["--out", str(arguments.out)]
+    return shlex.join([*words, *(["--trust-remote-code"] if arguments.trust_remote_code else []), *form])
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"recommending settings: {file} cannot be written: {error.strerror}.") from error
+    print(
+        f"  run file: {file}\n  to look at its prompts: qlora-rl data {shlex.quote(str(file))}\n  to train: qlora-rl train {shlex.quote(str(file))}"
+    )

@@ -62,7 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
 
         transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
         config = read_config(arguments.file, arguments.overrides, trains=True)
-    from qlora_rl.config.launch import check_model, check_rows, find_trainer, launch, unchecked
+    if said := _said_of_directory(arguments.file, config.run.dir):
+        print(said, file=sys.stderr)
+    from qlora_rl.config.launch import check_model, check_rows, find_trainer, launch, unchecked, unused_template
+
+    if int(os.environ.get("RANK", "0")) == 0 and (said := unused_template(config)):
+        print(f"qlora-rl: warning: {said}", file=sys.stderr)
 
     if arguments.check:
         import datasets
@@ -70,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         datasets.disable_progress_bars()
         left = [each for each in (check_model(config), *unchecked(config, check_rows(config))) if each]
         print(resolved_toml(config), end="")
-        print(f"qlora-rl: {arguments.file} can run. Not checked: {', '.join(left)}", file=sys.stderr)
+        print(f"qlora-rl: {arguments.file}: no errors found. Not checked: {', '.join(left)}", file=sys.stderr)
         return 0
 
     try:
@@ -84,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         whole = any(Path(config.run.dir).glob("checkpoint-*"))
         further = (
-            "--set run.existing=resume goes on from its last checkpoint"
+            f"the same command with {_resuming(config.run.dir)} goes on from its last checkpoint"
             if whole
             else "it has no checkpoint yet ([train] save_steps)"
         )
@@ -97,3 +102,19 @@ def run(arguments: argparse.Namespace) -> int:
             f"\n  serve it:      qlora-rl serve {named}"
         )
     return 0
+
+
+def _said_of_directory(file: Path, chosen: str) -> str:
+    """Why a run is not in the usual directory of its file; empty where it is, or where the file says another."""
+    from qlora_rl.config.paths import next_of, runs_of
+    from qlora_rl.config.read import usual_directory
+
+    usual = usual_directory(file)
+    if chosen == usual or chosen != next_of(usual):
+        return ""
+    last = runs_of(usual)[-1]
+    return f"qlora-rl: {last} holds a run, so this one goes to {chosen}. To go on with the former: {_resuming(last)}"
+
+
+def _resuming(directory: str) -> str:
+    return f"--set run.dir={shlex.quote(directory)} --set run.existing=resume"

@@ -14,6 +14,18 @@ from qlora_rl.config.paths import all_uses, is_file, split_reward
 from qlora_rl.config.schema import ALIASES, KINDS, METHODS, TABLES, TRAIN, Adapter, Reward, options
 from qlora_rl.config.trl_fields import LIMITS
 
+# What others call a way to train, and what comes closest to it here.
+_OTHER_METHODS = {
+    "ppo": "'grpo' or 'rloo', which need no value model",
+    "reinforce": "'rloo'",
+    "dapo": "'grpo' with [train] loss_type = 'dapo'",
+    "dr_grpo": "'grpo' with [train] loss_type = 'dr_grpo'",
+    "gspo": "'grpo' with [train] importance_sampling_level = 'sequence'",
+    "ipo": "'dpo' with [train] loss_type = ['ipo']",
+    "kto": "'dpo', which needs pairs",
+    "orpo": "'dpo'",
+    "simpo": "'dpo'",
+}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -64,8 +76,13 @@ def _check_method(document: Mapping[str, Any]) -> list[Finding]:
         return [Finding("method", f"is missing. Choose one of {', '.join(map(show, METHODS))}")]
     method = document["method"]
     if not isinstance(method, str):
-        return [Finding("method", f"{show(method)} is not a text in quotes")]
-    return [] if method in METHODS else [Finding("method", not_among(method, METHODS))]
+        return [Finding("method", f"{show(method)} is not a string in quotes")]
+    if method in METHODS:
+        return []
+    if closest := _OTHER_METHODS.get(method.lower()):
+        known = ", ".join(map(show, METHODS))
+        return [Finding("method", f"{show(method)} is none of {known}. The closest to it is {closest}")]
+    return [Finding("method", not_among(method, METHODS))]
 
 
 def _check_rewards(name: str, held: Any) -> list[Finding]:
@@ -134,7 +151,11 @@ def _look_at_data(value: str | list[str]) -> list[str]:
         if len(files) > 1:
             return [f"{show(names[0])} is no file; a dataset of the hub stands alone"]
         known = _HUB_NAME.fullmatch(names[0])
-        return [] if known else [f"{show(names[0])} is neither a .jsonl or .parquet file nor a name on the hub"]
+        return (
+            []
+            if known
+            else [f"{show(names[0])} is neither a .jsonl, .json, .csv or .parquet file nor a name on the hub"]
+        )
     return data.check_files(files)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from qlora_rl.config.data import check_subset, columns_after, placeholders, taken_names
 from qlora_rl.config.findings import Finding, show
-from qlora_rl.config.paths import is_file
+from qlora_rl.config.paths import holds_run, is_file, next_of
 from qlora_rl.config.rewards import column_of
 from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Reward, default, options
 
@@ -73,12 +74,12 @@ def check_directory(document: Mapping[str, Any], usual: str) -> list[Finding]:
                 "[run] dir", f"{out} cannot be {'written' if os.path.isdir(out) else 'made'}: {reason}. Choose another"
             )
         ]
-    if not os.path.exists(os.path.join(out, "metrics.jsonl")) or said.get("run", "existing") != "refuse":
+    if not holds_run(out) or said.get("run", "existing") not in ("auto", "refuse"):
         return []
     return [
         Finding(
             "[run] dir",
-            f"{out} holds a run. Choose another, or set [run] existing = 'resume' (go on from its last checkpoint), "
+            f"{out} holds a run. Choose another (--set run.dir={shlex.quote(next_of(out))}), or set [run] existing = 'resume' (go on from its last checkpoint), "
             "'overwrite', or 'continue' (begin again at step 1, after its lines); on the command line: --set run.existing=overwrite",
         )
     ]

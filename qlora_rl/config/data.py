@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 import os
@@ -20,7 +21,10 @@ from qlora_rl.config.schema import Data
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.pictures import read_image
 
-_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+# ShareGPT's column, and what it calls those who speak.
+_SHARED = "conversations"
+_SPEAKERS = {"human": "user", "gpt": "assistant"}
 # Columns whose text one side of a conversation says.
 _SAID_BY = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
 # TRL reads the template's arguments of a row there, where its config has no field for them.
@@ -54,7 +58,7 @@ def check_files(files: Sequence[str]) -> list[str]:
         else:
             found += _check_rows(file)
     if not found and len({_READERS[Path(file).suffix] for file in files}) > 1:
-        found.append("holds JSON lines and Parquet; make two runs of one kind, or one kind of them")
+        found.append("holds files of several kinds. Convert them to one kind")
     return found
 
 
@@ -89,6 +93,13 @@ def placeholders(template: str) -> list[str]:
         if not name.isidentifier():
             raise ValueError(f"{{{name}}} names no column")
     return names
+
+
+def filled(template: str, values: Mapping[str, Any]) -> str:
+    """The template with these values; where the last one is empty, as Alpaca's input often is, without the blank lines before it."""
+    text = template.format(**values)
+    last = placeholders(template)[-1:]
+    return text if not last or str(values[last[0]]) else text.rstrip("\n")
 
 
 def check_filling(value: Any, name: str, where: str) -> None:
@@ -181,9 +192,11 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
     try:
         if is_file(names[0]):
             with _without_log():  # it logs what it raises
-                return load_dataset(_READERS[Path(names[0]).suffix], data_files=names, split="train")
-        hub_reachable()
-        return load_dataset(names[0], data.subset, split=split, revision=data.revision)
+                found = load_dataset(_READERS[Path(names[0]).suffix], data_files=names, split="train")
+        else:
+            hub_reachable()
+            found = load_dataset(names[0], data.subset, split=split, revision=data.revision)
+        return _with_messages(found)
     except Exception as error:  # whatever the library finds: the file is the user's, and so is the way out
         reason = error.__cause__ or error
         if "corresponds to no data" in str(reason):
@@ -206,6 +219,22 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
             f"loading the data: [data] {place}: {', '.join(names)} cannot be read ({type(reason).__name__}: {reason}). Fix it, "
             "or pass another one."
         ) from error
+
+
+def _with_messages(dataset: Any) -> Any:
+    """ShareGPT's conversations as `messages`; any other dataset as it is."""
+    kind = getattr(dataset.features, "get", lambda _: None)(_SHARED)
+    said = getattr(kind, "feature", None)
+    if not isinstance(said, Mapping) or not {"from", "value"} <= set(said) or "messages" in dataset.column_names:
+        return dataset
+    return dataset.map(
+        lambda row: {
+            "messages": [
+                {"role": _SPEAKERS.get(each["from"], each["from"]), "content": each["value"]} for each in row[_SHARED]
+            ]
+        },
+        remove_columns=[_SHARED],
+    )
 
 
 @contextmanager
@@ -269,7 +298,7 @@ def _with_columns(dataset: Any, data: Data, has_template_field: bool) -> Any:
         for name in wanted:
             for row, value in enumerate(dataset[name]):
                 check_filling(value, name, f"loading the data: [data] prompt_template: row {row}")
-        dataset = dataset.map(lambda row: {"prompt": template.format(**{name: row[name] for name in wanted})})
+        dataset = dataset.map(lambda row: {"prompt": filled(template, {name: row[name] for name in wanted})})
     if data.columns:
         dataset = dataset.rename_columns({old: new for new, old in data.columns.items()})
     for name, pattern in data.extract.items():
@@ -436,20 +465,35 @@ def _check_rows(file: str) -> list[str]:
     except (ValueError, OSError) as error:
         return [f"{file}: its first line is no JSON: {error}"]
     if row is None:
-        return [f"{file} is empty. Write one JSON object per line, a row each"]
+        return (
+            [f"{file} holds no rows"]
+            if file.endswith(".csv")
+            else [f"{file} is empty. Write one JSON object per line, a row each"]
+        )
     return [] if isinstance(row, dict) else [f"{file}: its first line is no JSON object. Write one row per line"]
 
 
 def _columns(file: str) -> list[str]:
     if not file.endswith(".parquet"):
-        return list(_first_row(file))
+        row = _first_row(file)
+        said = row.get(_SHARED)
+        is_shared = (
+            isinstance(said, list) and bool(said) and isinstance(said[0], dict) and {"from", "value"} <= set(said[0])
+        )
+        return ["messages" if each == _SHARED and is_shared else each for each in row]
     from pyarrow import parquet
 
-    return list(parquet.read_schema(file).names)
+    schema = parquet.read_schema(file)
+    return ["messages" if each.name == _SHARED and "from: " in str(each.type) else each.name for each in schema]
 
 
 def _first_row(file: str) -> Any:
-    """The first row of JSON lines; `None` where there is none."""
-    with open(file, encoding="utf-8") as handle:
+    """The first row of CSV, of JSON lines or of an array of JSON; `None` where there is none."""
+    with open(file, encoding="utf-8", newline="") as handle:
+        if file.endswith(".csv"):
+            return next(csv.DictReader(handle), None)
         line = next((line for line in handle if line.strip()), "")
+        if file.endswith(".json") and line.lstrip().startswith("["):
+            rows = json.loads(line + handle.read())
+            return rows[0] if rows else None
     return json.loads(line) if line else None

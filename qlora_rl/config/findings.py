@@ -49,8 +49,24 @@ def not_among(value: str, known: Iterable[str]) -> str:
 
 def nearest(value: str, known: Iterable[str]) -> str:
     """ "; did you mean ...?", or nothing."""
-    close = difflib.get_close_matches(value, list(known), 1, 0.6)
-    return f"; did you mean {show(close[0])}?" if close else ""
+    close = kin(value, known)
+    return f"; did you mean {show(close)}?" if close else ""
+
+
+def kin(value: str, known: Iterable[str], share: float = 0.6) -> str:
+    """The word that was probably meant; empty where there is none.
+
+    A slip seldom hits the first letter, and a short word that begins with another one is another word: ppo is no dpo.
+
+    Args:
+        value: as it was written.
+        known: the words that there are.
+        share: of the letters that must be the same.
+    """
+    alike = [each for each in known if each.lstrip("-")[:1].lower() == value.lstrip("-")[:1].lower()]
+    lower = {each.lower(): each for each in alike}
+    close = difflib.get_close_matches(value.lower(), lower, 1, share)
+    return lower[close[0]] if close else ""
 
 
 def elsewhere(name: str, place: str, train: Iterable[str] = ()) -> str:
@@ -66,8 +82,33 @@ def elsewhere(name: str, place: str, train: Iterable[str] = ()) -> str:
         head = f"[[{table}]]" if held is Reward else f"[{table}]"
         found |= {each: f"{head} {each}" for each in options(held) if head != place}
     found = {**found, **ELSEWHERE, **ALIASES}
-    close = [name] if name in found else difflib.get_close_matches(name, found, 1, 0.8)
-    return found[close[0]] if close else ""
+    return found.get(name if name in found else kin(name, found, 0.8), "")
+
+
+def overrides_of(words: Iterable[str], train: Iterable[str]) -> list[str]:
+    """`--set table.field=value` for options that name fields of a run's file, such as --learning_rate 1e-5; none where one of them does not.
+
+    Args:
+        words: of a command line: --name value, --name=value, --table.field=value.
+        train: fields of [train].
+    """
+    found, left = [], list(words)
+    while left:
+        name, equals, value = left.pop(0).partition("=")
+        if not name.startswith("--") or not (field := _dotted(name[2:], train)):
+            return []
+        if not equals:
+            value = left.pop(0) if left and not left[0].startswith("--") else "VALUE"
+        found += ["--set", f"{field}={value}"]
+    return found
+
+
+def _dotted(name: str, train: Iterable[str]) -> str:
+    table, dot, _ = name.partition(".")
+    if dot and table in (*TABLES, TRAIN):
+        return name
+    head, _, field = elsewhere(name.replace("-", "_"), "", train).partition("] ")
+    return f"{head.strip('[]')}{'.0' if head.startswith('[[') else ''}.{field.strip()}" if field else ""
 
 
 def show(value: Any) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes", dict: "a table"}
-_MANY = {bool: "truth values", int: "whole numbers", float: "numbers", str: "texts", dict: "tables"}
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string in quotes", dict: "a table"}
+_MANY = {bool: "booleans", int: "whole numbers", float: "numbers", str: "strings", dict: "tables"}
 
 _SHOWN = 12  # of an enumeration
 
@@ -50,7 +50,7 @@ def takes_nothing(hint: Any) -> bool:
 
 
 def words(hint: Any) -> str:
-    """The hint for a reader: "a whole number", "a list of texts"; empty where no TOML value fits."""
+    """The hint for a reader: "a whole number", "a list of strings"; empty where no TOML value fits."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         found = dict.fromkeys(words(part) for part in _narrowed(parts) if part is not type(None))

@@ -12,7 +12,7 @@ from typing import Any
 import qlora_rl
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.kinds import adaptable, takes_images
-from qlora_rl.config.data import IMAGES, TEMPLATE_COLUMN, load_data
+from qlora_rl.config.data import IMAGES, TEMPLATE_COLUMN, columns_after, load_data
 from qlora_rl.config.paths import all_uses, is_file, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
@@ -124,7 +124,7 @@ def check_model(config: RunConfig) -> str:
     except ConfigConflictError:
         if is_local(held.model) or hub_reachable():
             raise
-        return f"{held.model}, which is not cached and cannot be fetched"
+        return f"the model (there is no directory {held.model}, and no cached hub model of this name; the hub cannot be reached)"
     check_supported(found, config.train.get("vllm_max_model_length") if METHODS[config.method].draws else None)
     if config.data.images is not None and not takes_images(found):
         raise ConfigConflictError(
@@ -219,6 +219,27 @@ def check_rows(config: RunConfig) -> bool:
     few = replace(data, limit=min(data.limit or _LOOKED_AT, _LOOKED_AT))
     check_talks(config, tokenizer, *load_data(few, has_template_field=True))
     return True
+
+
+def unused_template(config: RunConfig) -> str:
+    """Said where a model has a chat template and [data] does not use it; empty elsewhere, and where the tokenizer cannot be read.
+
+    Rows of whole texts, and of messages, which TRL puts through the template itself, are no case of it.
+    """
+    data = config.data
+    first = columns_after(data.train, data.columns)
+    if data.format != "plain" or (first is not None and {"text", "messages", "input_ids"} & set(first)):
+        return ""
+    try:
+        tokenizer = load_tokenizer(config)
+    except ConfigConflictError:  # a run says it
+        return ""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    return (
+        f"{config.base.model} has a chat template, and [data] format = 'plain' does not apply it: prompts are continued as bare text. An instruct model "
+        "expects format = 'chat'."
+    )
 
 
 def unchecked(config: RunConfig, has_rows: bool = False) -> list[str]:

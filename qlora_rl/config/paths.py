@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os.path
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qlora_rl.config.schema import TABLES, Rules, options
 
-DATA_FILES = (".jsonl", ".json", ".parquet")
+DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def anchored(document: Mapping[str, Any], root: Path) -> dict[str, Any]:
@@ -29,6 +30,30 @@ def anchored(document: Mapping[str, Any], root: Path) -> dict[str, Any]:
         else:
             found[name] = _table(table, held, root)
     return {name: each for name, each in found.items() if name in document}
+
+
+def runs_of(usual: str) -> list[str]:
+    """The directories that hold runs of one file, the first run's first: `usual`, and `usual`-2, -3, ... that were taken after it."""
+    above, name = os.path.split(usual)
+    ours = re.compile(rf"{re.escape(name)}(?:-([1-9]\d*))?")
+    there = os.listdir(above) if os.path.isdir(above) else ()
+    numbers = {each: int(found[1] or 1) for each in there if (found := ours.fullmatch(each))}
+    paths = [os.path.join(above, each) for each in sorted(numbers, key=lambda each: numbers[each])]
+    return [each for each in paths if holds_run(each)]
+
+
+def next_of(usual: str) -> str:
+    """The directory of the next run: `usual`, where no run is in it or in one of those after it; otherwise the number after the last."""
+    taken = runs_of(usual)
+    if not taken:
+        return usual
+    number = taken[-1].removeprefix(usual).removeprefix("-")
+    return f"{usual}-{int(number or 1) + 1}"
+
+
+def holds_run(directory: str) -> bool:
+    """A run has trained in it."""
+    return os.path.exists(os.path.join(directory, "metrics.jsonl"))
 
 
 def is_file(text: str) -> bool:

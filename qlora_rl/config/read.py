@@ -8,14 +8,14 @@ import os
 import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from qlora_rl.config.check import check_document
 from qlora_rl.config.contradictions import check_directory, check_together
 from qlora_rl.config.findings import Finding, nearest, show
-from qlora_rl.config.paths import anchored
+from qlora_rl.config.paths import anchored, next_of, runs_of
 from qlora_rl.config.schema import DRAWING, METHODS, TABLES, TRAIN, Reward, RunConfig, default, options
 from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError, MissingDependencyError, collected
@@ -42,11 +42,12 @@ def read_config(
     document, found = _document(path, overrides)
     found += check_document(document)
     found += check_together(document)
-    found += check_directory(document, _usual_directory(path)) if trains else []
+    usual = _own_directory(document, path) if trains else usual_directory(path)
+    found += check_directory(document, usual) if trains else []
     found += [*_ask_trl(document), *_ask_vllm(document), *_import_tools(document)] if asks_trl else []
     if found:
         raise collected(f"reading {path}", list(dict.fromkeys(map(str, found))), ConfigConflictError)
-    return _settled(document, path)
+    return _settled(document, usual)
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
@@ -192,21 +193,35 @@ def _import_tools(document: Mapping[str, Any]) -> list[Finding]:
     return [Finding(f"[{table}] use", text) for table, text in found]
 
 
-def _settled(document: Mapping[str, Any], path: Path) -> RunConfig:
+def _settled(document: Mapping[str, Any], usual: str) -> RunConfig:
     tables: dict[str, Any] = {}
     for name, table in TABLES.items():
         if table is Reward:
             tables[name] = tuple(Reward(**_filled(Reward, each)) for each in document.get(name, []))
         else:
             tables[name] = table(**_filled(table, document.get(name, {})))
-    if tables["run"].dir is None:
-        tables["run"] = type(tables["run"])(**{**vars(tables["run"]), "dir": _usual_directory(path)})
+    run = tables["run"]
+    tables["run"] = replace(
+        run,
+        dir=usual if run.dir is None else run.dir,
+        existing="refuse" if run.existing == "auto" else run.existing,  # the name has been chosen
+    )
     return RunConfig(method=document["method"], train=copy.deepcopy(document.get(TRAIN, {})), **tables)
 
 
-def _usual_directory(path: Path) -> str:
-    """Of a run whose file does not say it."""
+def usual_directory(path: Path) -> str:
+    """Of the first run of a file that does not say it."""
     return str(Path.cwd() / "runs" / path.stem)
+
+
+def _own_directory(document: Mapping[str, Any], path: Path) -> str:
+    """Of a run whose file does not say it: the next free one, or that of the last run, which is resumed, overwritten or continued."""
+    usual, run = usual_directory(path), document.get("run")
+    existing = run.get("existing", "auto") if isinstance(run, Mapping) else "auto"
+    # Processes on several machines see different directories, and must agree.
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or existing == "refuse":
+        return usual
+    return next_of(usual) if existing == "auto" else (runs_of(usual) or [usual])[-1]
 
 
 def _filled(table: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -125,20 +125,22 @@ class Base:
     model: str = option(
         "hub name, checkpoint directory, or a base made by `qlora-rl prepare`", kind="model", example="Qwen/Qwen3-0.6B"
     )
-    quant: str = option("how the base is held", "nf4", choices=QUANT_TYPES)
-    double_quant: bool = option("quantise the block scales too", True)
+    quant: str = option("how the base is quantised", "nf4", choices=QUANT_TYPES)
+    double_quant: bool = option("also quantise the block scales", True)
     blocksize: Literal[64, 128, 256, 512, 1024, 2048, 4096] = option("weights that share a scale", 64)
     compute_dtype: str = option(
-        "of activations and of what is not quantised", "bfloat16", choices=("bfloat16", "float16", "float32")
+        "dtype of activations and unquantised weights",
+        "bfloat16",
+        choices=("bfloat16", "float16", "float32"),
     )
     skip_modules: list[str] = option(
-        "names of linears that stay unquantised, or parts of them", [], example=["down_proj"]
+        "linears to leave unquantised, by name or part of a name", [], example=["down_proj"]
     )
-    quantize_experts: bool = option("of a mixture, experts in 4 bits too", False)
-    quantize_tower: bool = option("of a vision-language model, vision tower and projector in 4 bits too", False)
-    revision: str | None = option("branch, tag or commit of a hub model", None, example="main")
-    trust_remote_code: bool = option("let the model's own code run", False)
-    attn_implementation: str | None = option("transformers' attention, for the trainer", None, example="sdpa")
+    quantize_experts: bool = option("in a mixture of experts, also quantise the experts", False)
+    quantize_tower: bool = option("in a vision-language model, also quantise vision tower and projector", False)
+    revision: str | None = option("branch, tag or commit on the hub", None, example="main")
+    trust_remote_code: bool = option("allow the model's own code to run", False)
+    attn_implementation: str | None = option("transformers' attention in the trainer", None, example="sdpa")
 
 
 @dataclass(frozen=True)
@@ -151,28 +153,26 @@ class Adapter:
         choices=("lora", "none"),
     )
     start_from: str | None = option(
-        "directory of an adapter, or of a run, that is trained on; it brings its own LoraConfig", None, kind="path"
+        "adapter or run directory to continue training from; its own LoraConfig is used", None, kind="path"
     )
-    dtype: str = option("of the trained weights", "float32", choices=("float32", "bfloat16"))
+    dtype: str = option("dtype of the trained weights", "float32", choices=("float32", "bfloat16"))
     r: int = option("rank", 16, at_least=1)
-    lora_alpha: int = option("scale: alpha / r", 32, at_least=1)
-    target_modules: str | list[str] = option("linears that get an adapter: names, or a pattern", "all-linear")
-    exclude_modules: str | list[str] | None = option("linears that get none", None, example=["lm_head"])
-    lora_dropout: float = option("dropout before the adapter, while training", 0.0, at_least=0.0, below=1.0)
-    bias: str = option("biases that are trained too", "none", choices=("none", "all", "lora_only"))
-    use_rslora: bool = option("scale: alpha / sqrt(r)", False)
+    lora_alpha: int = option("numerator of the scale alpha / r", 32, at_least=1)
+    target_modules: str | list[str] = option("linears to adapt, by name or pattern", "all-linear")
+    exclude_modules: str | list[str] | None = option("linears to leave without an adapter", None, example=["lm_head"])
+    lora_dropout: float = option("dropout before the adapter during training", 0.0, at_least=0.0, below=1.0)
+    bias: str = option("biases to train as well", "none", choices=("none", "all", "lora_only"))
+    use_rslora: bool = option("scale by alpha / sqrt(r)", False)
     use_dora: bool = option("DoRA; synced as full weights", False)
     init_lora_weights: bool | Literal["gaussian", "orthogonal", "pissa", "olora"] = option(
-        "how the adapter starts; the base stays as it is", True
+        "how to initialise the adapter; the base is unchanged", True
     )
-    rank_pattern: dict[str, int] = option("ranks of single modules, by pattern", {}, example={"q_proj": 32})
-    alpha_pattern: dict[str, int] = option("alphas of single modules, by pattern", {}, example={"q_proj": 64})
-    layers_to_transform: list[int] | int | None = option(
-        "numbers of the only layers with an adapter", None, example=[0]
-    )
-    layers_pattern: str | list[str] | None = option("name of the list of layers", None, example="layers")
+    rank_pattern: dict[str, int] = option("ranks of individual modules, by pattern", {}, example={"q_proj": 32})
+    alpha_pattern: dict[str, int] = option("alphas of individual modules, by pattern", {}, example={"q_proj": 64})
+    layers_to_transform: list[int] | int | None = option("adapt only the layers with these numbers", None, example=[0])
+    layers_pattern: str | list[str] | None = option("name of the module that holds the layers", None, example="layers")
     modules_to_save: list[str] | None = option(
-        "modules trained in full; synced as full weights", None, example=["norm"]
+        "modules to train in full; synced as full weights", None, example=["norm"]
     )
 
 
@@ -181,50 +181,52 @@ class Data:
     """What it is trained on."""
 
     train: str | list[str] = option(
-        ".jsonl or .parquet files, or one name on the hub", kind="data", example="examples/data/sums.jsonl"
+        ".jsonl, .json, .csv or .parquet files, or one name on the hub", kind="data", example="examples/data/sums.jsonl"
     )
     eval: str | list[str] | None = option(
-        "the same, for `qlora-rl eval`; with [train] eval_strategy also evaluated on while it trains",
+        "the same for evaluation: by `qlora-rl eval`, and during training if [train] eval_strategy is set",
         None,
         kind="data",
         example="eval.jsonl",
     )
-    split: str = option("of a hub dataset", "train")
-    eval_split: str = option("of a hub dataset", "test")
-    subset: str | None = option("configuration of a hub dataset", None, example="main")
+    split: str = option("split of a hub dataset to train on", "train")
+    eval_split: str = option("split of a hub dataset to evaluate on", "test")
+    subset: str | None = option("configuration (subset) of a hub dataset", None, example="main")
     revision: str | None = option("branch, tag or commit of a hub dataset", None, example="main")
-    columns: dict[str, str] = option("columns under new names: new = 'old'", {}, example={"prompt": "question"})
+    columns: dict[str, str] = option("rename columns: new = 'old'", {}, example={"prompt": "question"})
     prompt_template: str | None = option(
-        "makes the column `prompt` out of others; with `chat` the user's turn",
+        "builds the column `prompt` from other columns; with format = 'chat' it is the user's turn",
         None,
         example="Question: {question}\nAnswer:",
     )
     extract: dict[str, str] = option(
-        "columns that become what a regular expression finds in them (its group, or all of it)",
+        "replace a column by what a regular expression finds in it (its group, if it has one)",
         {},
         example={"answer": r"####\s*(.+)"},
     )
     format: str = option(
-        "`chat`: prompts, completions and preferences are messages under the model's chat template; text becomes the user's or the assistant's",
+        "`chat` applies the model's chat template: text in prompts becomes the user's turn, in completions the assistant's; `plain` uses text as it is",
         "plain",
         choices=("plain", "chat"),
     )
     system_prompt: str | None = option(
-        "first message of every conversation (chat)", None, example="Think step by step. End with #### and the number."
+        "system message at the start of every conversation (chat)",
+        None,
+        example="Think step by step. End with #### and the number.",
     )
     chat_template_kwargs: dict[str, Any] = option(
-        "further arguments of the chat template (chat)",
+        "additional arguments for the chat template (chat)",
         {},
         methods=("sft", "dpo", "grpo", "rloo", "async_grpo"),
         example={"enable_thinking": False},
     )
     images: str | None = option(
-        "column with the images of a row: one or a list, as paths from the directory of the first file, or as a dataset holds them (chat)",
+        "column with one image or a list of images: paths relative to the first file, or images stored in the dataset (chat)",
         None,
         methods=SEEING,
         example="image",
     )
-    limit: int | None = option("the first rows only", None, at_least=1, example=1000)
+    limit: int | None = option("use only the first rows", None, at_least=1, example=1000)
 
 
 @dataclass(frozen=True)
@@ -232,12 +234,12 @@ class Reward:
     """A reward function; one `[[rewards]]` for each."""
 
     use: str = option(
-        "`path.py:function`, or one of ours: exact_match, numeric_match, math_match, format_match, length_match, program_match",
+        "`path.py:function`, or a built-in: exact_match, numeric_match, math_match, format_match, length_match, program_match",
         kind="reward",
         example="exact_match",
     )
-    weight: float = option("factor of its rewards", 1.0)
-    arguments: dict[str, Any] = option("further arguments, by name", {}, example={"column": "answer"})
+    weight: float = option("weight of this reward in the sum", 1.0)
+    arguments: dict[str, Any] = option("additional arguments for the function", {}, example={"column": "answer"})
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ class Tools:
     """Functions that the model may call while it answers: TRL's `tools=`."""
 
     use: list[str] | None = option(
-        "`path.py:function` of each, with type hints and a docstring, from which the prompt's schema is made",
+        "functions as `path.py:function`; the schema in the prompt is built from their type hints and docstrings",
         None,
         kind="function",
         methods=CALLING,
@@ -258,7 +260,7 @@ class Environment:
     """Objects with a state, one for each completion, whose methods the model may call: TRL's `environment_factory=`."""
 
     use: str | dict[str, str] | None = option(
-        "`path.py:Class`; or several by name, among which a column `environment` chooses",
+        "`path.py:Class`, or several by name; the column `environment` of a row then selects one",
         None,
         kind="function",
         methods=CALLING,
@@ -271,46 +273,55 @@ class Rollout:
     """Where completions are sampled."""
 
     where: str | list[str] = option(
-        "`colocate`: vLLM in this process; `server`: one is started on this host; `ray`: in actors of a Ray cluster; or URLs of `qlora-rl serve`",
+        "`colocate`: vLLM in this process; `server`: a vLLM server started on this host; `ray`: actors of a Ray cluster; or URLs of `qlora-rl serve`",
         "colocate",
         methods=DRAWING,
     )
-    api_key_file: str | None = option("holds the key of that server", None, kind="path", methods=DRAWING)
-    share_base: bool | Literal["auto"] = option("hold the base once", "auto", methods=DRAWING)
+    api_key_file: str | None = option("file with the API key of that server", None, kind="path", methods=DRAWING)
+    share_base: bool | Literal["auto"] = option(
+        "trainer and engine share one copy of the base", "auto", methods=DRAWING
+    )
     max_staleness: int = option(
-        "number of versions that the sampling policy may be behind", 1, at_least=0, methods=("async_grpo",)
+        "how many versions old the sampling policy may be", 1, at_least=0, methods=("async_grpo",)
     )
     rollout_threads: int | None = option(
-        "batches that are sampled at once; by default max_staleness + 1",
+        "batches sampled concurrently; default: max_staleness + 1",
         None,
         at_least=1,
         methods=("async_grpo",),
         example=1,
     )
     base_compute: str = option(
-        'what linears multiply with; on a GPU only "auto" changes anything',
+        'how the engine multiplies with the base; on a GPU only "auto" makes a difference',
         "nf4",
         choices=("nf4", "baked", "auto", "vllm"),
         methods=DRAWING,
     )
     max_num_seqs: int | None = option(
-        "sequences in flight; by default those of a rollout", None, at_least=1, methods=DRAWING, example=64
+        "concurrent sequences; by default all of a rollout",
+        None,
+        at_least=1,
+        methods=DRAWING,
+        example=64,
     )
-    kv_cache_gib: float | None = option("size of the KV cache", None, above=0.0, methods=DRAWING, example=2.0)
-    enforce_eager: bool | None = option("no CUDA graphs", None, methods=DRAWING, example=True)
-    enable_prefix_caching: bool = option("share the cache of common beginnings of prompts", True, methods=DRAWING)
+    kv_cache_gib: float | None = option("size of the KV cache, in GiB", None, above=0.0, methods=DRAWING, example=2.0)
+    enforce_eager: bool | None = option("do not use CUDA graphs", None, methods=DRAWING, example=True)
+    enable_prefix_caching: bool = option("reuse the cache of common prompt prefixes", True, methods=DRAWING)
     vllm: dict[str, Any] = option(
-        "further arguments of `vllm.LLM`, by their names (colocate, ray)",
+        "additional arguments for `vllm.LLM` (colocate, ray)",
         {},
         methods=DRAWING,
         example={"block_size": 32},
     )
-    replicas: int = option("engines (ray)", 1, at_least=1, methods=DRAWING, example=4)
+    replicas: int = option("number of engines (ray)", 1, at_least=1, methods=DRAWING, example=4)
     ray_address: str | None = option(
-        "of a Ray cluster; by default RAY_ADDRESS, or one of this machine (ray)", None, methods=DRAWING, example="auto"
+        "address of the Ray cluster; by default RAY_ADDRESS, or a local cluster (ray)",
+        None,
+        methods=DRAWING,
+        example="auto",
     )
     ray_options: dict[str, Any] = option(
-        "of each actor, as Ray's `.options()` takes them (ray)", {}, methods=DRAWING, example={"num_gpus": 1}
+        "arguments of Ray's `.options()` for each actor (ray)", {}, methods=DRAWING, example={"num_gpus": 1}
     )
 
 
@@ -319,27 +330,30 @@ class Sync:
     """How the policy is synced to the engine, and how that is checked."""
 
     how: str = option(
-        "`lora_adapter`, `weights` (full weights), or what the adapter needs",
+        "`lora_adapter`, `weights` (full weights), or `auto`: whichever the adapter needs",
         "auto",
         choices=("auto", "lora_adapter", "weights"),
         methods=DRAWING,
     )
     dir: str | None = option(
-        "where adapter versions are written for the engine, if not on tmpfs", None, kind="path", methods=DRAWING
+        "directory in which adapter versions are written for the engine; by default on tmpfs",
+        None,
+        kind="path",
+        methods=DRAWING,
     )
     canary_every: int = option(
-        "both sides score fixed sequences after each n-th push; 0: pushes are not checked",
+        "after every n-th push, check that trainer and engine score fixed sequences alike; 0: never",
         4,
         at_least=0,
         methods=DRAWING,
     )
     on_mismatch: str = option(
-        "on rollouts of another policy: end the run with the cause, or warn",
+        "if rollouts come from another policy: stop the run and name the cause, or only warn",
         "stop",
         choices=("stop", "warn"),
         methods=DRAWING,
     )
-    allow_base_mismatch: bool = option("train although the engine holds another base", False, methods=DRAWING)
+    allow_base_mismatch: bool = option("train even if the engine has another base", False, methods=DRAWING)
 
 
 @dataclass(frozen=True)
@@ -347,25 +361,25 @@ class Run:
     """The run directory, and what the run may take."""
 
     dir: str | None = option(
-        "of the run; by default runs/ and the name of the file", None, kind="out", example="runs/one"
+        "directory of the run; by default runs/NAME, after the name of this file", None, kind="out", example="runs/one"
     )
     existing: str = option(
-        "what to do when it holds a run; `resume`: go on from its last checkpoint",
-        "refuse",
-        choices=("refuse", "overwrite", "continue", "resume"),
+        "what to do if the directory holds a run: `auto` takes the next free name (runs/NAME-2) unless dir is set, `resume` continues from the last checkpoint",
+        "auto",
+        choices=("auto", "refuse", "overwrite", "continue", "resume"),
     )
-    seed: int = option("of adapter, data order and sampling", 42, at_least=0)
+    seed: int = option("random seed of adapter, data order and sampling", 42, at_least=0)
     gpu_memory: float | Literal["auto"] = option(
-        "size of the card in GB, such as 24, with or without the unit; another number is GiB that the run may hold; `auto`: what is free",
+        "size of the card in GB, such as 24, with or without a unit; any other number is a limit in GiB; `auto`: whatever is free",
         "auto",
         above=0.0,
         methods=PLANNED,
     )
     remove_padding: bool = option(
-        "sequences of a micro-batch are computed without padding, where the model allows it", True, methods=SCORED
+        "compute micro-batches without padding where the model allows it", True, methods=SCORED
     )
     routing_replay: bool = option(
-        "of a mixture, the trainer computes with the experts that the engine chose, and its weights",
+        "in a mixture of experts, the trainer uses the experts and routing weights that the engine chose",
         False,
         methods=REPLAYING,
     )

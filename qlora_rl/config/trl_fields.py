@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
 
-from qlora_rl.config.findings import Finding, check_value, elsewhere
+from qlora_rl.config.findings import Finding, check_value, elsewhere, kin
 from qlora_rl.config.hints import takes_nothing, words
 from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, TRAIN, Rules
 
@@ -126,8 +125,8 @@ def _unknown(method: str, name: str, known: Mapping[str, Any], config: type) -> 
         return "only example scripts of transformers read it. Leave it out"
     if any(each.name == name for each in fields(config)):
         return "cannot be written in TOML; use the Python API"
-    close = [] if name in ALIASES else difflib.get_close_matches(name, known, 1, 0.7)
+    close = "" if name in ALIASES else kin(name, known, 0.7)
     if not close and (there := elsewhere(name, PLACE)):
         return f"unknown; did you mean {there}?"
-    hint = f"did you mean {close[0]}?" if close else f"see TRL's {config.__name__} for what there is"
+    hint = f"did you mean {close}?" if close else f"see TRL's {config.__name__} for what there is"
     return f"unknown to TRL's {config.__name__} (method = '{method}'); {hint}"

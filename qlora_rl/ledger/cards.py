@@ -23,6 +23,8 @@ CARDS: dict[float, float] = {
 }
 # Of a card: fragmentation of the allocator, which the estimate does not count, and other small processes.
 RESERVE_GIB = 0.5
+# Of what a run may hold, the part that the KV cache leaves free where it could take all: the estimate is not exact.
+ROOM = 0.02
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:g|gb|gib)?\s*", re.IGNORECASE)
 
 

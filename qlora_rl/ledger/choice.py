@@ -66,6 +66,6 @@ def describe(chosen: Sequence[Way], *, fits: bool, without: str) -> str:
         without: the peak of the run without them, and the limit.
     """
     if not chosen:
-        return "nothing more is turned on: it fits without"
-    said = ", and ".join(f"{way.words} ({way.setting}, about {way.cost:.0%} of a step's time)" for way in chosen)
-    return f"turned on by the plan{'' if fits else ', and not enough'}: {said}; without: {without}"
+        return "fits without freeing the KV cache or moving layer inputs to host memory"
+    said = ", and ".join(f"{way.words} ({way.setting}, about {way.cost:.0%} more time per step)" for way in chosen)
+    return f"turned on to save memory{'' if fits else ', but not enough'}: {said}; without this: {without}"

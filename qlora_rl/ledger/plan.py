@@ -14,7 +14,7 @@ from qlora_rl.contracts import rank_class
 from qlora_rl.errors import MemoryBudgetError
 from qlora_rl.ledger import lines as count
 from qlora_rl.ledger import step
-from qlora_rl.ledger.cards import usable_gib
+from qlora_rl.ledger.cards import ROOM, usable_gib
 from qlora_rl.ledger.choice import OFFLOAD, SLEEPS, Way, describe, sets_of
 from qlora_rl.ledger.lines import Line, counted
 from qlora_rl.ledger.methods import OFFLINE
@@ -124,7 +124,8 @@ class MemoryLedger:
         if self.budget_bytes is None:
             return wanted
         beside = self.rollout_bytes if self.request.sleeps else max(self.step_bytes, self.rollout_bytes)
-        return max(least, min(wanted, self.budget_bytes - self.held_bytes - beside))
+        room = int(ROOM * self.budget_bytes) if self.request.device == "cuda" else 0
+        return max(least, min(wanted, self.budget_bytes - self.held_bytes - beside - room))
 
     @property
     def cache_gib(self) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.config.data import IMAGES, as_conversation, check_filling, extracted, placeholders
+from qlora_rl.config.data import IMAGES, as_conversation, check_filling, extracted, filled, placeholders
 from qlora_rl.config.schema import Data
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.pictures import read_image
@@ -88,4 +88,4 @@ def _add_prompt(row: dict[str, Any], template: str | None, number: int) -> None:
         if row.get("prompt") is None:
             raise
         return  # the row's own prompt stays, which may be a list of messages
-    row["prompt"] = template.format(**{name: row[name] for name in names})
+    row["prompt"] = filled(template, {name: row[name] for name in names})

@@ -174,6 +174,11 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
     except FileNotFoundError:
         raise RunDirectoryError(f"opening the run {run}: {_no_run(Path(run), path)}") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if not isinstance(error, OSError | ValueError) and "model_type" in config:
+            raise RunDirectoryError(
+                f"opening the run {run}: it is a model, not a run. Pass the directory of a run that was trained on it (its output_dir); "
+                "`qlora-rl chat RUN --base-only` talks to the model itself."
+            ) from None
         raise RunDirectoryError(
             f"opening the run {path}: {CONFIG} is damaged or does not name a base ({type(error).__name__}: {error}). "
             "Copy the run again."

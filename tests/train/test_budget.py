@@ -162,13 +162,13 @@ def test_the_plan_turns_on_what_is_not_set_and_what_is_set_stays(
 ):
     wanted, args = long_run(config, tmp_path, **fields)
     if set_to is MemoryBudgetError:
-        with pytest.raises(MemoryBudgetError, match="turned on by the plan, and not enough"):
+        with pytest.raises(MemoryBudgetError, match="turned on to save memory, but not enough"):
             budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **options)
         return
     budget = budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **options)
     budget.set_chosen(args)
     assert (args.vllm_enable_sleep_mode, args.gradient_checkpointing_kwargs) == set_to
-    assert budget.as_dict()["choice"].startswith("turned on by the plan: ")
+    assert budget.as_dict()["choice"].startswith("turned on to save memory: ")
 
 
 @pytest.mark.parametrize("field", [{}, {"vllm_enable_sleep_mode": True}])
@@ -176,7 +176,7 @@ def test_the_plan_turns_on_what_is_not_set_and_what_is_set_stays(
 def test_the_plan_does_not_count_on_a_sleep_that_will_not_be(why, field, config, tmp_path, monkeypatch):
     """Before vLLM 0.31 an engine that lends its base stays awake, and one that samples meanwhile always does."""
     wanted, args = long_run(config, tmp_path, **field)
-    with pytest.raises(MemoryBudgetError, match="turned on by the plan, and not enough: layer inputs") as caught:
+    with pytest.raises(MemoryBudgetError, match="turned on to save memory, but not enough: layer inputs") as caught:
         budget_on_a_card(23.64, 24, wanted, args, monkeypatch, **why)
     assert "vllm_enable_sleep_mode" not in str(caught.value)
     budget = budget_on_a_card(23.64, "auto", wanted, args, monkeypatch, **why)
@@ -232,7 +232,7 @@ def test_an_engine_sleeps_in_a_run_that_fits_only_so(make_trainer, config, coloc
     trainer.train()
     written = json.loads((trainer.run.path / "config.json").read_text())
     assert written["memory"]["chosen"] == {"sleeps": "vllm_enable_sleep_mode=True"}
-    assert "turned on by the plan: the KV cache" in written["memory"]["choice"]
+    assert "turned on to save memory: the KV cache" in written["memory"]["choice"]
     assert trainer.args.vllm_enable_sleep_mode is True
     assert trainer.engine.naps == 2
     steps = [json.loads(line) for line in (trainer.run.path / "metrics.jsonl").read_text().splitlines()]

@@ -15,8 +15,9 @@ from qlora_rl import QLoRADPOTrainer, QLoRASFTTrainer, load_base, prepare_base
 from qlora_rl.cli import main
 from qlora_rl.commands.data import _ids, _sequences
 from qlora_rl.config.data import TEMPLATE_COLUMN, load_data
-from qlora_rl.config.launch import load_tokenizer, trl_config
+from qlora_rl.config.launch import load_tokenizer, trl_config, unused_template
 from qlora_rl.config.read import read_config
+from qlora_rl.config.schema import Data
 from qlora_rl.config.write import to_toml
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.errors import ConfigConflictError
@@ -220,8 +221,6 @@ def test_a_base_without_a_template_is_rejected_before_it_is_made(read, source, t
     ],
 )
 def test_data_that_does_not_fit_is_rejected_with_the_row(data, said):
-    from qlora_rl.config.schema import Data
-
     with pytest.raises(ConfigConflictError, match="loading the data") as error:
         load_data(Data(**CHAT | data))
     assert said in str(error.value)
@@ -258,8 +257,6 @@ TURN = {"role": "user", "content": "?"}
     ],
 )
 def test_odd_rows_are_rejected_with_their_number(rows, data, said, tmp_path):
-    from qlora_rl.config.schema import Data
-
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ConfigConflictError, match="loading the data") as error:
@@ -269,8 +266,6 @@ def test_odd_rows_are_rejected_with_their_number(rows, data, said, tmp_path):
 
 @pytest.mark.parametrize("broken", ['{"prompt": "a"', "words"])
 def test_a_broken_line_is_rejected_with_its_file_and_number_alone(broken, tmp_path, caplog, monkeypatch):
-    from qlora_rl.config.schema import Data
-
     whole, file = tmp_path / "whole.jsonl", tmp_path / "rows.jsonl"
     whole.write_text('{"prompt": "a"}\n')
     file.write_bytes(b'{"prompt": "a"}\n\n' + broken.encode() + b'\n{"prompt": "a"}\n')
@@ -281,8 +276,6 @@ def test_a_broken_line_is_rejected_with_its_file_and_number_alone(broken, tmp_pa
 
 
 def test_a_template_is_filled_with_numbers_too(tmp_path):
-    from qlora_rl.config.schema import Data
-
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"a": 1, "b": 0.5}))
     assert load_data(Data(train=str(file), prompt_template="{a}+{b}="))[0][0]["prompt"] == "1+0.5="
@@ -304,8 +297,6 @@ def test_columns_that_do_not_fit_are_known_before_anything_is_loaded(data, said,
 
 
 def test_columns_may_swap_their_names(tmp_path):
-    from qlora_rl.config.schema import Data
-
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"a": "1", "b": "2"}))
     assert load_data(Data(train=str(file), columns={"a": "b", "b": "a"}))[0][0] == {"a": "2", "b": "1"}
@@ -327,3 +318,63 @@ def test_messages_keep_their_own_system_message():
     assert as_conversation({"prompt": own, "answer": "1"}, SYSTEM) == {"prompt": own}
     pair = as_conversation({"chosen": own[1:], "rejected": own[1:]}, SYSTEM)
     assert all(side[0] == {"role": "system", "content": SYSTEM} for side in pair.values())
+
+
+@pytest.mark.parametrize(
+    ("data", "warns"),
+    [
+        ({"train": [{"prompt": "1+1=", "answer": "2"}]}, True),
+        ({"train": [{"prompt": "1+1=", "answer": "2"}], "format": "chat"}, False),
+        ({"train": [{"messages": [{"role": "user", "content": "a"}]}]}, False),
+    ],
+)
+def test_a_chat_template_that_is_not_used_is_said(data, warns, source, tmp_path):
+    bare = shutil.copytree(source, tmp_path / "bare", ignore=shutil.ignore_patterns("*.jinja"))
+    tokenizer = AutoTokenizer.from_pretrained(bare)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(bare)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in data["train"]))
+    method = "sft" if "messages" in data["train"][0] else "grpo"
+    for model, has_template in ((source, True), (bare, False)):
+        document = {"method": method, "base": {"model": str(model)}, "data": {**data, "train": str(file)}}
+        document |= {"rewards": [{"use": "exact_match"}]} if method == "grpo" else {}
+        (tmp_path / "run.toml").write_text(to_toml(document))
+        said = unused_template(read_config(tmp_path / "run.toml", asks_trl=False))
+        assert ("format = 'plain' does not apply it" in said) is (warns and has_template)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column", "wanted"),
+    [
+        (
+            "a.json",
+            '[\n {"prompt": "1+1=", "answer": "2"},\n {"prompt": "1+2=", "answer": "3"}\n]\n',
+            "prompt",
+            ["1+1=", "1+2="],
+        ),
+        ("a.csv", 'prompt,answer\n"a, b",2\nc,3\n', "prompt", ["a, b", "c"]),
+        (
+            "a.jsonl",
+            '{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}\n',
+            "messages",
+            [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]],
+        ),
+    ],
+)
+def test_data_as_people_have_it_is_read(name, text, column, wanted, tmp_path):
+    (tmp_path / name).write_text(text)
+    rows, _ = load_data(Data(train=str(tmp_path / name)))
+    assert list(rows[column]) == wanted
+    method = "grpo" if column == "prompt" else "sft"
+    document = {"method": method, "base": {"model": "a/b"}, "data": {"train": name}}
+    document |= {"rewards": [{"use": "exact_match"}]} if method == "grpo" else {}
+    (tmp_path / "run.toml").write_text(to_toml(document))
+    assert read_config(tmp_path / "run.toml", asks_trl=False).data.train == str(tmp_path / name)
+
+
+def test_an_empty_input_leaves_no_blank_line(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"instruction": "Sing.", "input": ""}\n{"instruction": "Add.", "input": "1+1"}\n')
+    rows, _ = load_data(Data(train=str(file), prompt_template="{instruction}\n\n{input}"))
+    assert list(rows["prompt"]) == ["Sing.", "Add.\n\n1+1"]

@@ -122,6 +122,17 @@ def test_trls_own_objections_and_ours_come_before_anything_is_loaded(tmp_path):
     assert found.startswith("[train]: vllm_importance_sampling_mode='token': use one of token_truncate")
 
 
+@pytest.mark.parametrize("method", ["grpo", "sft"])
+def test_a_service_that_is_not_installed_is_said_before_anything_is_loaded(method, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
+    found = said(some(tmp_path, method=method, train={"report_to": ["wandb", "wandbb"]}))
+    assert (
+        "[train]: report_to: WandbCallback requires wandb to be installed. Run `pip install wandb`, or leave it out"
+        in found
+    )
+    assert any(each.startswith("[train]: report_to: wandbb is not supported, only ") for each in found)
+
+
 @pytest.mark.parametrize("method", [[], {}, 3, "gpro"])
 def test_a_method_that_is_none_does_not_hide_the_rest(method, tmp_path):
     found = said(some(tmp_path, method=method, train={"lr": 1}, sync={"canary": 1}))

@@ -6,8 +6,11 @@ import pytest
 import transformers
 
 from qlora_rl import ConfigConflictError, recommend
+from qlora_rl.advice.settings import learning_rate
 from qlora_rl.cli import main
 from qlora_rl.fidelity import CORRECTION
+from qlora_rl.ledger.cards import ROOM
+from qlora_rl.ledger.pace import pace_of
 
 SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
@@ -46,19 +49,53 @@ def test_what_is_recommended_is_what_peft_and_trl_take(config_of, task, tmp_path
         assert not [n for n in part if n not in advice.reasons and n not in ("task_type", "warmup_steps", *CORRECTION)]
 
 
-def test_a_smaller_card_gets_a_smaller_batch_and_then_a_shorter_length(config_of):
+@pytest.mark.parametrize("task", ["grpo", "sft"])
+def test_a_smaller_card_gets_a_smaller_batch_or_a_shorter_length(config_of, task):
     batches, lengths = [], []
     for gib in (80, 24, 16, 12, 10):
-        advice = recommend(config_of("8b"), "grpo", gib, max_length=4096)
+        advice = recommend(config_of("8b"), task, gib, max_length=4096)
         batches.append(advice.config["per_device_train_batch_size"])
-        lengths.append(advice.config["vllm_max_model_length"])
+        lengths.append(advice.ledger.request.max_length)
         if advice.fits:
             assert advice.ledger.peak_bytes <= gib * 2**30
-    assert batches == sorted(batches, reverse=True)
-    assert lengths == sorted(lengths, reverse=True)
-    assert (batches[0], lengths[0]) == (8, 4096)
-    assert batches[-1] == 1
-    assert lengths[-1] < 4096
+    assert (batches[0], lengths[0], batches[-1]) == (8, 4096, 1)
+    if task == "sft":  # in grpo the fastest step counts
+        assert batches == sorted(batches, reverse=True)
+    else:
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[-1] < 4096
+
+
+def test_the_micro_batch_leaves_the_rollouts_the_memory_with_which_a_step_is_fastest(config_of):
+    advice = recommend(config_of("8b"), "grpo", 24, max_length=4096)
+    ledger = advice.ledger
+    assert advice.config["per_device_train_batch_size"] == ledger.request.batch_size < 8
+    large = ledger.changed(batch_size=8, sleeps=False, offload=False)
+    assert large.fits
+    assert large.cache_sequences < ledger.cache_sequences / 4  # the largest that fits starves them
+    for batch in (8, 4, 2, 1):
+        for sleeps in (False, True):
+            other = pace_of(ledger.changed(batch_size=batch, sleeps=sleeps, offload=False), 64)
+            assert advice.pace.step_s <= other.step_s * 1.06
+    assert ledger.budget_bytes - ledger.peak_bytes >= int(ROOM * ledger.budget_bytes) > 2**28
+    assert advice.pace.step_s == advice.pace.rollout_s + advice.pace.train_s
+    assert advice.pace.tokens_per_s * advice.pace.rollout_s == pytest.approx(64 * 2048)
+    assert "tokens/s" in str(advice)
+    assert advice.as_dict()["pace"]["step_s"] == advice.pace.step_s
+
+
+def test_a_step_takes_longer_on_a_slower_card_with_longer_sequences_and_with_what_saves_memory(config_of):
+    ledger = recommend(config_of("8b"), "grpo", 24).ledger
+    usual = pace_of(ledger).step_s
+    for change in ({"max_length": 4096}, {"gradient_checkpointing": True, "offload": True}, {"sequences": 128}):
+        assert pace_of(ledger.changed(**change)).step_s > usual
+    assert pace_of(ledger.changed(gpu_memory_gib=80)).step_s < usual
+    assert pace_of(ledger.changed(gpu_memory_gib=22.5)).card == pace_of(ledger).card
+    assert pace_of(ledger.changed(device="cpu")) is None
+    assert pace_of(ledger.changed(gpu_memory_gib=None)) is None
+    sft = recommend(config_of("8b"), "sft", 24)
+    assert (sft.pace.rollout_s, sft.pace.tokens_per_s) == (0, 0)
+    assert "tokens/s" not in str(sft.pace)
 
 
 def test_what_only_costs_time_is_turned_on_before_the_length_is_lowered(config_of):
@@ -70,7 +107,7 @@ def test_what_only_costs_time_is_turned_on_before_the_length_is_lowered(config_o
         1,
     )
     assert long.config["gradient_checkpointing_kwargs"] == {"offload": True}
-    assert "fits only so" in long.reasons["gradient_checkpointing_kwargs"]
+    assert "does not fit without it" in long.reasons["gradient_checkpointing_kwargs"]
     assert "gradient_checkpointing_kwargs" not in recommend(asked, "grpo", 24, max_length=4096).config
     sft = recommend(asked, "sft", 24, max_length=65_536)
     assert sft.config["gradient_checkpointing_kwargs"] == {"offload": True}
@@ -88,8 +125,8 @@ def test_the_command_and_the_function_plan_the_same_for_a_card_and_pass_its_size
     assert budgets[0] < 23.64 * 2**30  # what an RTX 4090 reports
     advice = recommend(path, "grpo", 24)
     assert advice.trainer["gpu_memory"] == 24
-    assert "card of 24 GB" in advice.reasons["gpu_memory"]
-    assert recommend(path, "grpo", 22.5).reasons["gpu_memory"] == "as asked"
+    assert "a 24 GB card" in advice.reasons["gpu_memory"]
+    assert recommend(path, "grpo", 22.5).reasons["gpu_memory"] == "GiB, the limit you gave"
     for command in ("recommend", "plan"):
         main([command, path, "--gpu-memory", "24GB", "--json"])
         said = json.loads(capsys.readouterr().out)
@@ -104,6 +141,40 @@ def test_large_models_get_half_the_rate_in_sft_and_a_cpu_no_paged_optimizer(conf
     assert recommend(config_of("8b"), "sft", 80).config["learning_rate"] == pytest.approx(2e-4)
     assert recommend(config_of("8b"), "sft", device="cpu").config["optim"] == "adamw_torch_fused"
     assert recommend(config_of("8b", positions=1024), "sft").config["max_length"] == 1024
+
+
+def test_small_models_and_short_runs_get_higher_rates():
+    assert [learning_rate("grpo", size) for size in (32e9, 8e9, 0.6e9, 0.135e9, 0.001e9)] == [
+        5e-6,
+        1e-5,
+        4e-5,
+        8e-5,
+        1e-4,
+    ]
+    assert learning_rate("grpo", 0.135e9, 40) == 1.2e-4
+    assert [learning_rate("sft", size) for size in (32e9, 8e9, 0.135e9)] == [1e-4, 2e-4, 2e-4]
+    assert learning_rate("sft", 8e9, 40) == 3e-4
+    assert learning_rate("dpo", 0.5e9) == 4e-5
+
+
+def test_a_rate_comes_with_its_reason(config_of, capsys):
+    path = str(config_of("8b"))
+    assert main(["recommend", path, "--json"]) == 0
+    usual = json.loads(capsys.readouterr().out)
+    assert (usual["config"]["max_steps"], usual["config"]["learning_rate"]) == (200, 1e-5)
+    assert usual["reasons"]["learning_rate"].startswith("10 times TRL's default for full fine-tuning (LWR)")
+    assert main(["recommend", path, "--json", "--max-steps", "40"]) == 0
+    short = json.loads(capsys.readouterr().out)
+    assert (short["config"]["max_steps"], short["config"]["learning_rate"]) == (40, 1.5e-5)
+    assert "15 times" in short["reasons"]["learning_rate"]
+    assert "sqrt(8 B / parameters) = 0.49" in recommend(config_of("32b"), "grpo", 80).reasons["learning_rate"]
+
+
+@pytest.mark.parametrize(("asked", "said"), [(None, "the default, --max-length changes it"), (1024, "as you asked")])
+def test_a_length_is_called_asked_for_only_where_it_was(config_of, asked, said):
+    for task, name in (("grpo", "vllm_max_model_length"), ("sft", "max_length")):
+        advice = recommend(config_of("8b"), task, max_length=asked)
+        assert (advice.config[name], said in advice.reasons[name]) == (asked or 2048, True)
 
 
 def test_the_command_says_what_and_why_and_whether_it_fits(config_of, capsys):

@@ -22,7 +22,7 @@ from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
-TEXT, WHOLE, NUMBER, TRUTH, TABLE = "a text in quotes", "a whole number", "a number", "true or false", "a table"
+TEXT, WHOLE, NUMBER, TRUTH, TABLE = "a string in quotes", "a whole number", "a number", "true or false", "a table"
 # A wrong value of every field, and what is said about it.
 WRONG = {
     "base": {
@@ -31,7 +31,7 @@ WRONG = {
         "double_quant": [("yes", TRUTH)],
         "blocksize": [(65, "one of 64, 128"), ("64", "one of 64")],
         "compute_dtype": [("bf16", "none of 'bfloat16'"), ("float32", "vLLM's kernels do not take")],
-        "skip_modules": [("down_proj", "a list of texts"), ([1], "a list of texts")],
+        "skip_modules": [("down_proj", "a list of strings"), ([1], "a list of strings")],
         "revision": [(1, TEXT)],
         "quantize_experts": [(1, TRUTH)],
         "quantize_tower": [(1, TRUTH)],
@@ -44,8 +44,8 @@ WRONG = {
         "dtype": [("float16", "none of 'float32', 'bfloat16'")],
         "r": [(0, "0 is not at least 1"), (8.0, WHOLE), (True, WHOLE)],
         "lora_alpha": [(-1, "at least 1"), ("32", WHOLE)],
-        "target_modules": [(1, "a text in quotes or a list of texts")],
-        "exclude_modules": [({}, "a list of texts")],
+        "target_modules": [(1, "a string in quotes or a list of strings")],
+        "exclude_modules": [({}, "a list of strings")],
         "lora_dropout": [(1.0, "below 1"), (-0.1, "at least 0"), ("0", NUMBER)],
         "bias": [("lora", "did you mean 'lora_only'"), (True, TEXT)],
         "use_rslora": [("no", TRUTH)],
@@ -54,30 +54,30 @@ WRONG = {
         "rank_pattern": [({"q_proj": "8"}, "a table of whole numbers"), ([1], TABLE)],
         "alpha_pattern": [({"q_proj": 0.5}, "a table of whole numbers")],
         "layers_to_transform": [("0", "a list of whole numbers or a whole number")],
-        "layers_pattern": [(0, "a text in quotes or a list of texts")],
-        "modules_to_save": [("norm", "a list of texts")],
+        "layers_pattern": [(0, "a string in quotes or a list of strings")],
+        "modules_to_save": [("norm", "a list of strings")],
     },
     "data": {
         "train": [
-            (3, "a text in quotes or a list of texts"),
+            (3, "a string in quotes or a list of strings"),
             ([], "names no file"),
             ("/nowhere/x.jsonl", "no file /nowhere/x.jsonl"),
-            ("x.csv y", "neither a .jsonl or .parquet file nor a name on the hub"),
+            ("x.csv y", "neither a .jsonl, .json, .csv or .parquet file nor a name on the hub"),
             (["a.jsonl", "openai/gsm8k"], "a dataset of the hub stands alone"),
         ],
-        "eval": [(False, "a text in quotes"), ("/nowhere/x.parquet", "no file"), ([], "names no file")],
+        "eval": [(False, "a string in quotes"), ("/nowhere/x.parquet", "no file"), ([], "names no file")],
         "split": [(1, TEXT), ("test", "train names a file")],
         "eval_split": [([], TEXT)],
         "subset": [(1, TEXT), ("main", "train names a file")],
         "revision": [(1.5, TEXT), ("main", "train names a file")],
-        "columns": [({"a": []}, "texts"), ("prompt", "a table of texts"), ({"text": "txet"}, "no column 'txet', but prompt, answer, careless")],
+        "columns": [({"a": []}, "strings"), ("prompt", "a table of strings"), ({"text": "txet"}, "no column 'txet', but prompt, answer, careless")],
         "prompt_template": [
             ("no braces", "names no column"),
             ("{", "is no template"),
             ("{question}", "no column 'question'"),
             (1, TEXT),
         ],
-        "extract": [({"answer": "("}, "is no regular expression"), ({"answer": "(a)(b)"}, "has 2 groups"), ("####", "a table of texts")],
+        "extract": [({"answer": "("}, "is no regular expression"), ({"answer": "(a)(b)"}, "has 2 groups"), ("####", "a table of strings")],
         "format": [("chatml", "none of 'plain', 'chat'")],
         "system_prompt": [(1, TEXT), ("Think.", "Set [data] format = 'chat'")],
         "chat_template_kwargs": [("x", "a table of values"), ({"enable_thinking": False}, "Set [data] format = 'chat'")],
@@ -94,7 +94,7 @@ WRONG = {
         "weight": [("1", NUMBER), (True, NUMBER)],
         "arguments": [({"colum": "x"}, "did you mean 'column'"), ("x", TABLE)],
     },
-    "tools": {"use": [("tools.py:f", "a list of texts"), (["f"], "'f' is not path.py:name"), (["/nowhere/t.py:f"], "No such file")]},
+    "tools": {"use": [("tools.py:f", "a list of strings"), (["f"], "'f' is not path.py:name"), (["/nowhere/t.py:f"], "No such file")]},
     "environment": {"use": [(1, TEXT), ("Game", "'Game' is not path.py:name"), ({"a": "/nowhere/t.py:f"}, "No such file")]},
     "rollout": {
         "where": [("colocat", "did you mean 'colocate'"), ([], "names no server"), (["localhost:8000"], "nor a URL")],
@@ -171,6 +171,20 @@ def test_the_table_of_wrong_values_has_no_field_that_is_gone():
 def test_a_name_that_belongs_into_another_table_is_led_there(table, name, place, tmp_path):
     (said,) = reasons(written(tmp_path, with_field(table, name, 1)), asks_trl=table == "train")
     assert said == f"[{table}] {name}: unknown; did you mean {place}?"
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("ppo", ". The closest to it is 'grpo' or 'rloo', which need no value model"),
+        ("DAPO", ". The closest to it is 'grpo' with [train] loss_type = 'dapo'"),
+        ("GRPO", "; did you mean 'grpo'?"),
+        ("zpo", ""),
+    ],
+)
+def test_a_method_of_others_is_no_slip_of_ours(method, said, tmp_path):
+    (found,) = reasons(written(tmp_path, {**GOOD, "method": method}), asks_trl=False)
+    assert found == f"method: '{method}' is none of {', '.join(map(repr, METHODS))}{said}"
 
 
 @pytest.mark.parametrize(
@@ -274,6 +288,7 @@ def test_a_run_directory_that_is_taken_is_found_before_anything_is_loaded(tmp_pa
     assert "holds a run" in reasons(file)[0]
     assert "--set run.existing=overwrite" in reasons(file)[0]
     assert "'resume' (go on from its last checkpoint)" in reasons(file)[0]
+    assert f"Choose another (--set run.dir={tmp_path}-2)" in reasons(file)[0]
     assert read_config(file, ["run.existing=overwrite"], asks_trl=False, trains=True).run.dir == str(tmp_path)
 
 
@@ -311,8 +326,53 @@ def test_the_usual_run_directory_is_looked_at_too(tmp_path, monkeypatch):
     taken.mkdir(parents=True)
     assert read_config(file, asks_trl=False, trains=True).run.dir == str(taken)
     (taken / "metrics.jsonl").write_text("{}\n")
-    assert reasons(file)[0].startswith(f"[run] dir: {taken} holds a run. Choose another")
-    assert read_config(file, ["run.existing=resume"], asks_trl=False, trains=True).run.existing == "resume"
+    said = reasons(file, "run.existing=refuse")[0]
+    assert said.startswith(f"[run] dir: {taken} holds a run. Choose another (--set run.dir={taken}-2)")
+
+
+def test_a_second_run_of_a_file_takes_the_next_free_name_and_what_goes_on_takes_the_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = written(tmp_path, GOOD)
+
+    def place(*overrides, trains=True):
+        run = read_config(file, overrides, asks_trl=False, trains=trains).run
+        assert run.existing == (overrides[0].partition("=")[2] if overrides else "refuse")
+        return Path(run.dir).relative_to(tmp_path / "runs").name
+
+    for wanted in ("some", "some-2", "some-3"):
+        assert place() == wanted
+        (tmp_path / "runs" / wanted).mkdir(parents=True)
+        assert place() == wanted  # nothing has trained in it
+        (tmp_path / "runs" / wanted / "metrics.jsonl").touch()
+        for existing in ("resume", "overwrite", "continue"):
+            assert place(f"run.existing={existing}") == wanted
+    (tmp_path / "runs" / "some-other").mkdir()
+    (tmp_path / "runs" / "some-other" / "metrics.jsonl").touch()
+    assert place() == "some-4"
+    assert place(trains=False) == "some"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "holds a run" in reasons(file)[0]
+
+
+def test_train_says_which_directory_it_takes_and_how_the_run_before_goes_on(tmp_path, monkeypatch, capsys):
+    from qlora_rl.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qlora_rl.config.launch.launch", lambda config: Path(config.run.dir))
+    file, taken = written(tmp_path, GOOD), tmp_path / "runs" / "some"
+    assert main(["train", str(file)]) == 0
+    assert "holds a run" not in capsys.readouterr().err
+    taken.mkdir(parents=True)
+    (taken / "metrics.jsonl").touch()
+    assert main(["train", str(file)]) == 0
+    said = capsys.readouterr()
+    assert f"{taken} holds a run, so this one goes to {taken}-2." in said.err
+    assert f"--set run.dir={taken} --set run.existing=resume" in said.err
+    assert f"run directory: {taken}-2\n" in said.out
+    assert main(["train", str(file), "--set", "run.existing=resume"]) == 0
+    said = capsys.readouterr()
+    assert "goes to" not in said.err
+    assert f"run directory: {taken}\n" in said.out
 
 
 def test_a_run_directory_that_is_taken_is_no_matter_where_nothing_is_trained(tmp_path):

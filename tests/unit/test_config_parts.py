@@ -248,7 +248,7 @@ def test_an_adapter_that_finds_no_module_is_found_by_the_check(tmp_path, capsys)
     assert main(["train", str(file), "--check"]) == 1
     assert "Target modules {'q_prj'} not found" in capsys.readouterr().err
     assert main(["train", str(file), "--check", "--set", 'adapter.target_modules=["q_proj"]']) == 0
-    assert "can run" in capsys.readouterr().err
+    assert f"{file}: no errors found. Not checked: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("adapter", [{}, {"kind": "none"}], ids=["lora", "none"])
@@ -276,4 +276,7 @@ def test_an_interrupted_run_says_where_it_is_and_how_it_goes_on(tmp_path, capsys
     assert f"is in {tmp_path / 'out'}; it has no checkpoint yet ([train] save_steps)" in capsys.readouterr().err
     (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
     assert main(["train", str(file)]) == 130
-    assert "--set run.existing=resume goes on from its last checkpoint" in capsys.readouterr().err
+    assert (
+        f"the same command with --set run.dir={tmp_path / 'out'} --set run.existing=resume goes on from its last checkpoint"
+        in capsys.readouterr().err
+    )

@@ -166,7 +166,7 @@ def test_a_check_says_what_it_did_not_look_at(asked, tmp_path, capsys):
     assert main(["train", str(written(tmp_path, document)), "--check"]) == 0
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qlora-rl: ")]
     for part in (
-        "a/b, which is not cached",
+        "the model (there is no directory a/b, and no cached hub model of this name; the hub cannot be reached)",
         "rows of sums.jsonl after the first",
         "what mine.py does",
         "whether it fits (`qlora-rl plan a/b`)",
@@ -177,7 +177,7 @@ def test_a_check_says_what_it_did_not_look_at(asked, tmp_path, capsys):
     assert main(["train", str(written(tmp_path, document)), "--check"]) == 0
     said = capsys.readouterr().err
     assert "the dataset openai/gsm8k" in said
-    assert "not cached and" not in said.split("can run")[1]
+    assert "the model (" not in said.split("no errors found. Not checked: ")[1]
 
 
 def test_a_model_whose_shape_is_shipped_is_planned_without_network_and_that_is_said(asked, caplog):

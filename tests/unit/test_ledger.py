@@ -22,7 +22,7 @@ from qlora_rl.cli import main
 from qlora_rl.ledger import lines as count
 from qlora_rl.ledger import shape as shapes
 from qlora_rl.ledger import step
-from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, card_size, usable_gib
+from qlora_rl.ledger.cards import CARDS, RESERVE_GIB, ROOM, card_size, usable_gib
 from qlora_rl.ledger.choice import WAYS
 from qlora_rl.ledger.plan import largest_length
 from qlora_rl.ledger.published import models, published
@@ -501,7 +501,7 @@ REPORTED = [
 @pytest.mark.parametrize(("size", "reported"), REPORTED)
 def test_what_is_planned_for_the_size_of_a_card_leaves_a_reserve_on_every_such_card(size, reported):
     ledger = plan_memory(known("Qwen3-8B")[0], batch_size=1, sequences=8 * size, max_length=4096, gpu_memory_gib=size)
-    assert ledger.peak_bytes == ledger.budget_bytes  # the KV cache takes all that is left
+    assert ledger.budget_bytes - ledger.peak_bytes == int(ROOM * ledger.budget_bytes)  # the KV cache takes the rest
     assert ledger.peak_bytes <= (reported - RESERVE_GIB) * GIB
     assert ledger.peak_bytes > 0.8 * size * GIB
     assert f"of a card of {size} GB" in ledger.table()
@@ -532,7 +532,7 @@ def test_what_fits_is_not_refused_and_the_kv_cache_gets_what_is_left():
     roomy.raise_if_too_big()
     assert roomy.fits
     assert 1 <= roomy.cache_sequences < 64
-    assert roomy.peak_bytes == roomy.budget_bytes
+    assert roomy.budget_bytes - roomy.peak_bytes == int(ROOM * roomy.budget_bytes)
     few = plan_memory(config, batch_size=1, sequences=2, max_length=4096, gpu_memory_gib=24)
     assert few.cache_sequences == 2  # no more than is asked for at once
     assert few.peak_bytes < few.budget_bytes
@@ -627,7 +627,7 @@ def test_the_plan_turns_on_the_cheapest_that_lets_a_run_fit(length, card, chosen
     if chosen:
         unaided = long_qwen3(max_length=length, gpu_memory_gib=card, sleeps=False, offload=False)
         assert not unaided.fits
-        assert f"without: {unaided.least_bytes / GIB:.2f} GiB > {ledger.budget_bytes / GIB:.2f} GiB" in str(ledger)
+        assert f"without this: {unaided.least_bytes / GIB:.2f} GiB > {ledger.budget_bytes / GIB:.2f} GiB" in str(ledger)
         assert all(way.setting in ledger.choice for way in ledger.chosen)
         for other in WAYS:  # no other one, and nothing that costs less, is enough
             cheaper = sum(way.cost for way in ledger.chosen) > other.cost
@@ -643,7 +643,7 @@ def test_what_is_said_is_not_changed_by_the_plan_and_what_is_not_enough_is_said(
     asked = {"max_length": 60_032, "gpu_memory_gib": 24}
     awake = long_qwen3(**asked, sleeps=False)
     assert (awake.request.sleeps, awake.request.offload, awake.fits) == (False, True, False)
-    with pytest.raises(MemoryBudgetError, match=r"turned on by the plan, and not enough: layer inputs") as caught:
+    with pytest.raises(MemoryBudgetError, match=r"turned on to save memory, but not enough: layer inputs") as caught:
         awake.raise_if_too_big()
     assert "vllm_enable_sleep_mode=True: saves" in str(caught.value)
     both = long_qwen3(**asked, sleeps=True, offload=True)
@@ -732,7 +732,7 @@ def test_plan_says_what_it_has_turned_on_and_obeys(config_json, capsys, monkeypa
     monkeypatch.setattr("qlora_rl.engine.compat.vllm_version", lambda: "0.31.0")
     arguments = ["plan", config_json, "--gpu-memory", "24", "--max-length", "36000", "--batch-size", "1"]
     assert main(arguments) == 0
-    assert "turned on by the plan: layer inputs wait in host memory" in capsys.readouterr().out
+    assert "turned on to save memory: layer inputs wait in host memory" in capsys.readouterr().out
     assert main([*arguments, "--no-offload", "--json"]) == 3
     found = json.loads(capsys.readouterr().out)
     assert found["chosen"] == {"sleeps": "vllm_enable_sleep_mode=True"}

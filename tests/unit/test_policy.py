@@ -130,12 +130,22 @@ def test_a_seed_gives_the_same_answer_again(run):
     assert len(said) == 2
 
 
+def test_a_model_in_place_of_a_run_is_said_to_be_one(model_dir):
+    with pytest.raises(RunDirectoryError, match=r"it is a model, not a run\. .*`qlora-rl chat RUN --base-only`"):
+        open_trained(model_dir)
+
+
 def test_from_a_pipe_each_line_gets_its_own_answer(run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n56+11=\n12+34=\n"))
     assert main(["chat", str(run), "--temperature", "0", "--max-tokens", "4", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["prompt"] for each in found] == ["12+34=", "56+11=", "12+34="]
     assert found[0] == found[2]  # nothing of the line before is in the next
+    monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n56+11=\n"))
+    assert main(["chat", str(run), "--temperature", "0", "--max-tokens", "4"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "".join(f"{each['answer']}\n" for each in found[:2])  # for a file: answers alone
+    assert [line for line in shown.err.splitlines() if line.startswith("> ")] == ["> 12+34=", "> 56+11="]
 
 
 def test_an_answer_that_was_cut_off_says_so(run, monkeypatch, capsys):

@@ -18,6 +18,8 @@ from qlora_rl.errors import ConfigConflictError
 GSM8K = ROOT / "tests" / "data" / "gsm8k" / "train-128.jsonl"
 MODEL = ["Qwen/Qwen3-8B", "--gpu-memory", "24"]
 
+BARE = "Answer with the final answer only, without explanation."
+
 
 def rows(directory, *rows):
     file = directory / "rows.jsonl"
@@ -84,9 +86,11 @@ def test_a_model_without_a_template_gets_plain_text_with_the_same_instruction(ca
         ("grpo", {"prompt": "1+1=", "answer": "2"}, {}, [{"use": "numeric_match"}]),
         ("grpo", {"problem": "1+1=", "solution": 2}, {"prompt_template": "{problem}"},
          [{"use": "numeric_match", "arguments": {"column": "solution"}}]),
-        ("rloo", {"query": "capital?", "answer": "Paris"}, {"prompt_template": "{query}"}, [{"use": "exact_match"}]),
+        ("rloo", {"query": "capital?", "answer": "Paris"}, {"prompt_template": "{query}", "system_prompt": BARE},
+         [{"use": "exact_match"}]),
         ("grpo", {"question": "1+1=", "answer": "It is two.\n#### two"},
-         {"prompt_template": "{question}", "extract": {"answer": r"####\s*(.+)"}}, [{"use": "exact_match"}]),
+         {"prompt_template": "{question}", "extract": {"answer": r"####\s*(.+)"}, "system_prompt": BARE},
+         [{"use": "exact_match"}]),
         ("sft", {"instruction": "add", "input": "1+1", "output": "2"},
          {"prompt_template": "{instruction}\n\n{input}", "columns": {"completion": "output"}}, []),
         ("sft", {"prompt": "1+1=", "completion": "2"}, {}, []),
@@ -144,9 +148,9 @@ def test_what_is_missing_is_said_with_the_columns_that_are_there(task, row, erro
 
 def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "qa.csv").write_text("question,answer\n1+1=,2\n")
-    assert main(["recommend", *MODEL, "--data", "qa.csv", "--toml"]) == 1
-    assert "choosing the data: qa.csv is none of .jsonl, .json, .parquet" in capsys.readouterr().err
+    (tmp_path / "qa.xlsx").write_text("question,answer\n1+1=,2\n")
+    assert main(["recommend", *MODEL, "--data", "qa.xlsx", "--toml"]) == 1
+    assert "choosing the data: qa.xlsx is none of .jsonl, .json, .csv, .parquet" in capsys.readouterr().err
 
 
 def test_a_reward_of_ones_own_takes_the_place_of_the_chosen_one(tmp_path):
@@ -211,6 +215,32 @@ def test_options_are_in_the_first_line_and_in_the_file(capsys, tmp_path):
 def test_options_about_data_need_it(options, capsys):
     assert main(["recommend", *MODEL, *options]) == 2
     assert "--data" in capsys.readouterr().err
+
+
+def test_a_file_elsewhere_names_model_data_and_reward_from_where_it_is(model_dir, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny").symlink_to(model_dir)
+    rows(tmp_path, {"question": "capital?", "answer": "Paris"})
+    (tmp_path / "mine.py").write_text("def score(completions, **_): return [0.0 for _ in completions]\n")
+    out = tmp_path / "runs" / "a b" / "run.toml"
+    given = ["recommend", "models/tiny", "--data", "rows.jsonl", "--reward", "mine.py:score", "--device", "cpu"]
+    assert main([*given, "--out", str(out.relative_to(tmp_path))]) == 0
+    said = capsys.readouterr().out
+    assert "qlora-rl train 'runs/a b/run.toml'" in said
+    assert "method" not in said
+    text = out.read_text()
+    assert 'train = "../../rows.jsonl"' in text
+    config = read_config(out, asks_trl=False)
+    assert config.base.model == str(tmp_path / "models" / "tiny")
+    assert config.data.train == str(tmp_path / "rows.jsonl")
+    assert config.rewards[0].use == f"{tmp_path / 'mine.py'}:score"
+    before = out.stat().st_mtime_ns
+    assert main([*given, "--out", str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert out.stat().st_mtime_ns == before
+    assert main([*given, "--toml", "--max-length", "64"]) == 0  # on stdout as typed
+    assert 'train = "rows.jsonl"' in capsys.readouterr().out
 
 
 def test_a_config_is_no_model_to_train(capsys, tmp_path):

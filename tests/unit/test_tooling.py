@@ -135,6 +135,9 @@ def test_every_diagram_was_drawn_from_the_text_beside_it():
         (["demo", "--stepz", "3"], "--steps"),
         (["demo", "--sync", "trl-merg"], "trl-merge"),
         (["xyzzy"], None),
+        (["train", "--example", "ppo"], None),  # no slip of dpo
+        (["train", "--chek"], "--check"),
+        (["prepare", "MODEL", "OUT", "--temperatur", "3"], None),  # another command's option
     ],
     ids=str,
 )
@@ -146,6 +149,27 @@ def test_a_slip_of_the_command_is_answered_with_what_was_meant(typed, meant, cap
     assert ended.value.code == 2
     guesses = re.findall(r"Did you mean '(.+)'\?", capsys.readouterr().err)
     assert guesses == ([meant] if meant else [])
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--learning_rate", "1e-5"], "--set train.learning_rate=1e-5"),
+        (["--run.dir=x"], "--set run.dir=x"),
+        (["--lr=1e-5", "--max-steps", "3"], "--set train.learning_rate=1e-5 --set train.max_steps=3"),
+        (["--reward_funcs", "rewards.py:short"], "--set rewards.0.use=rewards.py:short"),
+        (["--xyzzy", "1"], None),
+    ],
+)
+def test_a_field_of_the_file_as_an_option_is_led_to_set(typed, said, capsys):
+    from qlora_rl.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "run.toml", *typed])
+    assert ended.value.code == 2
+    usage, _, message = capsys.readouterr().err.partition("qlora-rl train: error: unrecognized arguments: ")
+    assert "--set TABLE.FIELD=VALUE" in usage
+    assert message.strip() == " ".join(typed) + (f". A field of the file is set with --set: {said}" if said else "")
 
 
 def test_what_deepspeed_says_of_the_cpu_stays_off_the_output(capsys, monkeypatch):

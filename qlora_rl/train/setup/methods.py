@@ -27,15 +27,28 @@ def config_class(method: str) -> type:
 
 def contradictions(method: str, args: Any, rollout: Any) -> list[str]:
     """What the trainer of a method would reject in its config, before it is made."""
+    found = [f"report_to: {why}" for name in args.report_to or () if (why := _why_no_reporter(name))]
     if method in ("sft", "dpo"):
-        return []
+        return found
     from qlora_rl.train.setup import settings
 
     try:
         settings.check(args, settings.as_one(rollout))
     except QloraRLError as error:
-        return list(error.reasons)
-    return []
+        found += error.reasons
+    return found
+
+
+def _why_no_reporter(name: str) -> str:
+    """Why transformers cannot report to a service: it is not known, or not installed; empty where it can."""
+    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+
+    try:
+        for reporter in get_reporting_integration_callbacks([name]):
+            reporter()
+    except (ValueError, RuntimeError, ImportError) as error:
+        return f"{' '.join(str(error).split()).removesuffix('.')}, or leave it out"
+    return ""
 
 
 def check_memory(
