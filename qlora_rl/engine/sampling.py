@@ -150,11 +150,11 @@ def are_cut_off(outputs: Iterable[Any]) -> bool:
 
 def sampled(outputs: Sequence[Any]) -> dict[str, list[Any]]:
     """The fields of a `Rollout` that vLLM's request outputs hold."""
-    drawn = [output.outputs[0] for output in outputs]
+    firsts = [output.outputs[0] for output in outputs]
     return {
-        "completion_ids": [list(each.token_ids) for each in drawn],
-        "logprobs": [sampled_logprobs(each) for each in drawn],
-        "has_ended": [each.finish_reason == "stop" for each in drawn],
+        "completion_ids": [list(each.token_ids) for each in firsts],
+        "logprobs": [sampled_logprobs(each) for each in firsts],
+        "has_ended": [each.finish_reason == "stop" for each in firsts],
     }
 
 
@@ -162,7 +162,7 @@ def holds_nan(outputs: Iterable[Any]) -> bool:
     """A logprob in vLLM's request outputs is NaN."""
     for output in outputs:
         entries = [entry for entry in output.prompt_logprobs or () if entry]
-        entries += [entry for drawn in output.outputs for entry in drawn.logprobs or ()]
+        entries += [entry for each in output.outputs for entry in each.logprobs or ()]
         if any(math.isnan(each.logprob) for entry in entries for each in entry.values()):
             return True
     return False

@@ -40,15 +40,15 @@ class SampledLogprobs:
         finally:
             self._scored = None
         shape, device = output["completion_ids"].shape, output["completion_ids"].device
-        drawn_BT = pad_sequence(
+        rows_BT = pad_sequence(
             [
                 torch.tensor([math.nan if value is None else value for value in row])
                 for row in self.bridge.last.logprobs
             ],
             batch_first=True,
         )
-        sampled_BT = torch.zeros(shape, dtype=drawn_BT.dtype)
-        sampled_BT[:, : drawn_BT.shape[1]] = drawn_BT
+        sampled_BT = torch.zeros(shape, dtype=rows_BT.dtype)
+        sampled_BT[:, : rows_BT.shape[1]] = rows_BT
         output["sampling_per_token_logps"] = sampled_BT.to(device)
         return output
 

@@ -274,12 +274,12 @@ def test_the_optimizer_line_is_what_the_optimizer_holds_after_training(make_trai
 
 
 def test_a_run_that_cannot_be_planned_says_why_and_goes_on(make_trainer, monkeypatch):
-    import qlora_rl.train.setup.budget as budget
+    import qlora_rl.train.setup.budget as planning
 
     def fail(*args, **kwargs):
         raise ConfigConflictError("no such shape")
 
-    monkeypatch.setattr(budget, "plan_memory", fail)
+    monkeypatch.setattr(planning, "plan_memory", fail)
     trainer = make_trainer()
     assert trainer.memory.as_dict() == {"reason": "ConfigConflictError: no such shape"}
     with pytest.raises(ConfigConflictError, match="no such shape"):
