@@ -32,7 +32,7 @@ unit: $(STAMP)              ## no vLLM, two minutes
 	$(AS) $(PY) -m pytest tests/unit $(ARGS)
 
 test-full: $(STAMP)         ## long matrices and soak runs
-	$(AS) QLORA_RL_TEST_EXAMPLES=drawn OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ACROSS) -m "not gpu" $(ARGS)
+	$(AS) QLORA_RL_TEST_EXAMPLES=sampled OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ACROSS) -m "not gpu" $(ARGS)
 
 gpu: $(STAMP)               ## what needs an NVIDIA GPU
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -50,7 +50,7 @@ def measure(work: Path) -> dict[str, dict[str, object]]:
                 rows[name]["pefts_own"] = pair.difference(model, directory=own if active == "default" else own / active)
             except SyncError as error:
                 rows[name]["pefts_own"] = None
-                rows[name]["pefts_own_refused"] = str(error)
+                rows[name]["pefts_own_rejected"] = str(error)
     with LocalEngine(base, **OPTIONS) as engine:
         pair = Pair(engine, base, Path(tempfile.mkdtemp(dir=work)))
         plain = max(pair.difference(pair.adapted(lora(), seed=seed)) for seed in range(3))

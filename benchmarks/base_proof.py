@@ -149,7 +149,7 @@ def main() -> None:
         "differences_as_loaded": sorted({entry.how for entry in as_loaded.entries}),
         "largest_relative_scale_error": max(proof.repaired.values()),
         "state_after_repair": proof.diff.state,
-        "float32_baked_is_proven": baked_proof.is_verified,
+        "float32_baked_is_verified": baked_proof.is_verified,
         "fingerprint_seconds": fingerprint_seconds,
         "fingerprint_0.4b": fingerprint_large(),
         "as_loaded": {k: median(before, k) for k in keys},

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.base.functions import COMPARED, check_function
+from qlora_rl.base.unsupported_configs import COMPARED, check_function
 from qlora_rl.errors import NotYetSupportedError
 
 RESULTS = Path(__file__).parent / "results" / "configs.json"

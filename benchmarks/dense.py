@@ -26,7 +26,7 @@ from qlora_rl.base.quant import dequantised_weight
 from qlora_rl.bench.live import Live
 from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
-from qlora_rl.engine.server import ServerBeside
+from qlora_rl.engine.server import LocalServer
 from qlora_rl.train.run import describe_machine, describe_versions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,7 +89,7 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
                 walk()
             memory[name] = tracked.peak
     for way in ("directory", "http"):
-        with ServerBeside(work / "baked", **options) as engine:
+        with LocalServer(work / "baked", **options) as engine:
             engine._near = engine._near if way == "directory" else None
             strategy = DenseSync(model, engine)
             strategy.push()

@@ -207,9 +207,9 @@ def torchrl_adapters(seed: int, steps: int, home: Path, work: Path) -> dict[str,
 
         def __call__(self, tensordict: Any) -> Any:
             started = time.perf_counter()
-            drawn = super().__call__(tensordict)
-            self.tokens_per_s = int(drawn["mask"].sum()) / (time.perf_counter() - started)
-            return drawn
+            sampled = super().__call__(tensordict)
+            self.tokens_per_s = int(sampled["mask"].sum()) / (time.perf_counter() - started)
+            return sampled
 
     model = _policy(_bases(home)["nf4"], seed)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -358,13 +358,13 @@ def _sampler(way: str) -> Callable[[int, int, Path, Path], dict[str, Any]]:
         from qlora_rl.base.checkpoint import open_base
         from qlora_rl.bench.shapes import RANK, make_adapter
         from qlora_rl.contracts import SamplingSpec
-        from qlora_rl.engine.stock import StockEngine
+        from qlora_rl.engine.vanilla_vllm import VanillaEngine
 
         base = open_base(_bases(home)["nf4"])
         adapter = make_adapter(base, work / "adapter")
         options: dict[str, Any] = {"max_lora_rank": RANK, "max_model_length": 32, "max_num_seqs": BATCH}
         if way == "stock":
-            engine: Any = StockEngine(base.path, adapter=adapter, **options)
+            engine: Any = VanillaEngine(base.path, adapter=adapter, **options)
         else:
             engine = LocalEngine(base, base_compute=way, **options)
             engine.load_adapter(adapter, 1)

@@ -27,7 +27,7 @@ def prepare(directory: Path) -> dict[str, int]:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from qlora_rl import prepare_base
-    from qlora_rl.base.stored import StoredTensors
+    from qlora_rl.base.reader import StoredTensors
     from qlora_rl.demo.tiny_model import make_tokenizer
 
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def measure(kind: str, directory: Path) -> dict[str, float]:
     from peft import LoraConfig, get_peft_model
 
     from qlora_rl import LocalEngine, borrow_base, load_base
-    from qlora_rl.engine.leftovers import trim_memory
+    from qlora_rl.engine.cleanup import trim_memory
 
     assert all((transformers.Qwen2ForCausalLM, trl.GRPOTrainer, vllm.LLM))  # lazy modules: now they are loaded
     held: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What fits on which card: the ledger of public shapes, by `qlora-rl plan`. No weight is loaded, no GPU is asked.
+"""What fits on which card: the estimate of public shapes, by `qlora-rl plan`. No weight is loaded, no GPU is asked.
 
 python benchmarks/memory_plan.py [--json benchmarks/results/memory_plan.json]
 """

@@ -137,15 +137,15 @@ def measure(way: str, base) -> dict[str, dict]:
 
 
 def estimates(base) -> dict[str, float]:
-    """The ledger's peak of a step at every length."""
+    """The estimate's peak of a step at every length."""
     from qlora_rl import plan_memory
-    from qlora_rl.ledger.shape import read_config
+    from qlora_rl.memory.shape import read_config
 
     found = {}
     for length in LENGTHS:
         options = {"batch_size": BATCH, "max_length": PROMPT + length, "device": "cpu", "has_engine": False}
-        ledger = plan_memory(read_config(base.path), rank=8, spec=base.spec, **options)
-        found[str(length)] = ledger.step_bytes / 2**20
+        estimate = plan_memory(read_config(base.path), rank=8, spec=base.spec, **options)
+        found[str(length)] = estimate.step_bytes / 2**20
     return found
 
 
@@ -161,7 +161,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         base = make_base(Path(directory) / "base")
         points = {way: measure(way, base) for way in WAYS}
-        ledger = estimates(base)
+        estimate = estimates(base)
     first, last = str(LENGTHS[0]), str(LENGTHS[-1])
     result = {
         "command": "python benchmarks/memory_step.py",
@@ -170,7 +170,7 @@ def main() -> None:
         "vocabulary": VOCABULARY,
         "growth_at_8x": {way: points[way][last]["live_mib"] / points[way][first]["live_mib"] for way in WAYS},
         "less_than_trl_at_8x": points["trl"][last]["live_mib"] / points["ours"][last]["live_mib"],
-        "ledger_mib": ledger,
+        "estimate_mib": estimate,
         "points": points,
     }
     arguments.json.write_text(json.dumps(described(result), indent=1) + "\n")

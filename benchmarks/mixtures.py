@@ -39,8 +39,8 @@ def make_mixture(out: Path, steps: int) -> Path:
     """A mixture of the width and active size of the demo's model, and trained like it: 8 experts, of which 2 are chosen."""
     import transformers
 
+    from qlora_rl.cpu_matmul import Float32Products
     from qlora_rl.demo.tiny_model import Recipe, make_tokenizer, pretrain
-    from qlora_rl.products import Float32Products
 
     recipe, tokenizer = Recipe(steps=steps), make_tokenizer()
     config = transformers.Qwen3MoeConfig(

@@ -51,13 +51,13 @@ def make_model(directory: Path, layers: int):
     from trl.trainer.utils import add_fused_lm_head
 
     from qlora_rl import load_base, prepare_base
-    from qlora_rl.adapter.subject import shorten_lora
+    from qlora_rl.adapter.inspected import shorten_lora
     from qlora_rl.bench import shapes
     from qlora_rl.bench.memory import Uncounted
     from qlora_rl.train.scoring.logprobs import use_small_tiles
     from qlora_rl.train.scoring.padding import remove_padding
     from qlora_rl.train.setup.layer_inputs import keep_on_host
-    from qlora_rl.train.setup.tiles import tile_layers
+    from qlora_rl.train.setup.tiled_mlp import tile_layers
 
     source = shapes.make_model(
         directory / "model",
@@ -170,7 +170,7 @@ def main() -> None:
     import torch
 
     from qlora_rl.bench.rounds import described
-    from qlora_rl.products import Float32Products
+    from qlora_rl.cpu_matmul import Float32Products
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", nargs="*", choices=JOBS, default=list(JOBS))

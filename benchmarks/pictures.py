@@ -74,7 +74,7 @@ def train(base: Path, way: str, steps: int, out: Path) -> dict[str, Any]:
 
     from qlora_rl import QLoRAGRPOTrainer, load_base, start_server
     from qlora_rl.base.checkpoint import open_base
-    from qlora_rl.base.kinds import LANGUAGE_LINEARS
+    from qlora_rl.base.model_classes import LANGUAGE_LINEARS
     from qlora_rl.demo.job import quieten, summarise_steps
     from qlora_rl.demo.merge import MergingTrainer
     from qlora_rl.train.run import METRICS, RunDirectory

@@ -5,7 +5,7 @@
 While `qlora_rl.bench.step` trains, a timer of processor time looks at the main thread; each sample counts as much as this thread has
 computed since the one before, and belongs to the first of the parts below that is on the stack. Waiting and other processes do not count,
 so the shares also hold on a shared machine; run it with OMP_NUM_THREADS=1, as the time of other threads is not seen. `--flame DIR` keeps
-the stacks, one line each with its microseconds, as flamegraph.pl and speedscope read them. Shares are of the samples inside the training
+the stacks, one line each with its microseconds, as flamegraph.pl and speedscope read them. LoadBalancer are of the samples inside the training
 loop, without the first steps; examinations by the alarm are left out, as a run has one or two, whatever its length.
 
     python benchmarks/profile_step.py --child SIDE SIZE BASE STEPS STACKS      one process: writes its stacks
@@ -31,7 +31,7 @@ from qlora_rl.bench.step import JOBS, SIDES, WARM, _make_base, measure
 
 # A sample inside several counts for the first. "a>b" is b inside a.
 PARTS = {
-    "alarm": ("Examiner.examine",),
+    "alarm": ("MismatchDebugger.examine",),
     "canary": ("Canary.check",),
     "push": ("EngineBridge.sync_weights", "VLLMGeneration.sync_weights"),
     "rollout: requests handed in": ("Driver.begin",),  # by us; those of TRL are within the next part but one
@@ -47,10 +47,10 @@ PARTS = {
     "first pass": ("GRPOTrainer._generate_and_score_completions>GRPOTrainer._get_per_token_logps_and_entropies",),
     "forward": ("GRPOTrainer._get_per_token_logps_and_entropies",),
     "loss": ("GRPOTrainer.compute_loss",),
-    "comparison with the engine": ("OnePass._look_at_parts", "MeasuredSteps._look_at"),
+    "comparison with the engine": ("SingleForward._look_at_parts", "MeasuredSteps._look_at"),
     "backward": ("Accelerator.backward",),
     "optimizer and clipping": ("AcceleratedOptimizer.step", "Accelerator.clip_grad_norm_", "Module.zero_grad"),
-    "is there dropout": ("OnePass._scores_once",),
+    "is there dropout": ("SingleForward._scores_once",),
     "train mode": ("Module.train",),
     "records": ("MeasuredSteps._note_rollouts", "Trainer._maybe_log_save_evaluate"),
     "prompts tokenised, completions decoded": ("GRPOTrainer._tokenize_prompts", "PreTrainedTokenizerBase.batch_decode"),

@@ -4,7 +4,7 @@
     python benchmarks/scale.py --measure real      the same with vLLM on this machine's cores (about ten minutes)
     python benchmarks/scale.py                     predict again, with what was measured then
 
-`simulate` is a discrete-event model of one trainer and a fleet, made of what `QLoRAAsyncGRPOTrainer`, `Turnstile` and `Fleet` do. All
+`simulate` is a discrete-event model of one trainer and a fleet, made of what `QLoRAAsyncGRPOTrainer`, `StalenessLimit` and `Fleet` do. All
 that goes into it is either measured or an entry of ASSUMED, with its source. What it says of 1,000 engines was never run.
 
 Both kinds of runs have the real trainer, the real fleet, 1 to 4 actors of Ray, pushes through its object store, verified bases.
@@ -112,7 +112,7 @@ class _Batch:
 def simulate(job: Job, steps: int = 200, seed: int = 0) -> dict[str, float]:
     """Run `steps` optimizer steps.
 
-    Batch b is trained on at policy b. It begins as soon as policy b - max_staleness is trained (`Turnstile`). All engines sample each batch;
+    Batch b is trained on at policy b. It begins as soon as policy b - max_staleness is trained (`StalenessLimit`). All engines sample each batch;
     batches that are sampled at once share them. An engine that fails takes with it what it was sampling, which the others sample again when
     they are done (`Fleet.generate`). A push waits until nothing is sampled by a version that it takes out of the engines.
 
@@ -380,7 +380,7 @@ def run_once(
         return found
     return found | {
         "waits_s": statistics.median(row["trainer_wait_seconds"] for row in kept),
-        "sampling_s": statistics.median(row["rollout_drawn_seconds"] for row in kept),
+        "sampling_s": statistics.median(row["rollout_sampled_seconds"] for row in kept),
         "staleness_mean": statistics.fmean(row["staleness_mean"] for row in rows),
     }
 
@@ -527,7 +527,7 @@ def main() -> None:
     result = json.loads(arguments.json.read_text())
     if arguments.measure:
         from qlora_rl.bench.rounds import described
-        from qlora_rl.processor import processor
+        from qlora_rl.cpu_features import processor
 
         with tempfile.TemporaryDirectory() as work:
             if arguments.measure == "paced":

@@ -4,7 +4,7 @@
 
 The random Qwen2 shape of `sync.py` (0.4 B by default), NF4 with double quantisation, LoRA of rank 16 on all linears in float32, a
 server in a process of its own on the same machine. Alternating, in one run: the adapter in the body of a request, and through a
-directory on tmpfs that both see; each is proven by the canary, whose seconds stand beside. About three minutes.
+directory on tmpfs that both see; each is verified by the canary, whose seconds stand beside. About three minutes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from qlora_rl import AdapterSync, Canary, ServerEngine, load_base, prepare_base,
 from qlora_rl.adapter.store import default_root
 from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
+from qlora_rl.sync.http_transport import HttpTransport
 from qlora_rl.sync.transports import DirectoryTransport
-from qlora_rl.sync.wire import HttpTransport
 from qlora_rl.train.run import describe_machine, describe_versions
 
 PARTS = ("seconds", "export_seconds", "deliver_seconds", "load_seconds")

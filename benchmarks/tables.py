@@ -259,7 +259,7 @@ def overlap() -> str:
 VERDICTS = {
     "adapter": "adapter",
     "full_weights": "full weights",
-    "refuse": "unsupported",
+    "reject": "unsupported",
 }
 
 
@@ -540,7 +540,7 @@ def memory_step() -> str:
         values = [by_length[n]["live_mib"] for n in lengths]
         cells = " | ".join(f"{v:,.0f}" for v in values)
         lines.append(f"| {words[way]} | {cells} | {values[-1] / values[0]:.1f}x |")
-    planned = [result["ledger_mib"][n] for n in lengths]
+    planned = [result["estimate_mib"][n] for n in lengths]
     cells = " | ".join(f"{v:,.0f}" for v in planned)
     lines.append(f"| small tiles, estimated | {cells} | {planned[-1] / planned[0]:.1f}x |")
     less = result["less_than_trl_at_8x"]
@@ -565,12 +565,12 @@ def padding() -> str:
     return "\n".join(lines)
 
 
-def memory_ledger() -> str:
+def memory_estimate() -> str:
     """Lines of the memory estimate against what was measured."""
     lines = ["| line | estimated, MB | measured, MB | off |", "|---|---|---|---|"]
-    result = _load("memory_ledger.json")
+    result = _load("memory_estimate.json")
     for r in result["rows"]:
-        lines.append(f"| {r['line']} | {r['ledger'] / 1e6:.1f} | {r['measured'] / 1e6:.1f} | {r['off']:+.1%} |")
+        lines.append(f"| {r['line']} | {r['estimate'] / 1e6:.1f} | {r['measured'] / 1e6:.1f} | {r['off']:+.1%} |")
     lines.append(f"| the trainer's together (adamw_torch) | | | {result['trainer_total_off']:+.1%} |")
     return "\n".join(lines)
 
@@ -760,7 +760,7 @@ TABLES = {
     "functions": functions,
     "memory-step": memory_step,
     "padding": padding,
-    "memory-ledger": memory_ledger,
+    "memory-estimate": memory_estimate,
     "memory-plan": memory_plan,
     "memory-longest": memory_longest,
 }

@@ -74,9 +74,9 @@ class Sampler:
         logprobs_BT = torch.zeros(*size, PROMPT + RESPONSE)
         mask_BT = torch.zeros(*size, PROMPT + RESPONSE, dtype=torch.bool)
         for row, (ids, logprobs) in enumerate(zip(rollout.completion_ids, rollout.logprobs, strict=True)):
-            drawn = slice(PROMPT, PROMPT + len(ids))
+            sampled = slice(PROMPT, PROMPT + len(ids))
             ids_BT[row, : len(ids)] = torch.tensor(ids)
-            logprobs_BT[row, drawn], mask_BT[row, drawn] = torch.tensor(logprobs), True
+            logprobs_BT[row, sampled], mask_BT[row, sampled] = torch.tensor(logprobs), True
         full_BT = torch.cat([tensordict["prompt"], ids_BT], 1)
         return tensordict.update(
             {"action": ids_BT, "tokens": {"full": full_BT}, "log_probs": {"full": logprobs_BT}, "mask": mask_BT}

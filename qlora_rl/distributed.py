@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from qlora_rl import letters
+from qlora_rl import store_messages
 from qlora_rl.errors import AccessDeniedError, RankLostError
 
 logger = logging.getLogger(__name__)
@@ -143,13 +143,13 @@ class Ranks:
         """Every rank's value. An error of any rank, whatever the others have come for, is raised on all; of several the first rank's."""
         self._count += 1
         said = (doing, value, None if error is None else portable(error, self.rank))
-        letters.put(self._store, f"{self._blocks}.{self._count}/{self.rank}", pickle.dumps(said))
+        store_messages.put(self._store, f"{self._blocks}.{self._count}/{self.rank}", pickle.dumps(said))
         heard = [
             said if rank == self.rank else pickle.loads(self._take(f"{self._blocks}.{self._count}/{rank}", rank, doing))
             for rank in range(self.size)
         ]
         # A rank that has sent this word has received all of the one before it.
-        letters.drop(self._store, f"{self._blocks}.{self._count - 2}/{self.rank}")
+        store_messages.drop(self._store, f"{self._blocks}.{self._count - 2}/{self.rank}")
         for rank, (_, _, failure) in enumerate(heard):
             if failure is not None:
                 raise mark(error if rank == self.rank else failure)
@@ -159,7 +159,7 @@ class Ranks:
         return [each for _, each, _ in heard]
 
     def channel(self) -> Any:
-        """A connection of its own to the store of all ranks, for what threads say to each other (`letters`)."""
+        """A connection of its own to the store of all ranks, for what threads say to each other (`store_messages`)."""
         return self._store.clone()
 
     def close(self) -> None:
@@ -229,7 +229,9 @@ class Ranks:
         """Send it to the others, and give them time to read it: the store ends with rank 0."""
         try:
             self._told += 1
-            letters.put(self._store, f"failed/{self.rank}", pickle.dumps((self._told, portable(error, self.rank))))
+            store_messages.put(
+                self._store, f"failed/{self.rank}", pickle.dumps((self._told, portable(error, self.rank)))
+            )
             until = time.monotonic() + TORN_S
             heard = [f"heard/{self.rank}.{self._told}/{rank}" for rank in range(self.size) if rank != self.rank]
             while time.monotonic() < until and not self._store.check(heard):
@@ -260,12 +262,12 @@ class Ranks:
                         beat = store.get(f"alive/{rank}")
                         if self._beats.get(rank, (b"", 0.0))[0] != beat:
                             self._beats[rank] = (beat, time.monotonic())
-                    if rank not in self._failed and letters.is_there(store, f"failed/{rank}"):
+                    if rank not in self._failed and store_messages.is_there(store, f"failed/{rank}"):
                         try:
-                            told, error = pickle.loads(letters.read(store, f"failed/{rank}"))
+                            told, error = pickle.loads(store_messages.read(store, f"failed/{rank}"))
                         except AccessDeniedError as forged:
                             logger.error("%s", forged)
-                            letters.drop(store, f"failed/{rank}")
+                            store_messages.drop(store, f"failed/{rank}")
                             continue
                         if told > self._heard.get(rank, 0):
                             self._heard[rank], self._failed[rank] = told, error
@@ -290,11 +292,11 @@ class Ranks:
                 raise mark(self._lost([rank], doing, f"not there after {self.limit_s:.0f} s (ddp_timeout)"))
             time.sleep(pause)
             pause = min(0.02, 1.5 * pause)
-        return letters.read(self._store, key)
+        return store_messages.read(self._store, key)
 
     def _ask(self, key: str, doing: str) -> bool:
         try:
-            return letters.is_there(self._store, key)
+            return store_messages.is_there(self._store, key)
         except (RuntimeError, OSError) as error:
             raise mark(self._failed.get(0) or self._lost([0], doing)) from error
 
@@ -337,7 +339,7 @@ def _joined() -> Ranks:
         store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         told = [store.port, secrets.token_bytes(32)]
     torch.distributed.broadcast_object_list(told, src=0)
-    letters.sign_with(told[1])
+    store_messages.sign_with(told[1])
     if store is None:
         store = torch.distributed.TCPStore(host, told[0], is_master=False, timeout=timedelta(seconds=SILENT_S))
     return Ranks(rank, size, store)

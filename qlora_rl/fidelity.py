@@ -80,14 +80,14 @@ def measure(trainer_logprobs_BT: torch.Tensor, engine_logprobs_BT: torch.Tensor,
             f"comparing logprobs: trainer={tuple(trainer_logprobs_BT.shape)} != "
             f"engine={tuple(engine_logprobs_BT.shape)} or mask={tuple(mask_BT.shape)}. Pass three [B, T] tensors."
         )
-    drawn = mask_BT.bool()
+    sampled = mask_BT.bool()
     delta_BT = trainer_logprobs_BT.double() - engine_logprobs_BT.double()
-    known = drawn & ~delta_BT.isnan()
+    known = sampled & ~delta_BT.isnan()
     d = delta_BT[known]
     count = int(d.numel())
     if count == 0:
         nan = float("nan")
-        masked = 1.0 if bool(drawn.any()) else 0.0
+        masked = 1.0 if bool(sampled.any()) else 0.0
         return Fidelity(nan, nan, nan, nan, nan, nan, nan, masked, nan, (nan,) * POSITION_BINS, tokens=0)
     ratio = d.exp()
     quantiles = torch.quantile(ratio, torch.tensor([0.01, 0.5, 0.99], dtype=torch.double, device=ratio.device))
@@ -102,7 +102,7 @@ def measure(trainer_logprobs_BT: torch.Tensor, engine_logprobs_BT: torch.Tensor,
         ratio_p50=float(quantiles[1]),
         ratio_p99=float(quantiles[2]),
         ess=float(ess),
-        masked_share=1.0 - count / int(drawn.sum()),
+        masked_share=1.0 - count / int(sampled.sum()),
         scaled_diff=float(scaled_differences(d, engine_logprobs_BT.double()[known]).mean()),
         by_position=_by_position(delta_BT, known),
         tokens=count,

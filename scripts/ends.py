@@ -1,4 +1,4 @@
-"""Mends the ends of lines and of files; refuses marks of a conflict and files above a megabyte. A hook of pre-commit.
+"""Mends the ends of lines and of files; rejects marks of a conflict and files above a megabyte. A hook of pre-commit.
 
 python scripts/ends.py FILE ...      exit 1 where something was mended, or must be by hand
 """

@@ -22,7 +22,7 @@ class Here:
         self.url, self.timeout_s, self.wait_s, self.pause_s = name, 60.0, 0.0, pause_s
         self.engine, self.model = FakeEngine(model, max_model_length=64), model
         self.base = self.engine.describe_base().digest
-        self.found, self.incarnation, self.drawn, self.calls = (0, ""), 1, 0, 0
+        self.found, self.incarnation, self.sampled, self.calls = (0, ""), 1, 0, 0
         self.dies_at, self.is_dead = None, False
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -72,7 +72,7 @@ class Here:
             version = self.version if version is None else version
             self._serve(version)
             rollout = self.engine.generate(prompts, sampling, places=places)
-            self.drawn += len(prompts)
+            self.sampled += len(prompts)
             return rollout
 
     def _serve(self, version):

@@ -309,84 +309,84 @@ FULL_WEIGHTS = {
     ),
 }
 
-REFUSED = {
-    "alora": AdapterKind("aLoRA", lambda: lora(alora_invocation_tokens=[5]), "refuse", "aLoRA depends"),
-    "arrow": AdapterKind("Arrow", lambda: lora(), "refuse", "Arrow routes", is_built=False),
-    "merged": AdapterKind("a merged adapter", lora, "refuse", "merged into the base", prepare=_merge),
-    "disabled": AdapterKind("a disabled adapter", lora, "refuse", "disabled", prepare=_disable),
+REJECTED = {
+    "alora": AdapterKind("aLoRA", lambda: lora(alora_invocation_tokens=[5]), "reject", "aLoRA depends"),
+    "arrow": AdapterKind("Arrow", lambda: lora(), "reject", "Arrow routes", is_built=False),
+    "merged": AdapterKind("a merged adapter", lora, "reject", "merged into the base", prepare=_merge),
+    "disabled": AdapterKind("a disabled adapter", lora, "reject", "disabled", prepare=_disable),
     "disabled-in-one-layer": AdapterKind(
-        "one layer that is switched off", lora, "refuse", "The active adapters at", prepare=_disable_one
+        "one layer that is switched off", lora, "reject", "The active adapters at", prepare=_disable_one
     ),
-    "not-finite": AdapterKind("NaN or infinity", lora, "refuse", "NaN or infinite", prepare=_break),
+    "not-finite": AdapterKind("NaN or infinity", lora, "reject", "NaN or infinite", prepare=_break),
     "lora-bias-homeless": AdapterKind(
-        "`lora_bias` on layers without a bias", lambda: lora(lora_bias=True), "refuse", "whose layer has no bias"
+        "`lora_bias` on layers without a bias", lambda: lora(lora_bias=True), "reject", "whose layer has no bias"
     ),
     "new-tokens": AdapterKind(
         "tokens that were added to the base",
         lambda: lora(trainable_token_indices=[3]),
-        "refuse",
+        "reject",
         "tokens were added",
         prepare=_grow,
     ),
     "unknown-variant": AdapterKind(
-        "an unknown variant of LoRA", lora, "refuse", "is an unknown variant", prepare=_strange_variant
+        "an unknown variant of LoRA", lora, "reject", "is an unknown variant", prepare=_strange_variant
     ),
     "BEFT-homeless": AdapterKind(
         "BEFT on layers without a bias",
         lambda: peft.BeftConfig(target_modules=["down_proj"]),
-        "refuse",
+        "reject",
         "whose layer has no bias",
     ),
     "ADAPTION_PROMPT": AdapterKind(
         "adaption prompt",
         lambda: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1),
-        "refuse",
+        "reject",
         "ADAPTION_PROMPT",
         is_built=False,  # PEFT knows it for Llama and Mistral only
     ),
     "CARTRIDGE": AdapterKind(
-        "Cartridge", lambda: peft.CartridgeConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "refuse", "CARTRIDGE"
+        "Cartridge", lambda: peft.CartridgeConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "reject", "CARTRIDGE"
     ),
     "CPT": AdapterKind(
         "CPT",
         lambda: peft.CPTConfig(
             task_type="CAUSAL_LM", cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2]
         ),
-        "refuse",
+        "reject",
         "CPT",
     ),
     "LILY": AdapterKind(
-        "LILY", lambda: peft.LilyConfig(r=4, target_modules=TWO, stride_A=1, num_B=2), "refuse", "LILY"
+        "LILY", lambda: peft.LilyConfig(r=4, target_modules=TWO, stride_A=1, num_B=2), "reject", "LILY"
     ),
     "MULTITASK_PROMPT_TUNING": AdapterKind(
         "multitask prompt tuning",
         lambda: peft.MultitaskPromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, num_tasks=2),
-        "refuse",
+        "reject",
         "MULTITASK_PROMPT_TUNING",
     ),
-    "POLY": AdapterKind("Poly", lambda: peft.PolyConfig(r=4, target_modules=TWO, n_tasks=2), "refuse", "POLY"),
+    "POLY": AdapterKind("Poly", lambda: peft.PolyConfig(r=4, target_modules=TWO, n_tasks=2), "reject", "POLY"),
     "PREFIX_TUNING": AdapterKind(
         "prefix tuning",
         lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
-        "refuse",
+        "reject",
         "PREFIX_TUNING",
     ),
     "PROMPT_TUNING": AdapterKind(
         "prompt tuning",
         lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
-        "refuse",
+        "reject",
         "PROMPT_TUNING",
     ),
     "P_TUNING": AdapterKind(
         "P-tuning",
         lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=8),
-        "refuse",
+        "reject",
         "P_TUNING",
     ),
     "SHADOW": AdapterKind(
-        "ShadowPEFT", lambda: peft.ShadowConfig(target_modules=TWO), "refuse", "SHADOW", is_built=False
+        "ShadowPEFT", lambda: peft.ShadowConfig(target_modules=TWO), "reject", "SHADOW", is_built=False
     ),
-    "XLORA": AdapterKind("X-LoRA", lambda: peft.XLoraConfig(), "refuse", "XLORA", is_built=False),
+    "XLORA": AdapterKind("X-LoRA", lambda: peft.XLoraConfig(), "reject", "XLORA", is_built=False),
 }
 
-KINDS = {**ADAPTER, **FULL_WEIGHTS, **REFUSED}
+KINDS = {**ADAPTER, **FULL_WEIGHTS, **REJECTED}

@@ -192,7 +192,7 @@ def randomise(model, scale: float = 0.05, seed: int = 0) -> None:
 
 
 def score(model, prompts: list[list[int]], rollout, temperature: float = 1.0):
-    """|trainer - engine| for every drawn token, [tokens]."""
+    """|trainer - engine| for every sampled token, [tokens]."""
     import torch
 
     model.train()
@@ -284,29 +284,29 @@ def fused(sizes=(96, 32, 32), quant="nf4", blocksize=64, columns=128, seed=0):
 
 def built(instructions):
     """One of `BUILDS` of the kernel for 4-bit codes, where this processor has the instructions."""
-    from qlora_rl.engine.linears import native
-    from qlora_rl.processor import processor
+    from qlora_rl.cpu_features import processor
+    from qlora_rl.engine.linears import cpu_kernel
 
     if processor().architecture != "x86_64" or (
         instructions == "avx512_bf16" and processor().codes_kernel != instructions
     ):
         return None
-    found = _emulated() if instructions == "emulated" else native._built(instructions)
+    found = _emulated() if instructions == "emulated" else cpu_kernel._built(instructions)
     assert not isinstance(found, str), found
     return found
 
 
 @functools.cache
 def _emulated():
-    from qlora_rl.engine.linears import native
+    from qlora_rl.engine.linears import cpu_kernel
 
     header = Path(__file__).with_name("avx512") / "emulated.h"
     text = hashlib.sha256(header.read_bytes()).hexdigest()  # a library is kept under its command and `codes.cpp` alone
-    real, native.AVX512_FLAGS = native.AVX512_FLAGS, ("-include", str(header), f"-DEMULATED_{text}")
+    real, cpu_kernel.AVX512_FLAGS = cpu_kernel.AVX512_FLAGS, ("-include", str(header), f"-DEMULATED_{text}")
     try:
-        return native._built.__wrapped__("avx512_bf16")
+        return cpu_kernel._built.__wrapped__("avx512_bf16")
     finally:
-        native.AVX512_FLAGS = real
+        cpu_kernel.AVX512_FLAGS = real
 
 
 def command(*arguments, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from qlora_rl.adapter.inspected import active_adapter, method_of
 from qlora_rl.adapter.rules import Finding, judge_method
 from qlora_rl.adapter.store import CONFIG, ORIGIN, WEIGHTS
-from qlora_rl.adapter.subject import active_adapter, method_of
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.experts import ATTENTION, NAMINGS, experts_as_linears, is_expert_matrix
-from qlora_rl.base.kinds import auto_class
+from qlora_rl.base.model_classes import auto_class
 from qlora_rl.documents import read_object
 from qlora_rl.errors import AdapterRejectedError
 
@@ -133,15 +133,15 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
     try:
         config = _read_config(path)
     except Exception as error:
-        return _refused(f"{CONFIG} cannot be read by PEFT: {type(error).__name__}: {error}. Save the adapter again.")
+        return _rejected(f"{CONFIG} cannot be read by PEFT: {type(error).__name__}: {error}. Save the adapter again.")
     method = method_of(config)
     findings = [*judge_method(method), *_unknown_settings(path, config)]
     if why := why_no_weights(path):
-        return _refused(why, method)
+        return _rejected(why, method)
     try:
         tensors = _read_tensors(path)
     except Exception as error:
-        return _refused(f"{WEIGHTS} is damaged: {error}. Save the adapter again.", method)
+        return _rejected(f"{WEIGHTS} is damaged: {error}. Save the adapter again.", method)
     origin = _read_object(path / ORIGIN)
     where = _base_directory(config, base)
     findings += _of_origin(origin, where)
@@ -151,7 +151,7 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
         return OpenedAdapter(None, tuple(findings), method)
     if where is None and (config.use_qalora or config.fan_in_fan_out):
         what = "use_qalora" if config.use_qalora else "fan_in_fan_out"
-        return _refused(
+        return _rejected(
             f"{what}=True: what that means depends on the layers of the base. Name it: base=, or --base.", method
         )
     # Neither may look at the base's weights or at its forward pass: there are none.
@@ -160,7 +160,7 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
     config.inference_mode = False
     tokens = config.trainable_token_indices
     if not isinstance(tokens, list | dict | None):
-        return _refused(
+        return _rejected(
             f"{CONFIG} has trainable_token_indices={tokens!r}, which is no list. Save the adapter again.", method
         )
     if where is None:
@@ -168,7 +168,7 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
     try:
         model = _build(config, tensors, where)
     except Exception as error:
-        return _refused(f"It does not fit {where or 'the layers that it names'}: {error} {_OTHER_BASE}", method)
+        return _rejected(f"It does not fit {where or 'the layers that it names'}: {error} {_OTHER_BASE}", method)
     config.init_lora_weights, config.trainable_token_indices = init, tokens
     wrong, misfits = _fill(model, tensors)
     if where is None:  # the shapes are the file's own, and mean nothing where a variant has others
@@ -176,8 +176,8 @@ def open_adapter(directory: str | os.PathLike[str], base: str | os.PathLike[str]
     return OpenedAdapter(model, wrong, method, misfits)
 
 
-def _refused(reason: str, method: str = "") -> OpenedAdapter:
-    return OpenedAdapter(None, (("refuse", reason),), method)
+def _rejected(reason: str, method: str = "") -> OpenedAdapter:
+    return OpenedAdapter(None, (("reject", reason),), method)
 
 
 def _exists(question: Any) -> bool:
@@ -199,7 +199,7 @@ def _unknown_settings(path: Path, config: Any) -> list[Finding]:
         return []
     return [
         (
-            "refuse",
+            "reject",
             f"{CONFIG} asks for {', '.join(f'{key}={asked[key]!r}' for key in unknown[:3])}, which this PEFT does not know. Use the "
             "PEFT that has written it.",
         )
@@ -248,11 +248,11 @@ def _of_origin(origin: Mapping[str, Any] | None, base: Path | None) -> list[Find
             f"An earlier version has saved it, and noted what its base was made from, not what it is. If it was trained on {base}, remove "
             f"{ORIGIN} from its directory."
         )
-        return [("refuse", reason)]
+        return [("reject", reason)]
     if not isinstance(trained, str) or not isinstance(identity, str):
         return [
             (
-                "refuse",
+                "reject",
                 f"{ORIGIN} or the base's manifest is damaged. Save the adapter again, or prepare the base again.",
             )
         ]
@@ -262,7 +262,7 @@ def _of_origin(origin: Mapping[str, Any] | None, base: Path | None) -> list[Find
         f"It was trained on the base with identity {trained[:16]}, and {base} has {identity[:16]}: other weights, tokenizer or config. Serve it "
         "on the directory that it was trained on, or on a copy of that."
     )
-    return [("refuse", reason)]
+    return [("reject", reason)]
 
 
 def _on_single_experts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -357,12 +357,12 @@ def _fill(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Findin
                 )
                 misfits.append(("full_weights", reason))
             else:
-                misfits.append(("refuse", f"{own} has no place in the base. {_OTHER_BASE}"))
+                misfits.append(("reject", f"{own} has no place in the base. {_OTHER_BASE}"))
         elif tensor.shape != places[slots[name]].shape:
             shape = list(places[slots[name]].shape)
-            wrong.append(("refuse", f"{own} has the shape {list(tensor.shape)} instead of {shape}. {_OTHER_BASE}"))
+            wrong.append(("reject", f"{own} has the shape {list(tensor.shape)} instead of {shape}. {_OTHER_BASE}"))
     misfits += [
-        ("refuse", f"{name.removeprefix(_PREFIX)} is missing in {WEIGHTS}. Save the adapter again.")
+        ("reject", f"{name.removeprefix(_PREFIX)} is missing in {WEIGHTS}. Save the adapter again.")
         for name in slots
         if name not in tensors
     ]
@@ -380,5 +380,5 @@ def _fill(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Findin
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
-            return [("refuse", f"The file holds NaN or infinite values at {name}. Go back to an earlier checkpoint.")]
+            return [("reject", f"The file holds NaN or infinite values at {name}. Go back to an earlier checkpoint.")]
     return []

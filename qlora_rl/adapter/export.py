@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.directory import open_adapter
-from qlora_rl.adapter.subject import Subject, active_adapter, ranks_of
+from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, ranks_of
 from qlora_rl.adapter.verdict import Verdict, judge_adapter, judge_opened
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.errors import AdapterRejectedError, collected
@@ -42,18 +42,18 @@ def export_adapter(model: Any, *, dtype: torch.dtype | None = None, verdict: Ver
     verdict = verdict or judge_adapter(model)
     if verdict.kind != "adapter":
         raise collected("exporting the adapter", verdict.reasons, AdapterRejectedError)
-    return export_subject(Subject(model, active_adapter(model)), dtype)
+    return export_subject(InspectedAdapter(model, active_adapter(model)), dtype)
 
 
 @torch.no_grad()
 def export_subject(
-    subject: Subject,
+    inspected: InspectedAdapter,
     dtype: torch.dtype | None = None,
     weights: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> AdapterBundle:
     """`export_adapter` for a model that was judged already; `weights`: A and B of each layer, where they were gathered."""
-    adapter = subject.adapter
-    layers = list(subject.layers.items())
+    adapter = inspected.adapter
+    layers = list(inspected.layers.items())
     rank = max(ranks_of(layer, adapter) for _, layer in layers)
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in layers:
@@ -79,8 +79,8 @@ def export_subject(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(
-            getattr(getattr(subject.base, "config", None), "_name_or_path", "")
-            or subject.config.base_model_name_or_path
+            getattr(getattr(inspected.base, "config", None), "_name_or_path", "")
+            or inspected.config.base_model_name_or_path
             or ""
         ),
         "r": rank,
@@ -115,7 +115,7 @@ def settle_patterns(model: Any, directory: Path) -> None:
     win when they are read. Written are full names, where anything differs from layer to layer or from the config.
     """
     adapter = active_adapter(model)
-    layers, config = Subject(model, adapter).layers, model.peft_config[adapter]
+    layers, config = InspectedAdapter(model, adapter).layers, model.peft_config[adapter]
     if not layers:
         return
     root = math.sqrt if config.use_rslora else float

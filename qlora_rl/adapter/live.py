@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.export import export_subject, is_folded_after
-from qlora_rl.adapter.subject import Subject, active_adapter, not_finite
+from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, not_finite
 from qlora_rl.adapter.verdict import Verdict, judge_adapter
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.errors import AdapterRejectedError, collected
-from qlora_rl.pieces import shape_of, whole
+from qlora_rl.sharded_tensors import shape_of, whole
 
 
 class LiveAdapter:
@@ -32,7 +32,7 @@ class LiveAdapter:
         self.model = model
         self.dtype = dtype
         self._verdict: Verdict | None = None
-        self._subject: Subject | None = None
+        self._subject: InspectedAdapter | None = None
         self._seen: list[tuple[Any, ...]] = []
         self._bundle: AdapterBundle | None = None
         self._shape: tuple[tuple[str, int], ...] = ()
@@ -143,7 +143,7 @@ class LiveAdapter:
         verdict = judge_adapter(self.model)
         if verdict.kind != "adapter":
             raise collected("exporting the adapter", verdict.reasons, AdapterRejectedError)
-        self._verdict, self._subject = verdict, Subject(self.model, active_adapter(self.model))
+        self._verdict, self._subject = verdict, InspectedAdapter(self.model, active_adapter(self.model))
         self._seen = self._signature()
         names = self._subject.layers
         self._shape = tuple((name, shape_of(entry[0])[0]) for name, entry in zip(names, self._seen, strict=True))

@@ -27,7 +27,7 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], *, base: str | o
     doing = f"loading the adapter {directory}"
     directory = adapter_in(directory)
     verdict = judge_adapter(directory, base=base)
-    if verdict.kind == "refuse":
+    if verdict.kind == "reject":
         raise collected(doing, verdict.reasons, AdapterRejectedError)
     config = PeftConfig.from_pretrained(directory)
     if hasattr(config, "init_lora_weights"):

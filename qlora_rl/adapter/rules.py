@@ -11,15 +11,23 @@ from typing import Any, Literal
 import torch
 
 from qlora_rl.adapter import methods
-from qlora_rl.adapter.subject import Subject, is_lora_layer, is_shortened, method_of, not_finite, own_name, ranks_of
+from qlora_rl.adapter.inspected import (
+    InspectedAdapter,
+    is_lora_layer,
+    is_shortened,
+    method_of,
+    not_finite,
+    own_name,
+    ranks_of,
+)
 from qlora_rl.base.experts import ATTENTION, linear_experts_in, mixtures_in
-from qlora_rl.base.kinds import LANGUAGE_LINEARS, vision_parts
+from qlora_rl.base.model_classes import LANGUAGE_LINEARS, vision_parts
 from qlora_rl.contracts import LORA_RANK_CLASSES
-from qlora_rl.pieces import shape_of
+from qlora_rl.sharded_tensors import shape_of
 
-Kind = Literal["adapter", "full_weights", "refuse"]
+Kind = Literal["adapter", "full_weights", "reject"]
 Finding = tuple[Kind, str]
-Rule = Callable[[Subject], Iterator[Finding]]
+Rule = Callable[[InspectedAdapter], Iterator[Finding]]
 
 
 _OR_FULL = ", or use sync='weights' on a dense engine"
@@ -36,7 +44,7 @@ def judge_method(name: str, or_full: str = _OR_FULL) -> Iterator[Finding]:
         return
     if name in methods.CHANGES_SOMETHING_ELSE:
         yield (
-            "refuse",
+            "reject",
             f"{name} {methods.CHANGES_SOMETHING_ELSE[name]}: it changes no weights, so no sampler can load it. Use "
             "LoraConfig(target_modules='all-linear').",
         )
@@ -47,70 +55,70 @@ def judge_method(name: str, or_full: str = _OR_FULL) -> Iterator[Finding]:
             f"LoraConfig{or_full}.",
         )
     else:
-        yield "refuse", f"{name} is an unknown method. Use LoraConfig(target_modules='all-linear')."
+        yield "reject", f"{name} is an unknown method. Use LoraConfig(target_modules='all-linear')."
 
 
-def _or_full(subject: Subject) -> str:
+def _or_full(inspected: InspectedAdapter) -> str:
     """The advice to send full weights, where vLLM can be given those of the model."""
-    return "" if mixtures_in(subject.base) else _OR_FULL
+    return "" if mixtures_in(inspected.base) else _OR_FULL
 
 
-def _is_known(subject: Subject) -> Iterator[Finding]:
+def _is_known(inspected: InspectedAdapter) -> Iterator[Finding]:
     # Of all adapters: X-LoRA's own is one of several.
-    for config in subject.model.peft_config.values():
-        yield from judge_method(method_of(config), _or_full(subject))
+    for config in inspected.model.peft_config.values():
+        yield from judge_method(method_of(config), _or_full(inspected))
 
 
-def _is_single(subject: Subject) -> Iterator[Finding]:
-    active = subject.model.active_adapters
+def _is_single(inspected: InspectedAdapter) -> Iterator[Finding]:
+    active = inspected.model.active_adapters
     if len(active) > 1:
         yield (
             "full_weights",
-            f"Several adapters are active ({', '.join(active)}). Activate one: model.set_adapter({subject.adapter!r}).",
+            f"Several adapters are active ({', '.join(active)}). Activate one: model.set_adapter({inspected.adapter!r}).",
         )
 
 
-def _is_alone(subject: Subject) -> Iterator[Finding]:
+def _is_alone(inspected: InspectedAdapter) -> Iterator[Finding]:
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTuner
 
-    for name, module in subject.base.named_modules():
+    for name, module in inspected.base.named_modules():
         if isinstance(module, PeftModel | BaseTuner):
             yield (
-                "refuse",
+                "reject",
                 f"The base contains a PeftModel (at {name or 'its root'}). Call get_peft_model once, on the bare base.",
             )
             return
-    for name, layer in subject.tuned.items():
+    for name, layer in inspected.tuned.items():
         kind = type(layer)
-        if kind.__name__ == "TrainableTokensLayer" or subject.method != "LORA" or is_lora_layer(layer):
+        if kind.__name__ == "TrainableTokensLayer" or inspected.method != "LORA" or is_lora_layer(layer):
             continue
         yield (
-            "refuse",
+            "reject",
             f"{name} carries a {kind.__name__} of another method as well. Merge or unload that one, then prepare the base.",
         )
         return
 
 
-def _is_on(subject: Subject) -> Iterator[Finding]:
-    wanted = set(subject.model.active_adapters)
-    if not wanted and subject.tuned:
-        yield "refuse", f"No adapter is active. Call model.set_adapter({subject.adapter!r})."
+def _is_on(inspected: InspectedAdapter) -> Iterator[Finding]:
+    wanted = set(inspected.model.active_adapters)
+    if not wanted and inspected.tuned:
+        yield "reject", f"No adapter is active. Call model.set_adapter({inspected.adapter!r})."
         return
-    for name, layer in subject.tuned.items():
+    for name, layer in inspected.tuned.items():
         if layer.merged:
             way = "Load the base and the adapter again: unmerge_adapter() does not restore the same bits"
-            yield "refuse", f"The adapter is merged into the base at {name}; the base is changed. {way}."
+            yield "reject", f"The adapter is merged into the base at {name}; the base is changed. {way}."
             return
         if layer.disable_adapters:
-            yield "refuse", f"The adapter is disabled at {name}. Leave model.disable_adapter() first."
+            yield "reject", f"The adapter is disabled at {name}. Leave model.disable_adapter() first."
             return
         here = set(layer._get_available_adapters())
         if set(layer.active_adapters) & here != wanted & here:
             yield (
-                "refuse",
+                "reject",
                 f"The active adapters at {name} differ from those of the rest of the model ({layer.active_adapters}). Call "
-                f"model.set_adapter({subject.adapter!r}).",
+                f"model.set_adapter({inspected.adapter!r}).",
             )
             return
 
@@ -122,38 +130,40 @@ def _is_hooked(module: Any) -> bool:
     return is_replaced or any(not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)
 
 
-def _is_untouched(subject: Subject) -> Iterator[Finding]:
+def _is_untouched(inspected: InspectedAdapter) -> Iterator[Finding]:
     """Nothing that changes what a layer computes, beyond what PEFT has put there."""
-    for name, layer in subject.layers.items():
-        if subject.adapter not in layer.lora_A:
+    for name, layer in inspected.layers.items():
+        if inspected.adapter not in layer.lora_A:
             continue
-        a, b = layer.lora_A[subject.adapter], layer.lora_B[subject.adapter]
-        dropout = layer.lora_dropout[subject.adapter] if subject.adapter in layer.lora_dropout else torch.nn.Identity()
+        a, b = layer.lora_A[inspected.adapter], layer.lora_B[inspected.adapter]
+        dropout = (
+            layer.lora_dropout[inspected.adapter] if inspected.adapter in layer.lora_dropout else torch.nn.Identity()
+        )
         what = ""
         if any(_is_hooked(module) for module in (layer, a, b)):
             what = "has a hook or another forward"
         elif not isinstance(dropout, torch.nn.Identity | torch.nn.Dropout):
             what = f"has a {type(dropout).__name__} where dropout should be"
-        elif layer.lora_variant.get(subject.adapter) is None and not (
+        elif layer.lora_variant.get(inspected.adapter) is None and not (
             isinstance(a, torch.nn.Linear) and isinstance(b, torch.nn.Linear)
         ):
             what = f"has a {type(a).__name__} and a {type(b).__name__} for A and B"
         elif any(not t.is_floating_point() or t.element_size() < 2 for t in (*a.parameters(), *b.parameters())):
             what = f"has matrices of {a.weight.dtype} and {b.weight.dtype}"
         if what:
-            yield "refuse", f"{name} {what}, which may be more than B @ A. Remove it."
+            yield "reject", f"{name} {what}, which may be more than B @ A. Remove it."
             return
 
 
-def _has_modules(subject: Subject) -> Iterator[Finding]:
-    if subject.method == "LORA" and not subject.layers:
-        yield "refuse", "The adapter reaches no linear module. Set target_modules='all-linear'."
+def _has_modules(inspected: InspectedAdapter) -> Iterator[Finding]:
+    if inspected.method == "LORA" and not inspected.layers:
+        yield "reject", "The adapter reaches no linear module. Set target_modules='all-linear'."
 
 
-def _is_on_the_language_model(subject: Subject) -> Iterator[Finding]:
+def _is_on_the_language_model(inspected: InspectedAdapter) -> Iterator[Finding]:
     """vLLM serves an adapter of a vision tower as the bare tower: the same tokens and logprobs, no error."""
-    parts = tuple(f"{part}." for part in vision_parts(subject.base))
-    there = [name for name in subject.tuned if parts and name.startswith(parts)]
+    parts = tuple(f"{part}." for part in vision_parts(inspected.base))
+    there = [name for name in inspected.tuned if parts and name.startswith(parts)]
     if there:
         more = f" and {len(there) - 1} more" if len(there) > 1 else ""
         yield (
@@ -163,17 +173,17 @@ def _is_on_the_language_model(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _is_off_the_experts(subject: Subject) -> Iterator[Finding]:
+def _is_off_the_experts(inspected: InspectedAdapter) -> Iterator[Finding]:
     """Fused experts and the router of a mixture: no linears in transformers, and in the engine on a kernel that takes no adapter.
 
     Experts that are linears, those of a base with 4-bit experts, are adapted one by one like any other.
     """
-    mixtures = tuple(f"{name}." for name in mixtures_in(subject.base))
-    linears = tuple(f"{own_name(name)}." for name in linear_experts_in(subject.base))
-    reached = [name for name in subject.tuned if not name.startswith(linears)] if linears else list(subject.tuned)
-    reached = [name.removesuffix(".base_layer") for name in (*reached, *subject.replaced)]
+    mixtures = tuple(f"{name}." for name in mixtures_in(inspected.base))
+    linears = tuple(f"{own_name(name)}." for name in linear_experts_in(inspected.base))
+    reached = [name for name in inspected.tuned if not name.startswith(linears)] if linears else list(inspected.tuned)
+    reached = [name.removesuffix(".base_layer") for name in (*reached, *inspected.replaced)]
     there = list(dict.fromkeys(name for name in reached if name.startswith(mixtures)))
-    if mixtures and not there and (asked := getattr(subject.config, "target_parameters", None)):
+    if mixtures and not there and (asked := getattr(inspected.config, "target_parameters", None)):
         # PEFT 0.21 rewrites gate_proj and its like so where experts are fused, and does not reach the MLP of a layer without experts.
         there = [f"target_parameters={sorted(asked)}"]
     if not there:
@@ -187,10 +197,10 @@ def _is_off_the_experts(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _rank_fits(subject: Subject) -> Iterator[Finding]:
-    asked = subject.capabilities
+def _rank_fits(inspected: InspectedAdapter) -> Iterator[Finding]:
+    asked = inspected.capabilities
     limit = asked.max_lora_rank if asked and asked.takes_adapters else LORA_RANK_CLASSES[-1]
-    ranks = {name: ranks_of(layer, subject.adapter) for name, layer in subject.layers.items()}
+    ranks = {name: ranks_of(layer, inspected.adapter) for name, layer in inspected.layers.items()}
     name = max(ranks, key=ranks.__getitem__, default="")
     if ranks.get(name, 0) > limit:
         yield (
@@ -199,20 +209,20 @@ def _rank_fits(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _is_plain(subject: Subject) -> Iterator[Finding]:
+def _is_plain(inspected: InspectedAdapter) -> Iterator[Finding]:
     spoken = set()
-    for name, layer in subject.layers.items():
-        variant = layer.lora_variant.get(subject.adapter)
+    for name, layer in inspected.layers.items():
+        variant = layer.lora_variant.get(inspected.adapter)
         title = type(variant).__name__ if variant is not None else ""
         is_peft = type(variant).__module__ == "peft.tuners.lora.variants"
-        if title in spoken or (variant is None and not layer.use_dora.get(subject.adapter)):
+        if title in spoken or (variant is None and not layer.use_dora.get(inspected.adapter)):
             continue
         spoken.add(title)
         if is_peft and title in methods.PLAIN_VARIANTS:
             continue
         if is_peft and title in methods.INPUT_VARIANTS:
             yield (
-                "refuse",
+                "reject",
                 f"{methods.INPUT_VARIANTS[title]} (first at {name}): it is no fixed change of weights, so no sampler can load it. Leave it "
                 "out of LoraConfig.",
             )
@@ -221,22 +231,22 @@ def _is_plain(subject: Subject) -> Iterator[Finding]:
             yield (
                 "full_weights",
                 f"{what}: more than B @ A (first at {name}); vLLM cannot serve it as LoRA. Switch the variant off (such as "
-                f"use_dora=False){_or_full(subject)}.",
+                f"use_dora=False){_or_full(inspected)}.",
             )
         else:
             yield (
-                "refuse",
+                "reject",
                 f"{title} at {name} is an unknown variant of LoRA; it may be more than B @ A. Leave it out of "
                 "LoraConfig.",
             )
 
 
-def _is_linear(subject: Subject) -> Iterator[Finding]:
-    head = subject.base.get_output_embeddings() if hasattr(subject.base, "get_output_embeddings") else None
-    for name, layer in subject.layers.items():
+def _is_linear(inspected: InspectedAdapter) -> Iterator[Finding]:
+    head = inspected.base.get_output_embeddings() if hasattr(inspected.base, "get_output_embeddings") else None
+    for name, layer in inspected.layers.items():
         base = layer.get_base_layer()
         kind = type(layer)
-        if subject.adapter in layer.lora_embedding_A or isinstance(base, torch.nn.Embedding):
+        if inspected.adapter in layer.lora_embedding_A or isinstance(base, torch.nn.Embedding):
             yield (
                 "full_weights",
                 f"{name} is an embedding; adapters on embeddings are not synced. Leave it out of target_modules.",
@@ -253,65 +263,65 @@ def _is_linear(subject: Subject) -> Iterator[Finding]:
             )
         elif not kind.__module__.startswith("peft.tuners.lora."):
             yield (
-                "refuse",
+                "reject",
                 f"{name} is a {kind.__module__}.{kind.__name__}, an unknown LoRA layer; it may be more than "
                 "B @ A. Use PEFT's own.",
             )
 
 
-def _has_no_bias(subject: Subject) -> Iterator[Finding]:
-    bias = getattr(subject.config, "bias", "none")
+def _has_no_bias(inspected: InspectedAdapter) -> Iterator[Finding]:
+    bias = getattr(inspected.config, "bias", "none")
     if bias != "none":
         yield "full_weights", f"bias={bias!r} trains biases of the base; vLLM serves none. Set bias='none'."
     biased = {
         name: layer
-        for name, layer in subject.layers.items()
-        if subject.adapter in layer.lora_B and getattr(layer.lora_B[subject.adapter], "bias", None) is not None
+        for name, layer in inspected.layers.items()
+        if inspected.adapter in layer.lora_B and getattr(layer.lora_B[inspected.adapter], "bias", None) is not None
     }
     homeless = [name for name, layer in biased.items() if layer.get_base_layer().bias is None]
-    if subject.method == "BEFT":
-        homeless = [n for n, layer in subject.tuned.items() if getattr(layer.get_base_layer(), "bias", None) is None]
+    if inspected.method == "BEFT":
+        homeless = [n for n, layer in inspected.tuned.items() if getattr(layer.get_base_layer(), "bias", None) is None]
     if homeless:
-        what = "BEFT" if subject.method == "BEFT" else "lora_bias=True"
+        what = "BEFT" if inspected.method == "BEFT" else "lora_bias=True"
         yield (
-            "refuse",
+            "reject",
             f"{what} trains a bias at {homeless[0]}, whose layer has no bias ({len(homeless)} such layers). "
-            f"{'Leave them out of target_modules' if subject.method == 'BEFT' else 'Set lora_bias=False'}.",
+            f"{'Leave them out of target_modules' if inspected.method == 'BEFT' else 'Set lora_bias=False'}.",
         )
     elif biased:
         yield "full_weights", "lora_bias=True adds a bias to B, which vLLM drops silently. Set lora_bias=False."
 
 
-def _trains_nothing_else(subject: Subject) -> Iterator[Finding]:
+def _trains_nothing_else(inspected: InspectedAdapter) -> Iterator[Finding]:
     for field, way_out in {
-        "modules_to_save": f"Leave modules_to_save out{_or_full(subject)}.",
+        "modules_to_save": f"Leave modules_to_save out{_or_full(inspected)}.",
         "target_parameters": "Use target_modules instead.",
         "trainable_token_indices": "Leave trainable_token_indices out.",
         "layer_replication": "Leave layer_replication out.",
     }.items():
-        value = getattr(subject.config, field, None)
+        value = getattr(inspected.config, field, None)
         if value:
-            kind: Kind = "refuse" if field == "layer_replication" else "full_weights"
+            kind: Kind = "reject" if field == "layer_replication" else "full_weights"
             yield kind, f"{field}={value!r} trains more than LoRA matrices, which an adapter cannot carry. {way_out}"
 
 
-def _replaces_nothing(subject: Subject) -> Iterator[Finding]:
+def _replaces_nothing(inspected: InspectedAdapter) -> Iterator[Finding]:
     """The rule before, for the live model: its config may have been edited."""
-    if subject.replaced and not any(
-        getattr(subject.config, field, None) for field in ("modules_to_save", "trainable_token_indices")
+    if inspected.replaced and not any(
+        getattr(inspected.config, field, None) for field in ("modules_to_save", "trainable_token_indices")
     ):
         yield (
             "full_weights",
-            f"PEFT trains a copy of {next(iter(subject.replaced))}, which an adapter cannot carry. Make the adapter without "
+            f"PEFT trains a copy of {next(iter(inspected.replaced))}, which an adapter cannot carry. Make the adapter without "
             "modules_to_save and trainable_token_indices.",
         )
 
 
-def _trains_no_base(subject: Subject) -> Iterator[Finding]:
+def _trains_no_base(inspected: InspectedAdapter) -> Iterator[Finding]:
     """Weights of the base that were unfrozen by hand; `bias` and `modules_to_save` have rules of their own."""
-    if getattr(subject.config, "bias", "none") != "none" or subject.method != "LORA":
+    if getattr(inspected.config, "bias", "none") != "none" or inspected.method != "LORA":
         return
-    free = [n for n, p in subject.base.named_parameters() if p.requires_grad and id(p) not in subject.added]
+    free = [n for n, p in inspected.base.named_parameters() if p.requires_grad and id(p) not in inspected.added]
     if free:
         yield (
             "full_weights",
@@ -320,9 +330,9 @@ def _trains_no_base(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _keeps_the_tie(subject: Subject) -> Iterator[Finding]:
+def _keeps_the_tie(inspected: InspectedAdapter) -> Iterator[Finding]:
     """An engine that ties head and embedding holds one weight: what trains one of them must be what trains the other."""
-    base = subject.base
+    base = inspected.base
     config = getattr(base, "config", None)
     if config is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):
         return
@@ -333,26 +343,26 @@ def _keeps_the_tie(subject: Subject) -> Iterator[Finding]:
     trained = [{p.untyped_storage()._cdata for p in m.parameters() if p.requires_grad} for m in sides]
     if trained[0] != trained[1]:
         yield (
-            "refuse",
+            "reject",
             "The model ties its output head to the embedding (tie_word_embeddings), and the adapter trains them apart; an engine that "
             "ties them too cannot hold both. Adapt both in the same way (PEFT: ensure_weight_tying=True), or leave them out.",
         )
 
 
-def _keeps_the_vocabulary(subject: Subject) -> Iterator[Finding]:
-    embedding = subject.base.get_input_embeddings() if hasattr(subject.base, "get_input_embeddings") else None
-    before, now = getattr(subject.base, "qlora_vocabulary", None), getattr(embedding, "weight", None)
+def _keeps_the_vocabulary(inspected: InspectedAdapter) -> Iterator[Finding]:
+    embedding = inspected.base.get_input_embeddings() if hasattr(inspected.base, "get_input_embeddings") else None
+    before, now = getattr(inspected.base, "qlora_vocabulary", None), getattr(embedding, "weight", None)
     if before is not None and now is not None and shape_of(now)[0] != before:
         yield (
-            "refuse",
+            "reject",
             f"The embedding has {shape_of(now)[0]} rows and the base {before}: tokens were added after it was prepared, and the "
             "engine has no rows for them. Resize the embedding of the original model, then prepare it.",
         )
 
 
-def _keeps_the_base(subject: Subject) -> Iterator[Finding]:
+def _keeps_the_base(inspected: InspectedAdapter) -> Iterator[Finding]:
     # Of all adapters: the base stays changed when another one is made active.
-    for name, config in subject.model.peft_config.items():
+    for name, config in inspected.model.peft_config.items():
         init = getattr(config, "init_lora_weights", True)
         if not isinstance(init, str) or init.lower() in methods.HARMLESS_INITS:
             continue
@@ -363,14 +373,14 @@ def _keeps_the_base(subject: Subject) -> Iterator[Finding]:
                 "Start it with start_adapter, which leaves the base as it is, or convert it (PEFT: path_initial_model_for_weight_conversion).",
             )
         else:
-            yield "refuse", f"init_lora_weights={init!r} is an unknown initialisation. Use init_lora_weights=True."
+            yield "reject", f"init_lora_weights={init!r} is an unknown initialisation. Use init_lora_weights=True."
 
 
-def _is_finite(subject: Subject) -> Iterator[Finding]:
-    where = not_finite(subject)
+def _is_finite(inspected: InspectedAdapter) -> Iterator[Finding]:
+    where = not_finite(inspected)
     if where is not None:
         yield (
-            "refuse",
+            "reject",
             f"The adapter holds NaN or infinite values at {where}. Go back to the last checkpoint with a lower learning rate.",
         )
 

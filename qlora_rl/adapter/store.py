@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from qlora_rl.contracts import AdapterBundle
 from qlora_rl.documents import parse_object
 from qlora_rl.errors import SyncError
-from qlora_rl.held import let_go, new_directory
+from qlora_rl.locks import let_go, new_directory
 
 if TYPE_CHECKING:
     import torch

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.directory import OpenedAdapter, open_adapter
+from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, ranks_of
 from qlora_rl.adapter.rules import RULES, Finding, Kind
-from qlora_rl.adapter.subject import Subject, active_adapter, ranks_of
 from qlora_rl.base.experts import is_expert_matrix
 from qlora_rl.contracts import EngineCapabilities
 
-_GRAVITY: dict[Kind, int] = {"adapter": 0, "full_weights": 1, "refuse": 2}
+_GRAVITY: dict[Kind, int] = {"adapter": 0, "full_weights": 1, "reject": 2}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Verdict:
 
     Attributes:
         kind: "adapter" (plain LoRA: only the adapter is synced), "full_weights" (dequantised full weights are synced)
-            or `"refuse"` (unsupported).
+            or `"reject"` (unsupported).
         reasons: one sentence per rule that spoke, each with the way out, those that decide first; empty for plain LoRA.
         rank: largest R of its modules (0 where there is none).
         method: PEFT's name of it, such as "LORA"; "" without an adapter.
@@ -103,7 +103,7 @@ def judge_opened(opened: OpenedAdapter, capabilities: EngineCapabilities | None 
 
 
 def _none(reason: str) -> Verdict:
-    return Verdict("refuse", (reason,), 0, "")
+    return Verdict("reject", (reason,), 0, "")
 
 
 def _judged(
@@ -115,11 +115,11 @@ def _judged(
 ) -> Verdict:
     found, rank, on_experts = list(findings), 0, False
     if model is not None:
-        subject = Subject(model, active_adapter(model), capabilities)
-        found += [finding for rule in RULES for finding in rule(subject)]
-        rank = max((ranks_of(layer, subject.adapter) for layer in subject.layers.values()), default=0)
-        method = subject.method
-        on_experts = any(is_expert_matrix(f"{name}.weight") for name in subject.layers)
+        inspected = InspectedAdapter(model, active_adapter(model), capabilities)
+        found += [finding for rule in RULES for finding in rule(inspected)]
+        rank = max((ranks_of(layer, inspected.adapter) for layer in inspected.layers.values()), default=0)
+        method = inspected.method
+        on_experts = any(is_expert_matrix(f"{name}.weight") for name in inspected.layers)
     found = sorted(found or misfits, key=lambda finding: -_GRAVITY[finding[0]])
     kind: Kind = found[0][0] if found else "adapter"
     return Verdict(kind, tuple(dict.fromkeys(reason for _, reason in found)), rank, method, on_experts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qlora_rl.base.hub import hub_reachable, is_local
-from qlora_rl.ledger.published import published
+from qlora_rl.memory.published import published
 
 _TALK = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
 

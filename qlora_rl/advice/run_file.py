@@ -56,7 +56,7 @@ def run_file(
     own = {_NAMES.get(n, n): v for n, v in advice.trainer.items() if n != "gpu_memory"}
     reasons = {_NAMES.get(name, name): why for name, why in advice.reasons.items()}
     reasons |= {name: why for name, (_, why) in _FIRST.items()} | comments
-    if tables.length == advice.ledger.request.max_length:
+    if tables.length == advice.estimate.request.max_length:
         reasons |= dict.fromkeys(
             ("vllm_max_model_length", "max_length"), "prompt plus completion; what this dataset needs"
         )
@@ -66,7 +66,7 @@ def run_file(
         "# `qlora-rl data FILE` prints the prompts as the model will see them; `qlora-rl train FILE` trains.",
         "# Sources: QLoRA: arXiv 2305.14314. LWR: LoRA Without Regret, thinkingmachines.ai/blog/lora. TRL: defaults of 1.16.",
         *(["# TIS: truncated importance sampling, docs/fidelity.md."] if advice.task == "grpo" else []),
-        f"# Memory estimate: {str(advice.ledger).splitlines()[0]}",
+        f"# Memory estimate: {str(advice.estimate).splitlines()[0]}",
         *([f"# T{str(advice.pace)[1:]}"] if advice.pace and advice.fits else []),
         "",
         f"method = {value(advice.task)}",
@@ -82,7 +82,7 @@ def run_file(
         *(("[[rewards]]", each, {"use": _REWARDS.get(each["use"], "")}) for each in tables.rewards),
         ("[train]", train, reasons),
     ]
-    if gpu_memory and METHODS[advice.task].draws and advice.task in PLANNED:
+    if gpu_memory and METHODS[advice.task].samples and advice.task in PLANNED:
         blocks.append(("[run]", {"gpu_memory": gpu_memory}, reasons))
     for head, held, why in blocks:
         lines += ["", head, *_rows(held, why)]

@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
 
-from qlora_rl.base.functions import Limit, engine_positions, function_limit
-from qlora_rl.base.kinds import adaptable
+from qlora_rl.base.model_classes import adaptable
 from qlora_rl.base.quant import QuantSpec
+from qlora_rl.base.unsupported_configs import Limit, engine_positions, function_limit
 from qlora_rl.contracts import LEARNING_RATES
 from qlora_rl.engine.compat import may_sleep
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import CORRECTION
-from qlora_rl.ledger.cards import card_size
-from qlora_rl.ledger.choice import SLEEPS, WAYS, Way
-from qlora_rl.ledger.pace import Pace, pace_of
-from qlora_rl.ledger.plan import GIB, MemoryLedger, largest_length, plan_memory
-from qlora_rl.ledger.shape import check_supported, read_config, stored_spec
+from qlora_rl.memory.cards import card_size
+from qlora_rl.memory.choice import SLEEPS, WAYS, Way
+from qlora_rl.memory.pace import Pace, pace_of
+from qlora_rl.memory.plan import GIB, MemoryEstimate, largest_length, plan_memory
+from qlora_rl.memory.shape import check_supported, read_config, stored_spec
 
 TASKS = ("grpo", "rloo", "sft", "dpo")
 _SAMPLING = ("grpo", "rloo")
@@ -61,7 +61,7 @@ class Recommendation:
         config: of TRL's config for the task.
         trainer: of our trainer.
         reasons: why, by the name of the argument.
-        `ledger`: memory estimate of such a run.
+        `estimate`: memory estimate of such a run.
     """
 
     task: str
@@ -70,17 +70,17 @@ class Recommendation:
     config: dict[str, Any]
     trainer: dict[str, Any]
     reasons: dict[str, str]
-    ledger: MemoryLedger
+    estimate: MemoryEstimate
 
     @property
     def pace(self) -> Pace | None:
         """About how long a step takes; `None` on a CPU, and without a card."""
-        return pace_of(self.ledger, _PER_STEP[self.task])
+        return pace_of(self.estimate, _PER_STEP[self.task])
 
     @property
     def fits(self) -> bool:
         """It fits into the given memory, or none was given."""
-        return self.ledger.fits
+        return self.estimate.fits
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -89,7 +89,7 @@ class Recommendation:
         return {name: getattr(self, name) for name in parts} | {
             "fits": self.fits,
             "pace": pace,
-            "ledger": self.ledger.as_dict(),
+            "estimate": self.estimate.as_dict(),
         }
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class Recommendation:
             if values:
                 lines.append(title)
                 lines += [_row(name, value, self.reasons.get(name, "")) for name, value in values.items()]
-        return "\n".join([*lines, "", str(self.ledger), *([str(self.pace)] if self.pace and self.fits else [])])
+        return "\n".join([*lines, "", str(self.estimate), *([str(self.pace)] if self.pace and self.fits else [])])
 
 
 def recommend(
@@ -130,15 +130,15 @@ def recommend(
     - In GRPO truncated importance sampling by token: TIS, and docs/fidelity.md#the-correction.
     - float32 adapter weights: docs/fidelity.md#the-dtype-of-the-adapter.
 
-    Where completions are sampled the micro-batch is the one with the shortest estimated step (`ledger/pace.py`): a larger one trains faster, and
+    Where completions are sampled the micro-batch is the one with the shortest estimated step (`memory/pace.py`): a larger one trains faster, and
     leaves less for the KV cache. Otherwise it is the largest that fits. If none does, the plan turns on what only costs time
-    (`ledger/choice.py`); then the length is lowered.
+    (`memory/choice.py`); then the length is lowered.
 
     Args:
         model: checkpoint or base directory, config.json, or hub name; no weight is read.
         task: "grpo", "rloo", "sft" or "dpo".
         gpu_memory: all that the run may hold, in GiB; the size of a card, such as 24 or "24GB", is what these cards have, less a
-            reserve (`ledger/cards.py`); `None` for no limit.
+            reserve (`memory/cards.py`); `None` for no limit.
         max_length: prompt plus completion, in tokens, at most; by default 2048.
         max_steps: of the run.
         device: "cuda" or "cpu"; by default CUDA where there is some, or a card was named.
@@ -171,17 +171,17 @@ def recommend(
         "can_sleep": may_sleep(lends=True),
     }
     wished = max_length or _LENGTH
-    ledger = _fitted(config_of_model, task, wished, request)
+    estimate = _fitted(config_of_model, task, wished, request)
     if (
-        not ledger.fits and ledger.shape.experts and spec == QuantSpec()
+        not estimate.fits and estimate.shape.experts and spec == QuantSpec()
     ):  # of a base that is prepared nothing can be chosen
         spec = replace(spec, quantize_experts=True)
-        ledger = _fitted(config_of_model, task, wished, request | {"spec": spec})
-    batch = ledger.request.batch_size // (2 if task == "dpo" else 1)
-    length = ledger.request.max_length
+        estimate = _fitted(config_of_model, task, wished, request | {"spec": spec})
+    batch = estimate.request.batch_size // (2 if task == "dpo" else 1)
+    length = estimate.request.max_length
     config: dict[str, Any] = {
         "max_steps": max_steps,
-        "learning_rate": learning_rate(task, ledger.shape.parameters, max_steps),
+        "learning_rate": learning_rate(task, estimate.shape.parameters, max_steps),
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 10,
         "optim": optimizer,
@@ -190,7 +190,7 @@ def recommend(
         "gradient_checkpointing": True,
         "bf16": True,
     }
-    config |= {way.config[0]: way.config[1] for way in _turned_on(ledger)}
+    config |= {way.config[0]: way.config[1] for way in _turned_on(estimate)}
     if task in _SAMPLING:
         config |= {
             "num_generations": _GENERATIONS,
@@ -212,9 +212,9 @@ def recommend(
     trainer: dict[str, Any] = {"adapter_dtype": "float32"}
     if task in _SAMPLING and gpu_memory is not None:
         trainer["gpu_memory"] = gpu_memory
-    reasons = _reasons(task, device, ledger, max_length, function_limit(config_of_model))
-    reasons["learning_rate"] = _why_rate(task, ledger.shape.parameters, max_steps)
-    return Recommendation(task, base, lora, config, trainer, reasons, ledger)
+    reasons = _reasons(task, device, estimate, max_length, function_limit(config_of_model))
+    reasons["learning_rate"] = _why_rate(task, estimate.shape.parameters, max_steps)
+    return Recommendation(task, base, lora, config, trainer, reasons, estimate)
 
 
 def learning_rate(task: str, parameters: float, max_steps: int = _STEPS) -> float:
@@ -243,12 +243,12 @@ def _why_rate(task: str, parameters: float, max_steps: int) -> str:
     )
 
 
-def _turned_on(ledger: MemoryLedger) -> list[Way]:
+def _turned_on(estimate: MemoryEstimate) -> list[Way]:
     """What the run needs less memory with, in exchange for time."""
-    return [way for way in WAYS if getattr(ledger.request, way.field)]
+    return [way for way in WAYS if getattr(estimate.request, way.field)]
 
 
-def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any]) -> MemoryLedger:
+def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any]) -> MemoryEstimate:
     """The memory estimate of the largest batch that fits at full length, if need be with what the plan turns on; or of one sequence, shorter."""
     text = config.get_text_config()
     positions = engine_positions(config) if task in _SAMPLING else getattr(text, "max_position_embeddings", None)
@@ -263,48 +263,50 @@ def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any])
         return found
     for chosen in ({"offload": False, "sleeps": False}, {}):
         for batch in (8, 4, 2, 1):
-            ledger = wanted.changed(batch_size=batch * pairs, **chosen)
-            if ledger.fits:
-                return ledger
-    shorter = largest_length(ledger)
-    return ledger.changed(max_length=shorter) if shorter else ledger
+            estimate = wanted.changed(batch_size=batch * pairs, **chosen)
+            if estimate.fits:
+                return estimate
+    shorter = largest_length(estimate)
+    return estimate.changed(max_length=shorter) if shorter else estimate
 
 
-def _fastest(wanted: MemoryLedger, per_step: int) -> MemoryLedger | None:
+def _fastest(wanted: MemoryEstimate, per_step: int) -> MemoryEstimate | None:
     """Of the micro-batches that fit, with and without the KV cache freed between rollouts, the one with the shortest step; `None` without an estimate."""
     best, least = None, 0.0
     for sleeps in (False, True) if wanted.asked.can_sleep else (False,):
         for batch in (8, 4, 2, 1):
-            ledger = wanted.changed(batch_size=batch, offload=False, sleeps=sleeps)
-            pace = pace_of(ledger, per_step) if ledger.request.has_engine and ledger.fits else None
+            estimate = wanted.changed(batch_size=batch, offload=False, sleeps=sleeps)
+            pace = pace_of(estimate, per_step) if estimate.request.has_engine and estimate.fits else None
             if pace is not None and (best is None or pace.step_s * (1 + _GAIN * sleeps) < least):
-                best, least = ledger, pace.step_s * (1 + _GAIN * sleeps)
+                best, least = estimate, pace.step_s * (1 + _GAIN * sleeps)
     return best
 
 
-def _reasons(task: str, device: str, ledger: MemoryLedger, asked: int | None, limit: Limit | None) -> dict[str, str]:
-    if not ledger.fits:
+def _reasons(
+    task: str, device: str, estimate: MemoryEstimate, asked: int | None, limit: Limit | None
+) -> dict[str, str]:
+    if not estimate.fits:
         batch = "nothing fits: use a larger card or a smaller model"
-    elif ledger.request.gpu_memory_gib is None:
+    elif estimate.request.gpu_memory_gib is None:
         batch = "no memory limit was given"
     elif task in _SAMPLING and device == "cuda":
         batch = "of 8, 4, 2 and 1 the fastest step: sampling needs memory for its KV cache, too"
     else:
         batch = "the largest of 8, 4, 2 and 1 that fits"
-    ways = {way.config[0]: f"{way.words}: {_why_on(way, ledger)}" for way in _turned_on(ledger)}
+    ways = {way.config[0]: f"{way.words}: {_why_on(way, estimate)}" for way in _turned_on(estimate)}
     wished = asked or _LENGTH
     length = (
         "prompt plus completion, as you asked"
         if asked
         else "prompt plus completion; the default, --max-length changes it"
     )
-    if ledger.request.max_length != wished:
+    if estimate.request.max_length != wished:
         length = "the most that the model supports, or that fits"
-    if task in _SAMPLING and limit is not None and ledger.request.max_length == limit.length < wished:
+    if task in _SAMPLING and limit is not None and estimate.request.max_length == limit.length < wished:
         length = f"not {wished}: beyond, {limit.why}"
     return {
         "quant": "NormalFloat: more accurate than FP4 or int4 at the same size (QLoRA, table 4)"
-        if ledger.request.spec.quant_type == "nf4"
+        if estimate.request.spec.quant_type == "nf4"
         else "as the base is stored",
         "double_quant": "saves 0.37 bits per weight at no loss (QLoRA, section 3)",
         "quantize_experts": "16-bit experts do not fit, once for the trainer and once for the engine (docs/mixtures.md)",
@@ -316,9 +318,9 @@ def _reasons(task: str, device: str, ledger: MemoryLedger, asked: int | None, li
         if task in _SAMPLING
         else "none in LWR",
         "target_modules": "attention only: adapters on experts take far more memory and need 4-bit experts (docs/mixtures.md)"
-        if ledger.shape.experts
+        if estimate.shape.experts
         else "every linear of the language model; engines apply no adapter to a vision tower (docs/images.md)"
-        if ledger.shape.tower is not None
+        if estimate.shape.tower is not None
         else "every linear: needed to match full fine-tuning (QLoRA, figure 2; LWR)",
         "max_steps": "for a first run; raise it while results still improve",
         "lr_scheduler_type": "constant (QLoRA, LWR) after a short warm-up",
@@ -336,19 +338,19 @@ def _reasons(task: str, device: str, ledger: MemoryLedger, asked: int | None, li
         "max_length": length,
         "max_completion_length": "half of vllm_max_model_length",
         "adapter_dtype": "keeps small updates from being rounded away; multiplied in bf16, as in the engine",
-        "gpu_memory": _limit(ledger),
+        "gpu_memory": _limit(estimate),
     } | ways
 
 
-def _why_on(way: Way, ledger: MemoryLedger) -> str:
+def _why_on(way: Way, estimate: MemoryEstimate) -> str:
     cost = f"about {way.cost:.0%} of a step's time"
-    if way == SLEEPS and ledger.changed(sleeps=False, offload=False).fits:
+    if way == SLEEPS and estimate.changed(sleeps=False, offload=False).fits:
         return f"more sequences are sampled at a time, for {cost}"
     return f"the run does not fit without it; costs {cost}"
 
 
-def _limit(ledger: MemoryLedger) -> str:
-    asked, budget = ledger.request.gpu_memory_gib, ledger.budget_bytes
+def _limit(estimate: MemoryEstimate) -> str:
+    asked, budget = estimate.request.gpu_memory_gib, estimate.budget_bytes
     if asked is None or budget is None or budget == int(asked * GIB):
         return "GiB, the limit you gave"
     return f"a {asked:g} GB card; {budget / GIB:.1f} GiB are planned, which every such card has, and some is kept in reserve"

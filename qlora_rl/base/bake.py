@@ -14,7 +14,7 @@ import torch
 
 from qlora_rl.base.checkpoint import BASE_FILES, PreparedBase, derive, open_base
 from qlora_rl.base.quant import QuantSpec
-from qlora_rl.base.stored import StoredTensors
+from qlora_rl.base.reader import StoredTensors
 from qlora_rl.errors import ConfigConflictError
 
 

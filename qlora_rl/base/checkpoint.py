@@ -25,11 +25,18 @@ import torch
 from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.experts import experts_as_linears
 from qlora_rl.base.fingerprint import base_parameters, fingerprint_stored, identify
-from qlora_rl.base.functions import check_function, note_function
 from qlora_rl.base.hub import hub_reachable, in_short, why_missing
-from qlora_rl.base.inputs import digest_directory, digest_file, digest_model, digest_parts, digest_tokenizer, misfits
-from qlora_rl.base.kinds import auto_class, check_vision_type
+from qlora_rl.base.model_classes import auto_class, check_vision_type
 from qlora_rl.base.quant import QuantSpec, keep_packing, spec_of
+from qlora_rl.base.source_digest import (
+    digest_directory,
+    digest_file,
+    digest_model,
+    digest_parts,
+    digest_tokenizer,
+    misfits,
+)
+from qlora_rl.base.unsupported_configs import check_function, note_function
 from qlora_rl.base.writer import embedding_rows, require_writable, write_checkpoint, write_tokenizer
 from qlora_rl.documents import read_object
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, QloraRLError, UnsupportedQuantError

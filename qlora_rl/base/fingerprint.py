@@ -19,9 +19,9 @@ from typing import Any, Literal
 import torch
 
 from qlora_rl.base.experts import Names
-from qlora_rl.base.kinds import directory_takes_images
+from qlora_rl.base.model_classes import directory_takes_images
 from qlora_rl.base.quant import dequantize_exactly, exact_absmax, plain_name
-from qlora_rl.base.stored import StoredTensors
+from qlora_rl.base.reader import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 
 _PART = 2**22  # elements that are digested at once

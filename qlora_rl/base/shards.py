@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from qlora_rl.base.fingerprint import digest_plain, facts_of
-from qlora_rl.base.stored import StoredTensors
+from qlora_rl.base.reader import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
 
 _AXES = ("rows", "columns")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qlora_rl.base.experts import Names, is_expert_matrix, naming_of, routers_of
-from qlora_rl.base.kinds import directory_takes_images, vision_parts
+from qlora_rl.base.model_classes import directory_takes_images, vision_parts
 from qlora_rl.base.quant import QuantSpec, plain_name, quantize_linear
 from qlora_rl.errors import BaseIncompleteError, ConfigConflictError, UnsupportedQuantError
 

@@ -25,10 +25,10 @@ from qlora_rl.base.checkpoint import PreparedBase, load_base, prepare_base
 from qlora_rl.bench.live import Live
 from qlora_rl.bench.rounds import described
 from qlora_rl.bench.shapes import RANK, SIZES, make_model
+from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.ledger.plan import plan_memory
-from qlora_rl.ledger.shape import read_config, read_shape
-from qlora_rl.products import Float32Products
+from qlora_rl.memory.plan import plan_memory
+from qlora_rl.memory.shape import read_config, read_shape
 
 # Padding at the start of each sequence, in tokens in addition to T, which is taken out. Where it stays it is part of T: of each sequence but the
 # first, and of a single one, or there would be no mask.
@@ -65,11 +65,11 @@ class Step:
     ) -> None:
         from peft import LoraConfig, get_peft_model
 
-        from qlora_rl.adapter.subject import shorten_lora
+        from qlora_rl.adapter.inspected import shorten_lora
         from qlora_rl.train.scoring.logprobs import use_fused_head
         from qlora_rl.train.scoring.padding import remove_padding
         from qlora_rl.train.setup.layer_inputs import keep_on_host
-        from qlora_rl.train.setup.tiles import tile_layers
+        from qlora_rl.train.setup.tiled_mlp import tile_layers
 
         torch.manual_seed(0)
         self.spec, self.batch, self.length, self.device = base.spec, batch, length, device
@@ -155,7 +155,7 @@ class Step:
 
     def planned(self, **request: Any) -> dict[str, int]:
         """The estimate of the same; `request` are further fields of `MemoryRequest`."""
-        ledger = plan_memory(
+        estimate = plan_memory(
             self.bare.config,
             adapter={name: tuple(p.shape) for name, p in self.trained.items()},
             spec=self.spec,
@@ -168,7 +168,9 @@ class Step:
             padded=self.padded,
             **request,
         )
-        return {line.name: line.nbytes for line in ledger.lines if line.when != "always"} | {"peak": ledger.step_bytes}
+        return {line.name: line.nbytes for line in estimate.lines if line.when != "always"} | {
+            "peak": estimate.step_bytes
+        }
 
     def _kind(self, tensor: torch.Tensor, phase: str) -> str:
         shape = tuple(tensor.shape)

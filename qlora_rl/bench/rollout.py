@@ -13,7 +13,7 @@ from qlora_rl.bench.rounds import compare, described, in_turns
 from qlora_rl.bench.shapes import RANK, SIZES, make_adapter, make_bases
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.local import LocalEngine
-from qlora_rl.engine.stock import StockEngine
+from qlora_rl.engine.vanilla_vllm import VanillaEngine
 
 MODES = ("nf4", "baked")
 PROMPT, POSITIONS = 8, 128
@@ -49,7 +49,7 @@ def bench_rollout(
         adapter = make_adapter(nf4, Path(work) / "adapter")
         options: dict[str, Any] = {"max_model_length": POSITIONS, "max_num_seqs": max(batches)}
         engines: dict[str, Any] = {
-            "stock": stack.enter_context(StockEngine(nf4.path, max_lora_rank=RANK, adapter=adapter, **options))
+            "stock": stack.enter_context(VanillaEngine(nf4.path, max_lora_rank=RANK, adapter=adapter, **options))
         }
         notes = {}
         for mode in modes:
@@ -58,7 +58,7 @@ def bench_rollout(
             engines[mode], notes[mode] = engine, engine.base_compute.as_dict()
             say(f"{mode}: {engine.base_compute}")
         if with_bf16:
-            engines["bf16"] = stack.enter_context(StockEngine(bf16.path, max_lora_rank=0, **options))
+            engines["bf16"] = stack.enter_context(VanillaEngine(bf16.path, max_lora_rank=0, **options))
         for batch in batches:
             sides = {name: _drawer(engine, batch, tokens) for name, engine in engines.items()}
             speeds = in_turns(sides, 60 * minutes / len(batches))
@@ -97,7 +97,7 @@ def _drawer(engine: Any, batch: int, tokens: int) -> Callable[[], float]:
     spec = SamplingSpec(max_tokens=tokens, temperature=1.0, seed=0, extra={"ignore_eos": True})
     calls = 0
 
-    def draw() -> float:
+    def sample() -> float:
         nonlocal calls
         calls += 1
         # Prompts of their own in every round: nothing comes out of the prefix cache.
@@ -106,4 +106,4 @@ def _drawer(engine: Any, batch: int, tokens: int) -> Callable[[], float]:
         rollout = engine.generate(prompts, spec)
         return sum(map(len, rollout.completion_ids)) / (time.perf_counter() - started)
 
-    return draw
+    return sample

@@ -188,13 +188,13 @@ def measure(side: str, size: str, base: Path, steps: int, options: Mapping[str, 
     values = {name: [line[name] for line in lines if line.get(name) is not None] for name in names}
     found: dict[str, Any] = {name: typical(column) if column else None for name, column in values.items()}
     budget = getattr(trainer, "memory", None)
-    ledger = None if budget is None or budget.ledger is None else budget.ledger.peak_bytes / GIB
+    estimate = None if budget is None or budget.estimate is None else budget.estimate.peak_bytes / GIB
     return found | {
         "imported_gib": imported,
         "start_peak_gib": started,
         "held_gib": held,
         "peak_gib": peak,
-        "planned_gib": ledger,
+        "planned_gib": estimate,
     }
 
 

@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading("qlora_rl.adapter.start", runs_files=False):
+    with loading("qlora_rl.adapter.initialization", runs_files=False):
         quieten()
-        from qlora_rl.policy.chat import Conversation
-        from qlora_rl.policy.trained import open_trained
+        from qlora_rl.inference.chat import Conversation
+        from qlora_rl.inference.trained import open_trained
 
     trained = open_trained(arguments.trained, base=arguments.base)
     talk = Conversation(
@@ -136,7 +136,7 @@ def _where(talk: Any) -> str:
 
 
 def _image(path: str) -> Any:
-    from qlora_rl.pictures import read_image
+    from qlora_rl.image_io import read_image
 
     try:
         return read_image(path)

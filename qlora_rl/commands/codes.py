@@ -6,12 +6,12 @@ from math import isfinite
 from pathlib import Path
 
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.ledger.cards import card_size
+from qlora_rl.memory.cards import card_size
 
 BAD_USAGE = 2
 INTERRUPTED = 130
 DOES_NOT_FIT = 3
-VERDICTS = {"adapter": 0, "full_weights": 3, "refuse": 4}
+VERDICTS = {"adapter": 0, "full_weights": 3, "reject": 4}
 
 
 class UsageError(ConfigConflictError):

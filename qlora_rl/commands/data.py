@@ -51,17 +51,17 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = load_data(config.data, has_template_field=hasattr(args, TEMPLATE_COLUMN))
     if config.data.format == "chat":
         check_talks(config, tokenizer, *loaded)
-    given, draws = _template_arguments(config, tokenizer), METHODS[config.method].draws
+    given, samples = _template_arguments(config, tokenizer), METHODS[config.method].samples
     for name, dataset in zip(("train", "eval"), loaded, strict=True):
         if dataset is None:
             continue
         print(f"{name}: {len(dataset)} rows; columns: {', '.join(dataset.column_names)}")
         for number, row in enumerate(dataset.select(range(min(arguments.rows, len(dataset))))):
             print(f"\nrow {number}")
-            for line in _shown(tokenizer, row, given(row), draws):
+            for line in _shown(tokenizer, row, given(row), samples):
                 print(line)
         print()
-        print(_lengths(dataset, tokenizer, given, draws, _limit(args)))
+        print(_lengths(dataset, tokenizer, given, samples, _limit(args)))
     if config.environment.use:
         print("an environment may add to a prompt when it begins a completion; that is not shown here")
     return 0
@@ -79,8 +79,8 @@ def _template_arguments(config: Any, tokenizer: Any) -> Callable[[Mapping[str, A
     return lambda row: given | {"tools": of_row(row) or None, "chat_template": template}
 
 
-def _sequences(row: Mapping[str, Any], draws: bool = False) -> dict[str, Any]:
-    """What of a row becomes tokens, by name: what the policy is asked (where it `draws`, that alone), or what it is trained on.
+def _sequences(row: Mapping[str, Any], samples: bool = False) -> dict[str, Any]:
+    """What of a row becomes tokens, by name: what the policy is asked (where it `samples`, that alone), or what it is trained on.
 
     Raises:
         ConfigConflictError: it holds nothing of that.
@@ -89,9 +89,9 @@ def _sequences(row: Mapping[str, Any], draws: bool = False) -> dict[str, Any]:
         return {"input_ids": row["input_ids"]}
     answers = [name for name in ("completion", "chosen", "rejected") if row.get(name) is not None]
     prompt = row.get("prompt")
-    if answers and not draws:
+    if answers and not samples:
         return {name: row[name] if prompt is None else _joined(prompt, row[name]) for name in answers}
-    names = ("prompt",) if draws else ("prompt", "messages", "text")
+    names = ("prompt",) if samples else ("prompt", "messages", "text")
     name = next((name for name in names if row.get(name) is not None), None)
     if name is None:
         raise ConfigConflictError(
@@ -112,7 +112,7 @@ def _ids(
     tokenizer: Any, name: str, value: Any, given: Mapping[str, Any], images: Sequence[Any] | None = None
 ) -> list[int]:
     from qlora_rl.engine.images import token_ids
-    from qlora_rl.policy.prompts import encode, with_images
+    from qlora_rl.inference.prompts import encode, with_images
 
     if name == "input_ids":
         return list(value)
@@ -129,8 +129,8 @@ def _ids(
     return list(made["input_ids"])
 
 
-def _shown(tokenizer: Any, row: Mapping[str, Any], given: Mapping[str, Any], draws: bool) -> Iterator[str]:
-    sequences = _sequences(row, draws)
+def _shown(tokenizer: Any, row: Mapping[str, Any], given: Mapping[str, Any], samples: bool) -> Iterator[str]:
+    sequences = _sequences(row, samples)
     for name, value in sequences.items():
         ids = _ids(tokenizer, name, value, given, row.get(IMAGES))
         yield f"  {name}, {len(ids)} tokens:"
@@ -191,7 +191,7 @@ def _lengths(
     dataset: Any,
     tokenizer: Any,
     given: Callable[[Mapping[str, Any]], dict[str, Any]],
-    draws: bool,
+    samples: bool,
     limit: _Limit | None,
 ) -> str:
     whole, has_images = len(dataset), IMAGES in dataset.column_names
@@ -200,7 +200,7 @@ def _lengths(
     counts = sorted(
         max(
             len(_ids(tokenizer, name, value, given(row), row.get(IMAGES)))
-            for name, value in _sequences(row, draws).items()
+            for name, value in _sequences(row, samples).items()
         )
         for row in dataset
     )

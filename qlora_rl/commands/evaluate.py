@@ -60,11 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
-    with loading("qlora_rl.adapter.start"):
+    with loading("qlora_rl.adapter.initialization"):
         quieten()
-        from qlora_rl.policy.evaluation import evaluate, read_rows, save
-        from qlora_rl.policy.rows import open_images
-        from qlora_rl.policy.trained import open_trained
+        from qlora_rl.inference.evaluation import evaluate, read_rows, save
+        from qlora_rl.inference.rows import open_images
+        from qlora_rl.inference.trained import open_trained
 
     given = None if arguments.data is None else read_rows(arguments.data, arguments.limit)
     trained = open_trained(arguments.trained, base=arguments.base)

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     says = {
         "adapter": f"adapter: plain LoRA of rank {verdict.rank}, only the adapter is synced",
         "full_weights": "full weights: no engine can serve it as an adapter; use sync='weights'",
-        "refuse": "unsupported: no engine can serve it",
+        "reject": "unsupported: no engine can serve it",
     }
     print(f"{arguments.adapter}: {says[verdict.kind]}")
     for reason in verdict.reasons:

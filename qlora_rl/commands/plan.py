@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from qlora_rl.commands.codes import COUNT, DOES_NOT_FIT, POSITIVE, UsageError, card
 from qlora_rl.contracts import QUANT_TYPES
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.ledger.methods import METHODS, OFFLINE
+from qlora_rl.memory.methods import METHODS, OFFLINE
 
 if TYPE_CHECKING:
-    from qlora_rl.ledger.plan import MemoryLedger
+    from qlora_rl.memory.plan import MemoryEstimate
 
 _GENERATIONS = 8
 
@@ -120,10 +120,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from qlora_rl.engine.loading import loading
 
-    with loading("qlora_rl.adapter.start", runs_files=arguments.trust_remote_code):
-        from qlora_rl.ledger.pace import pace_of
-        from qlora_rl.ledger.plan import largest_length, plan_memory
-        from qlora_rl.ledger.shape import check_supported, read_config, stored_spec
+    with loading("qlora_rl.adapter.initialization", runs_files=arguments.trust_remote_code):
+        from qlora_rl.memory.pace import pace_of
+        from qlora_rl.memory.plan import largest_length, plan_memory
+        from qlora_rl.memory.shape import check_supported, read_config, stored_spec
 
         # What is wrong with the model or its directory is said before seconds of imports.
         spec = stored_spec(
@@ -135,8 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
         config = read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
         check_supported(config, None if arguments.method in OFFLINE else arguments.max_length)
+    from qlora_rl.cpu_features import copies_dtype, processor
     from qlora_rl.engine.compat import may_sleep
-    from qlora_rl.processor import copies_dtype, processor
 
     targets = arguments.target_modules
     is_offline = arguments.method in OFFLINE
@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"planning the memory: {', '.join(said)} with --method {arguments.method}, which makes no engine. Leave it out."
         )
-    ledger = plan_memory(
+    estimate = plan_memory(
         config,
         method=arguments.method,
         rank=arguments.rank,
@@ -166,30 +166,30 @@ def run(arguments: argparse.Namespace) -> int:
         gpu_memory_gib=arguments.gpu_memory,
         host_memory_gib=arguments.host_memory,
     )
-    longest = largest_length(ledger) if arguments.gpu_memory is not None else None
+    longest = largest_length(estimate) if arguments.gpu_memory is not None else None
     if arguments.json:
-        found = ledger.as_dict() | {"longest_max_length": longest}
-        found["savings"] = [vars(saving) for saving in ledger.savings()]
-        if ledger.request.device == "cpu":
+        found = estimate.as_dict() | {"longest_max_length": longest}
+        found["savings"] = [vars(saving) for saving in estimate.savings()]
+        if estimate.request.device == "cpu":
             found["processor"] = processor().as_dict()
         print(json.dumps(found, indent=1))
-        return 0 if ledger.fits else DOES_NOT_FIT
-    print(ledger)
-    if ledger.request.device == "cpu":
+        return 0 if estimate.fits else DOES_NOT_FIT
+    print(estimate)
+    if estimate.request.device == "cpu":
         print(f"\nprocessor: {processor()}")
-    sequences, tokens = ledger.cache_sequences, ledger.cache_tokens
+    sequences, tokens = estimate.cache_sequences, estimate.cache_tokens
     if not is_offline:
         print(f"\nKV cache: {sequences} sequences of {arguments.max_length} tokens at once, {tokens} tokens in all")
     if longest is not None:
         print(
-            f"longest --max-length that fits: {f'{longest}, with {_settings(ledger.changed(max_length=longest))}' if longest else 'none'}"
+            f"longest --max-length that fits: {f'{longest}, with {_settings(estimate.changed(max_length=longest))}' if longest else 'none'}"
         )
-    if ledger.fits and (pace := pace_of(ledger)):
+    if estimate.fits and (pace := pace_of(estimate)):
         print(pace)
-    if not ledger.fits_host:
-        print(ledger.too_much_for_host())
-    elif not ledger.fits:
-        savings = ledger.savings()
+    if not estimate.fits_host:
+        print(estimate.too_much_for_host())
+    elif not estimate.fits:
+        savings = estimate.savings()
         one_does = any(saving.is_enough for saving in savings)
         print(
             "to make it fit, change one of these:"
@@ -199,15 +199,15 @@ def run(arguments: argparse.Namespace) -> int:
         for saving in savings:
             enough = ", which is enough" if saving.is_enough else ""
             print(f"  {saving.advice}: saves {saving.nbytes / 2**30:.2f} GiB{enough}")
-    return 0 if ledger.fits else DOES_NOT_FIT
+    return 0 if estimate.fits else DOES_NOT_FIT
 
 
-def _settings(ledger: MemoryLedger) -> str:
+def _settings(estimate: MemoryEstimate) -> str:
     """What a length depends on."""
-    from qlora_rl.ledger.choice import WAYS
+    from qlora_rl.memory.choice import WAYS
 
-    on = [way.setting for way in WAYS if getattr(ledger.request, way.field)]
-    return ", ".join([f"per_device_train_batch_size={ledger.request.batch_size}", *on])
+    on = [way.setting for way in WAYS if getattr(estimate.request, way.field)]
+    return ", ".join([f"per_device_train_batch_size={estimate.request.batch_size}", *on])
 
 
 def _of_the_engine(arguments: argparse.Namespace) -> list[str]:

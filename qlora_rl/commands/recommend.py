@@ -69,10 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     from qlora_rl.engine.loading import loading
 
     trusts, length, tables = arguments.trust_remote_code, arguments.max_length, None
-    with loading("qlora_rl.adapter.start", runs_files=trusts):
+    with loading("qlora_rl.adapter.initialization", runs_files=trusts):
         from qlora_rl.advice import chat_of, recommend, run_file, tables_for, tables_from
-        from qlora_rl.base.kinds import takes_images
-        from qlora_rl.ledger.shape import read_config, stored_spec
+        from qlora_rl.base.model_classes import takes_images
+        from qlora_rl.memory.shape import read_config, stored_spec
 
         # What is wrong with the model or its directory is said before seconds of imports.
         stored_spec(arguments.model)

@@ -99,7 +99,7 @@ def _trained(run: Path) -> tuple[Path, Path]:
         ConfigConflictError: there is no adapter.
     """
     from qlora_rl.errors import ConfigConflictError
-    from qlora_rl.policy.trained import open_trained
+    from qlora_rl.inference.trained import open_trained
 
     trained = open_trained(run)
     if trained.adapter is None:

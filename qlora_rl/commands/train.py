@@ -48,9 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "reading the run: no file was given. `qlora-rl train --example grpo > run.toml` makes one to start from."
         )
+    from qlora_rl.cpu_features import processor
     from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
-    from qlora_rl.processor import processor
 
     with loading():  # and TRL's config classes
         quieten()  # torch reads its part of the environment when it is imported

@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
                 _prepare_for_vllm()
             from qlora_rl.base.checkpoint import load_base
             from qlora_rl.base.fingerprint import fingerprint_stored
-            from qlora_rl.sync.admission import verify_base
-            from qlora_rl.sync.function import FunctionCheck
+            from qlora_rl.sync.base_check import verify_base
+            from qlora_rl.sync.function_check import FunctionCheck
         with _holder(arguments, base) as holder:
             proof = verify_base(
                 fingerprint_stored(base), holder, allow_base_mismatch=True, repair=not arguments.as_loaded
@@ -120,7 +120,7 @@ def _holder(arguments: argparse.Namespace, base: Any) -> Iterator[Any]:
     from transformers import AutoConfig
 
     from qlora_rl.engine.local import LocalEngine
-    from qlora_rl.sync.function import reach_of
+    from qlora_rl.sync.function_check import reach_of
 
     options: dict[str, Any] = {
         "max_model_length": reach_of(AutoConfig.from_pretrained(base.path)),

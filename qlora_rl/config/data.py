@@ -19,7 +19,7 @@ from qlora_rl.base.hub import hub_reachable, why_missing
 from qlora_rl.config.paths import DATA_FILES, is_file
 from qlora_rl.config.schema import Data
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.pictures import read_image
+from qlora_rl.image_io import read_image
 
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 # ShareGPT's column, and what it calls those who speak.

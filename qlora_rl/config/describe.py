@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from qlora_rl.config.hints import words
 from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Method, Reward, Rules, default, options
+from qlora_rl.config.type_hints import words
 from qlora_rl.config.write import value
 from qlora_rl.contracts import LEARNING_RATES
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qlora_rl.config.hints import choices, fits, words
 from qlora_rl.config.schema import ALIASES, ELSEWHERE, TABLES, TRAIN, Reward, Rules, options
+from qlora_rl.config.type_hints import choices, fits, words
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import qlora_rl
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
-from qlora_rl.base.kinds import adaptable, takes_images
+from qlora_rl.base.model_classes import adaptable, takes_images
 from qlora_rl.config.data import IMAGES, TEMPLATE_COLUMN, columns_after, load_data
 from qlora_rl.config.paths import all_uses, is_file, split_reward
 from qlora_rl.config.read import resolved_toml
@@ -116,7 +116,7 @@ def check_model(config: RunConfig) -> str:
             adapter on experts or a vision tower that an engine would have to serve.
     """
     from qlora_rl.adapter.shape import warn_of_unmatched
-    from qlora_rl.ledger.shape import check_supported, model_and_adapter, read_config, skeleton, stored_spec
+    from qlora_rl.memory.shape import check_supported, model_and_adapter, read_config, skeleton, stored_spec
 
     held = config.base
     try:
@@ -125,14 +125,14 @@ def check_model(config: RunConfig) -> str:
         if is_local(held.model) or hub_reachable():
             raise
         return f"the model (there is no directory {held.model}, and no cached hub model of this name; the hub cannot be reached)"
-    check_supported(found, config.train.get("vllm_max_model_length") if METHODS[config.method].draws else None)
+    check_supported(found, config.train.get("vllm_max_model_length") if METHODS[config.method].samples else None)
     if config.data.images is not None and not takes_images(found):
         raise ConfigConflictError(
             f"reading the config: [data] images = {config.data.images!r}, and {held.model} takes none. Leave it out, or use a vision-language model."
         )
     targets = config.adapter.target_modules
     if (
-        METHODS[config.method].draws
+        METHODS[config.method].samples
         and config.adapter.start_from is None
         and config.adapter.kind == "lora"
         and (better := adaptable(found, targets)) != targets
@@ -186,7 +186,7 @@ def check_talks(config: RunConfig, tokenizer: Any, *datasets: Any) -> None:
     from qlora_rl.train.setup.settings import check_messages, rendered
 
     if config.data.images is None:  # images become parts of the messages
-        is_online = METHODS[config.method].draws
+        is_online = METHODS[config.method].samples
         if config.method == "sft":
             datasets = (*rendered(config.train.get("dataset_kwargs"), *datasets),)
         check_messages(tokenizer, *datasets, given=config.data.chat_template_kwargs, is_online=is_online)
@@ -332,7 +332,7 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
         found["routing_replay"] = config.run.routing_replay
     if config.method == "async_grpo":
         found |= {"max_staleness": config.rollout.max_staleness, "rollout_threads": config.rollout.rollout_threads}
-    if not METHODS[config.method].draws:
+    if not METHODS[config.method].samples:
         return found
     rollout, sync = config.rollout, config.sync
     usual = {each.name: default(each) for each in fields(Rollout)}
@@ -383,7 +383,7 @@ def _digests(config: RunConfig) -> list[str]:
 
 def _new_lora(config: RunConfig) -> Any:
     """The adapter to make; `None` where there is one already, or none is trained."""
-    from qlora_rl.adapter.wish import make_lora
+    from qlora_rl.adapter.factory import make_lora
 
     adapter = config.adapter
     if adapter.kind != "lora" or adapter.start_from is not None:
@@ -393,8 +393,8 @@ def _new_lora(config: RunConfig) -> Any:
 
 def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
     """What the trainer takes as model= and peft_config=."""
+    from qlora_rl.adapter.factory import open_adapter
     from qlora_rl.adapter.verdict import judge_adapter
-    from qlora_rl.adapter.wish import open_adapter
     from qlora_rl.base.checkpoint import load_base, prepare_base
     from qlora_rl.base.quant import QuantSpec
     from qlora_rl.train.setup.methods import check_memory
@@ -434,7 +434,7 @@ def _model(config: RunConfig, args: Any) -> tuple[Any, Any]:
         verdict = judge_adapter(adapter.start_from, base=base.path)
     except AdapterRejectedError as error:
         raise AdapterRejectedError(f"{doing}: {error}") from error
-    if verdict.kind == "refuse":
+    if verdict.kind == "reject":
         raise collected(doing, verdict.reasons, AdapterRejectedError)
     options: dict[str, Any] = {
         "trust_remote_code": held.trust_remote_code,

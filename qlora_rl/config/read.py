@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from qlora_rl.config.check import check_document
-from qlora_rl.config.contradictions import check_directory, check_together
+from qlora_rl.config.cross_checks import check_directory, check_together
 from qlora_rl.config.findings import Finding, nearest, show
 from qlora_rl.config.paths import anchored, next_of, runs_of
-from qlora_rl.config.schema import DRAWING, METHODS, TABLES, TRAIN, Reward, RunConfig, default, options
+from qlora_rl.config.schema import METHODS, SAMPLING, TABLES, TRAIN, Reward, RunConfig, default, options
 from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError, MissingDependencyError, collected
-from qlora_rl.ledger.cards import card_size
+from qlora_rl.memory.cards import card_size
 
 
 def read_config(
@@ -155,7 +155,7 @@ def _ask_trl(document: Mapping[str, Any]) -> list[Finding]:
 def _ask_vllm(document: Mapping[str, Any]) -> list[Finding]:
     """Is it there, where one is to be started, and does it know what `[rollout] vllm` says?"""
     method, rollout = document.get("method"), document.get("rollout", {})
-    if not isinstance(rollout, Mapping) or method not in DRAWING:
+    if not isinstance(rollout, Mapping) or method not in SAMPLING:
         return []
     if rollout.get("where", "colocate") not in ("colocate", "server", "ray"):
         return []
@@ -204,7 +204,7 @@ def _settled(document: Mapping[str, Any], usual: str) -> RunConfig:
     tables["run"] = replace(
         run,
         dir=usual if run.dir is None else run.dir,
-        existing="refuse" if run.existing == "auto" else run.existing,  # the name has been chosen
+        existing="reject" if run.existing == "auto" else run.existing,  # the name has been chosen
     )
     return RunConfig(method=document["method"], train=copy.deepcopy(document.get(TRAIN, {})), **tables)
 
@@ -219,7 +219,7 @@ def _own_directory(document: Mapping[str, Any], path: Path) -> str:
     usual, run = usual_directory(path), document.get("run")
     existing = run.get("existing", "auto") if isinstance(run, Mapping) else "auto"
     # Processes on several machines see different directories, and must agree.
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or existing == "refuse":
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or existing == "reject":
         return usual
     return next_of(usual) if existing == "auto" else (runs_of(usual) or [usual])[-1]
 

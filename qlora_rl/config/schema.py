@@ -21,14 +21,14 @@ class Method:
     Attributes:
         trainer: public name of the trainer.
         says: what it does, in one line.
-        `draws`: it samples completions, so it has an engine.
+        `samples`: it samples completions, so it has an engine.
         scores: it scores them with reward functions.
         columns: the datasets that it takes, by the columns that they must have: one of these sets.
     """
 
     trainer: str
     says: str
-    draws: bool
+    samples: bool
     scores: bool
     columns: tuple[tuple[str, ...], ...]
 
@@ -57,7 +57,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
     }
 )
-DRAWING = tuple(name for name, method in METHODS.items() if method.draws)
+SAMPLING = tuple(name for name, method in METHODS.items() if method.samples)
 CALLING = ("grpo", "async_grpo")  # TRL's trainers of these take tools and environments
 SEEING = ("sft", "dpo", "grpo", "rloo")  # take images
 PLANNED = ("grpo", "rloo", "async_grpo")  # their memory is planned
@@ -275,11 +275,11 @@ class Rollout:
     where: str | list[str] = option(
         "`colocate`: vLLM in this process; `server`: a vLLM server started on this host; `ray`: actors of a Ray cluster; or URLs of `qlora-rl serve`",
         "colocate",
-        methods=DRAWING,
+        methods=SAMPLING,
     )
-    api_key_file: str | None = option("file with the API key of that server", None, kind="path", methods=DRAWING)
+    api_key_file: str | None = option("file with the API key of that server", None, kind="path", methods=SAMPLING)
     share_base: bool | Literal["auto"] = option(
-        "trainer and engine share one copy of the base", "auto", methods=DRAWING
+        "trainer and engine share one copy of the base", "auto", methods=SAMPLING
     )
     max_staleness: int = option(
         "how many versions old the sampling policy may be", 1, at_least=0, methods=("async_grpo",)
@@ -295,33 +295,33 @@ class Rollout:
         'how the engine multiplies with the base; on a GPU only "auto" makes a difference',
         "nf4",
         choices=("nf4", "baked", "auto", "vllm"),
-        methods=DRAWING,
+        methods=SAMPLING,
     )
     max_num_seqs: int | None = option(
         "concurrent sequences; by default all of a rollout",
         None,
         at_least=1,
-        methods=DRAWING,
+        methods=SAMPLING,
         example=64,
     )
-    kv_cache_gib: float | None = option("size of the KV cache, in GiB", None, above=0.0, methods=DRAWING, example=2.0)
-    enforce_eager: bool | None = option("do not use CUDA graphs", None, methods=DRAWING, example=True)
-    enable_prefix_caching: bool = option("reuse the cache of common prompt prefixes", True, methods=DRAWING)
+    kv_cache_gib: float | None = option("size of the KV cache, in GiB", None, above=0.0, methods=SAMPLING, example=2.0)
+    enforce_eager: bool | None = option("do not use CUDA graphs", None, methods=SAMPLING, example=True)
+    enable_prefix_caching: bool = option("reuse the cache of common prompt prefixes", True, methods=SAMPLING)
     vllm: dict[str, Any] = option(
         "additional arguments for `vllm.LLM` (colocate, ray)",
         {},
-        methods=DRAWING,
+        methods=SAMPLING,
         example={"block_size": 32},
     )
-    replicas: int = option("number of engines (ray)", 1, at_least=1, methods=DRAWING, example=4)
+    replicas: int = option("number of engines (ray)", 1, at_least=1, methods=SAMPLING, example=4)
     ray_address: str | None = option(
         "address of the Ray cluster; by default RAY_ADDRESS, or a local cluster (ray)",
         None,
-        methods=DRAWING,
+        methods=SAMPLING,
         example="auto",
     )
     ray_options: dict[str, Any] = option(
-        "arguments of Ray's `.options()` for each actor (ray)", {}, methods=DRAWING, example={"num_gpus": 1}
+        "arguments of Ray's `.options()` for each actor (ray)", {}, methods=SAMPLING, example={"num_gpus": 1}
     )
 
 
@@ -333,27 +333,27 @@ class Sync:
         "`lora_adapter`, `weights` (full weights), or `auto`: whichever the adapter needs",
         "auto",
         choices=("auto", "lora_adapter", "weights"),
-        methods=DRAWING,
+        methods=SAMPLING,
     )
     dir: str | None = option(
         "directory in which adapter versions are written for the engine; by default on tmpfs",
         None,
         kind="path",
-        methods=DRAWING,
+        methods=SAMPLING,
     )
     canary_every: int = option(
         "after every n-th push, check that trainer and engine score fixed sequences alike; 0: never",
         4,
         at_least=0,
-        methods=DRAWING,
+        methods=SAMPLING,
     )
     on_mismatch: str = option(
         "if rollouts come from another policy: stop the run and name the cause, or only warn",
         "stop",
         choices=("stop", "warn"),
-        methods=DRAWING,
+        methods=SAMPLING,
     )
-    allow_base_mismatch: bool = option("train even if the engine has another base", False, methods=DRAWING)
+    allow_base_mismatch: bool = option("train even if the engine has another base", False, methods=SAMPLING)
 
 
 @dataclass(frozen=True)
@@ -366,7 +366,7 @@ class Run:
     existing: str = option(
         "what to do if the directory holds a run: `auto` takes the next free name (runs/NAME-2) unless dir is set, `resume` continues from the last checkpoint",
         "auto",
-        choices=("auto", "refuse", "overwrite", "continue", "resume"),
+        choices=("auto", "reject", "overwrite", "continue", "resume"),
     )
     seed: int = option("random seed of adapter, data order and sampling", 42, at_least=0)
     gpu_memory: float | Literal["auto"] = option(

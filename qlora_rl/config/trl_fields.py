@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
 
 from qlora_rl.config.findings import Finding, check_value, elsewhere, kin
-from qlora_rl.config.hints import takes_nothing, words
 from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, TRAIN, Rules
+from qlora_rl.config.type_hints import takes_nothing, words
 
 PLACE = f"[{TRAIN}]"
 _COUNT, _SHARE, _NOT_NEGATIVE = Rules(at_least=1), Rules(at_least=0, at_most=1), Rules(at_least=0)

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.demo.tiny_model import Progress, autocast, make_optimizers, numerics, put_directory
-from qlora_rl.products import Float32Products
 
 if TYPE_CHECKING:
     import torch

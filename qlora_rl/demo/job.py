@@ -15,9 +15,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from qlora_rl.cpu_features import processor
 from qlora_rl.demo import task
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.processor import processor
 from qlora_rl.train.run import METRICS, SUMMARY, RunDirectory, describe_machine, describe_versions
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from qlora_rl.products import Float32Products
+from qlora_rl.cpu_matmul import Float32Products
+from qlora_rl.train.metrics.measure import MeasuredSteps
 from qlora_rl.train.run import SYNCS, RunDirectory
-from qlora_rl.train.watch.measure import MeasuredSteps
 
 
 class MergingTrainer(MeasuredSteps, GRPOTrainer):

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.demo.chat_model import learn_tokenizer, make_once
 from qlora_rl.demo.tiny_model import Progress, autocast, make_optimizers, numerics
-from qlora_rl.products import Float32Products
 
 if TYPE_CHECKING:
     from PIL.Image import Image

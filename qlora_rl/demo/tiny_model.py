@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qlora_rl.cpu_features import keep_few_kernels, processor
+from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.demo.task import LONGEST_ANSWER, Problem, problems
-from qlora_rl.processor import keep_few_kernels, processor
-from qlora_rl.products import Float32Products
 
 if TYPE_CHECKING:
     import torch

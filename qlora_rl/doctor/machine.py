@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from qlora_rl.doctor.finding import Finding
-from qlora_rl.ledger.host import memory_gib
+from qlora_rl.memory.host import memory_gib
 
 PART = "machine"
 GIB = 2**30

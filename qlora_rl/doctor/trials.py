@@ -23,8 +23,8 @@ LIMIT_S = 300.0
 def _torch() -> str:
     import torch
 
-    from qlora_rl.ledger.cards import RESERVE_GIB
-    from qlora_rl.processor import processor
+    from qlora_rl.cpu_features import processor
+    from qlora_rl.memory.cards import RESERVE_GIB
 
     said = [str(processor()), f"threads: {torch.get_num_threads()}"]
     if torch.cuda.is_available():
@@ -53,7 +53,7 @@ def _bitsandbytes() -> str:
 
     from qlora_rl.base.decode import decode_plainly, decoder
     from qlora_rl.base.quant import QuantSpec, dequantize_exactly, quantize_linear, require_bitsandbytes
-    from qlora_rl.engine.linears.native import codes_kernel
+    from qlora_rl.engine.linears.cpu_kernel import codes_kernel
 
     weight = torch.linspace(-1, 1, 64 * 128).reshape(64, 128).bfloat16()
     tensors = quantize_linear(weight, QuantSpec(double_quant=False))

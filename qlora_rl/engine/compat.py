@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from qlora_rl.engine import leftovers
-from qlora_rl.engine.leftovers import FirstThing, forget_adapter_places, note_store, remove_stores
-from qlora_rl.engine.leftovers import held_for_sleep as held_for_sleep
-from qlora_rl.engine.leftovers import trim_memory as trim_memory
+from qlora_rl.cpu_features import tell_compiled_code_apart
+from qlora_rl.engine import cleanup
+from qlora_rl.engine.cleanup import FirstThing, forget_adapter_places, note_store, remove_stores
+from qlora_rl.engine.cleanup import held_for_sleep as held_for_sleep
+from qlora_rl.engine.cleanup import trim_memory as trim_memory
 from qlora_rl.errors import ConfigConflictError, EngineBrokenError, EngineUnsupportedError, MissingDependencyError
-from qlora_rl.processor import tell_compiled_code_apart
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -140,7 +140,7 @@ def construction(ranks: int = 1) -> Iterator[None]:
     getattr(envs, "disable_envs_cache", lambda: None)()
     try:
         kept = restored_environment(key, "LD_PRELOAD", "LOCAL_WORLD_SIZE")
-        with kept, room_for(ranks), leftovers.transformers_classes_kept(), leftovers.log_handlers_kept():
+        with kept, room_for(ranks), cleanup.transformers_classes_kept(), cleanup.log_handlers_kept():
             os.environ[key] = "0"
             yield
     finally:
@@ -391,7 +391,7 @@ def executor_of_server(ranks: int = 1) -> dict[str, Any]:
     return {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 
 
-def refuse_data_parallel(size: Any) -> None:
+def reject_data_parallel(size: Any) -> None:
     """Reject replicas inside one vLLM.
 
     Its client sends `collective_rpc` and `add_lora` to all of them and returns the answer of the first (`call_utility_async` of
@@ -427,12 +427,12 @@ def server_arguments(
 
     parser = make_arg_parser(FlexibleArgumentParser())
 
-    def refuse(message: str) -> NoReturn:
+    def reject(message: str) -> NoReturn:
         raise ConfigConflictError(f"reading vLLM's options: {message}. See vLLM's own documentation of its server.")
 
-    parser.error = refuse
+    parser.error = reject
     plain, asked = parser.parse_args([]), parser.parse_args(list(more))
-    refuse_data_parallel(asked.data_parallel_size)
+    reject_data_parallel(asked.data_parallel_size)
     name = "base" if arguments["enable_lora"] else "policy"  # full weights are written over it
     own = {**arguments, "host": host, "port": port, "api_server_count": 1, "served_model_name": [name]}
     fixed = {

@@ -142,13 +142,13 @@ class FakeEngine:
             )
         started = time.perf_counter()
         numbers = range(len(prompts)) if places is None else places
-        drawn = [self._complete(list(p), spec, spec.first_place + i) for i, p in zip(numbers, prompts, strict=True)]
+        sampled = [self._complete(list(p), spec, spec.first_place + i) for i, p in zip(numbers, prompts, strict=True)]
         return Rollout(
-            [ids for ids, _, _ in drawn],
-            [logprobs for _, logprobs, _ in drawn],
+            [ids for ids, _, _ in sampled],
+            [logprobs for _, logprobs, _ in sampled],
             self._version,
             time.perf_counter() - started,
-            has_ended=[has_ended for _, _, has_ended in drawn],
+            has_ended=[has_ended for _, _, has_ended in sampled],
         )
 
     def _complete(

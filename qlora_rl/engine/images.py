@@ -17,7 +17,7 @@ from typing import Any
 
 from qlora_rl.engine.sampling import as_ids, several
 from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError
-from qlora_rl.pictures import read_image
+from qlora_rl.image_io import read_image
 
 
 @dataclass(frozen=True)

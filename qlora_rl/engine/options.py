@@ -16,8 +16,8 @@ from qlora_rl.base.bake import bake_base
 from qlora_rl.base.checkpoint import PreparedBase, open_base
 from qlora_rl.base.experts import is_mixture
 from qlora_rl.base.fingerprint import linear_names
-from qlora_rl.base.functions import check_function, engine_positions, note_function
-from qlora_rl.base.kinds import attends_both_ways, image_tokens
+from qlora_rl.base.model_classes import attends_both_ways, image_tokens
+from qlora_rl.base.unsupported_configs import check_function, engine_positions, note_function
 from qlora_rl.contracts import rank_class
 from qlora_rl.engine import compat
 from qlora_rl.engine.cache import kv_cache_needed
@@ -145,7 +145,7 @@ def start_options(
         EngineUnsupportedError: this base or setting cannot be served.
         BaseIncompleteError: `base` is not a prepared base.
     """
-    compat.refuse_data_parallel(vllm_options.get("data_parallel_size"))
+    compat.reject_data_parallel(vllm_options.get("data_parallel_size"))
     if taken := sorted(OWN & set(vllm_options)):
         raise EngineUnsupportedError(
             f"starting vLLM: {', '.join(taken)}: set here, as what the trainer relies on hangs on it (the same weights, probabilities after "
@@ -228,7 +228,10 @@ def start_options(
         if not is_cpu:
             arguments["moe_backend"] = "triton"  # which leaves the experts in the order in which they are compared
     elif both_ways and is_cpu:
-        arguments |= {"worker_cls": "qlora_rl.engine.worker.both_ways.Worker", "disable_chunked_mm_input": True}
+        arguments |= {
+            "worker_cls": "qlora_rl.engine.worker.bidirectional_attention.Worker",
+            "disable_chunked_mm_input": True,
+        }
     elif base_compute == "auto" and is_4bit and not is_cpu:
         arguments["worker_cls"] = "qlora_rl.engine.worker.gpu.Worker"
         # Part of the key of vLLM's cache of compiled code: a graph with other linears must not be taken from there.

@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.export.proof import Distance
-from qlora_rl.policy.trained import TrainedRun, arguments_of
+from qlora_rl.export.check import Distance
+from qlora_rl.inference.trained import TrainedRun, arguments_of
 from qlora_rl.report.charts import Axis, linear_axis, log_axis, smooth, thin_out
 from qlora_rl.report.quantities import plain
 from qlora_rl.report.run import Run, read_run, summarise
@@ -243,7 +243,7 @@ def _steps(run: Run, count: int = 8) -> tuple[list[str], list[list[str]]]:
     last = len(run.metrics) - 1
     chosen = sorted({round(i * last / (count - 1)) for i in range(count)}) if last >= 0 else []
     columns = {"reward": "reward", "completion length": "completion_length", "mismatch KL": "mismatch_kl"}
-    if not run.draws:
+    if not run.is_online:
         columns = {"loss": "loss", (run.hits or "").replace("_", " "): run.hits or ""}
     known = {"step": "step"} | {head: name for head, name in columns.items() if run.values(name)}
     return list(known), [[plain(run.metrics[i].get(name)) for name in known.values()] for i in chosen]
@@ -265,7 +265,7 @@ def draw_curves(run: Run) -> str:
     if not panels:
         return ""
     height = _HEIGHT * len(panels)
-    drawn = [_panel(title, run.steps, values, axis, i * _HEIGHT) for i, (title, values, axis) in enumerate(panels)]
+    sampled = [_panel(title, run.steps, values, axis, i * _HEIGHT) for i, (title, values, axis) in enumerate(panels)]
     style = (
         "text{font:11px system-ui,sans-serif;fill:#6b7280}.raw{fill:none;stroke:#0a66a8;stroke-width:1;opacity:.35}"
         ".smooth{fill:none;stroke:#0a66a8;stroke-width:2}.grid{stroke:#9ca3af;stroke-width:.5;opacity:.5}"
@@ -274,14 +274,14 @@ def draw_curves(run: Run) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" role="img">'
         f"<title>{escape(run.name)}: {' and '.join(title for title, _, _ in panels)} over training steps</title>"
-        f"<style>{style}</style>{''.join(drawn)}</svg>\n"
+        f"<style>{style}</style>{''.join(sampled)}</svg>\n"
     )
 
 
 def _panels(run: Run) -> list[tuple[str, list[float | None], Any]]:
     """Title, values and axis of each."""
-    of_draws = (("Reward", "reward", linear_axis), ("mismatch KL", "mismatch_kl", log_axis))
-    known = of_draws if run.draws else (("Loss", "loss", linear_axis),)
+    of_rollouts = (("Reward", "reward", linear_axis), ("mismatch KL", "mismatch_kl", log_axis))
+    known = of_rollouts if run.is_online else (("Loss", "loss", linear_axis),)
     return [(title, run.column(name), axis) for title, name, axis in known if len(run.values(name)) > 1]
 
 

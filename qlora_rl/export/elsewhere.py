@@ -11,8 +11,8 @@ from typing import Any
 from qlora_rl.base.checkpoint import load_base
 from qlora_rl.errors import ExportError
 from qlora_rl.export import llama_cpp
-from qlora_rl.export.proof import Distance, Witness
-from qlora_rl.policy.trained import TrainedRun
+from qlora_rl.export.check import Distance, Witness
+from qlora_rl.inference.trained import TrainedRun
 
 
 def on_base(base: str | os.PathLike[str]) -> str:

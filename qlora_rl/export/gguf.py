@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.delta import iter_weights
+from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.fingerprint import recorded_fingerprint
 from qlora_rl.contracts import AdapterBundle
@@ -256,7 +256,7 @@ def verify_gguf(file: Path, tokenizer: Any, texts: Sequence[str]) -> int:
 
 def load_gguf(directory: Path) -> Any:
     """The one GGUF file of a directory as a transformers model, through its own reader."""
-    from qlora_rl.policy.trained import load_plain
+    from qlora_rl.inference.trained import load_plain
 
     (file,) = directory.glob("*.gguf")
     return load_plain(directory, "float32", gguf_file=file.name, config=_config_of(file))

@@ -17,21 +17,21 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.adapter.export import read_adapter
+from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.adapter.store import write_adapter, write_origin
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.bake import bake_base, copy_plain
 from qlora_rl.base.checkpoint import load_base
-from qlora_rl.base.kinds import directory_takes_images
+from qlora_rl.base.model_classes import directory_takes_images
 from qlora_rl.base.writer import write_weights
 from qlora_rl.contracts import rank_class
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, ExportError
 from qlora_rl.export import llama_cpp
 from qlora_rl.export.card import Card, write_card
+from qlora_rl.export.check import Distance, Witness, choose_prompts
 from qlora_rl.export.elsewhere import in_llama_cpp, on_base, too_far
-from qlora_rl.export.proof import Distance, Witness, choose_prompts
-from qlora_rl.policy.trained import TrainedRun, load_plain, open_trained
+from qlora_rl.inference.trained import TrainedRun, load_plain, open_trained
 from qlora_rl.stages import begin, ended
 
 KINDS = ("adapter", "merged", "merged-original", "gguf", "gguf-adapter")

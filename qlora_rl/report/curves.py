@@ -17,7 +17,7 @@ from .sentences import MISMATCH_BAR, choose_window
 
 def draw_curves(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
     """The charts that these runs have something for: rewards and sampler where answers were sampled, else loss and accuracy."""
-    if any(run.draws for run in runs):
+    if any(run.is_online for run in runs):
         own = [_draw_rewards_apart(runs[0]), _draw_dashboard(runs, names)]
         reward, *others = (draw(runs, names) for draw in (_draw_reward, _draw_mismatch, _draw_ratio))
         own.insert(0, _draw_held_out(runs, names))

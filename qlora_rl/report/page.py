@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from qlora_rl.held import replace_file
+from qlora_rl.locks import replace_file
 
 from .curves import draw_curves
 from .look import CSS, JS, LIVE_JS
@@ -21,7 +21,7 @@ from .outcomes import draw_evaluation, draw_rollouts, draw_samples
 from .parts import download, object_in, pairs, section, table
 from .quantities import ABSENT, factor, finite, octets, plain, seconds, share
 from .run import Run, read_run, summarise
-from .sentences import Facts, concerns, fidelity_sentence, headline, peak_sentence, unproven_sentence
+from .sentences import Facts, concerns, fidelity_sentence, headline, peak_sentence, unverified_sentence
 from .times import draw_time
 
 _SECRET = re.compile(r"(?i)(?:^|[_.-])(?:api[_-]?key|(?:hf|auth|access|bearer)[_-]?token|secret|password)$")
@@ -114,9 +114,9 @@ WORDS_OF_EXAMPLES = (
 def _draw_top(run: Run, facts: Facts, *, is_live: bool) -> Markup:
     state = "running" if is_live and run.status == "unfinished" else run.status
     model = run.config.get("model")
-    known = WORDS if run.draws else WORDS_OF_EXAMPLES
+    known = WORDS if run.is_online else WORDS_OF_EXAMPLES
     words = [part for term, meaning in known for part in (tag("dt", term), tag("dd", meaning))]
-    notes = [said for said in (unproven_sentence(run), *concerns(run), peak_sentence(run), *run.problems) if said]
+    notes = [said for said in (unverified_sentence(run), *concerns(run), peak_sentence(run), *run.problems) if said]
     if run.summary.get("error"):
         notes.insert(0, f"The run ended with an error: {run.summary['error']}")
     return tag(
@@ -127,7 +127,7 @@ def _draw_top(run: Run, facts: Facts, *, is_live: bool) -> Markup:
         tag("p", sentence, class_="lead") if (sentence := fidelity_sentence(run, facts)) else None,
         tag("div", tag("h3", "What to look at"), tag("ul", *(tag("li", note) for note in notes)), class_="note") if notes else None,
         _draw_tiles(run, facts),
-        tag("details", tag("summary", f"New to this? {'Eight' if run.draws else 'Four'} words that the page uses"), tag("dl", *words, class_="words"),
+        tag("details", tag("summary", f"New to this? {'Eight' if run.is_online else 'Four'} words that the page uses"), tag("dl", *words, class_="words"),
             class_="intro"),
     )  # fmt: skip
 

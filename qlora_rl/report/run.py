@@ -46,7 +46,7 @@ class Run:
         return status if status in STATUSES else "running" if self.is_held else "unfinished"
 
     @property
-    def draws(self) -> bool:
+    def is_online(self) -> bool:
         """Answers were sampled and scored; otherwise it was trained on examples (SFT, DPO), and has only a loss."""
         return not self.values("loss") or any(
             self.values(name) for name in ("reward", "rollout_seconds", "mismatch_kl")
@@ -60,7 +60,7 @@ class Run:
     @property
     def hits(self) -> str | None:
         """The column that says how often the model is right, of a run that learned from examples."""
-        names = () if self.draws else ("rewards/accuracies", "mean_token_accuracy")
+        names = () if self.is_online else ("rewards/accuracies", "mean_token_accuracy")
         return next((name for name in names if self.values(name)), None)
 
     @property
@@ -197,7 +197,7 @@ def summarise(run: Run) -> dict[str, float | None]:
     `reward_first` and `reward_last` (`loss_…` and `hits_…` of a run without rewards) are then means over a tenth of the steps (ten at most), because one step is noise.
     """
     rewards = run.values("reward")
-    losses, hits = ([] if run.draws else run.values("loss")), (run.values(run.hits) if run.hits else [])
+    losses, hits = ([] if run.is_online else run.values("loss")), (run.values(run.hits) if run.hits else [])
     kl = run.values("mismatch_kl")
     held_out = [value for each in run.evaluations if (value := finite(each.get("eval_reward"))) is not None]
     step_seconds = run.values("step_seconds")

@@ -151,10 +151,10 @@ def _stale_sentence(run: Run, oldest: float, middle: float) -> str:
     )
 
 
-def unproven_sentence(run: Run) -> str | None:
+def unverified_sentence(run: Run) -> str | None:
     """A warning, if the run was allowed to train although trainer and sampler held different bases; else `None`."""
     proof = run.config.get("base_proof")
-    if not isinstance(proof, dict) or proof.get("proven") is not False:
+    if not isinstance(proof, dict) or proof.get("verified") is not False:
         return None
     return (
         "Trainer and sampler held different bases (allow_base_mismatch): every number on this page is marked by that; "

@@ -33,7 +33,7 @@ PUSH_ROWS = (
 
 def draw_time(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
     """Steps and pushes, in parts; `None` where no answers were sampled."""
-    if not any(run.draws for run in runs):
+    if not any(run.is_online for run in runs):
         return None
     timed = [(n, r, parts) for n, r in zip(names, runs, strict=True) if (parts := _step_parts(r))]
     longest = max((sum(parts) for *_, parts in timed), default=1.0)

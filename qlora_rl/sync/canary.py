@@ -23,14 +23,14 @@ import torch
 
 from qlora_rl.adapter.live import LiveAdapter
 from qlora_rl.base.fingerprint import digest_bytes
-from qlora_rl.base.kinds import drops, image_tokens_of
+from qlora_rl.base.model_classes import drops, image_tokens_of
 from qlora_rl.contracts import AdapterBundle, GaugedEngine, Leaf, ReplicatedEngine, RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import CanaryError, ConfigConflictError
-from qlora_rl.pieces import is_sharded
+from qlora_rl.sharded_tensors import is_sharded
 from qlora_rl.sync.forward import NotComparedError, as_trained, bare_model, in_float32, plain_forward, without_adapter
-from qlora_rl.sync.function import FunctionCheck
-from qlora_rl.sync.probe import Probe
+from qlora_rl.sync.function_check import FunctionCheck
+from qlora_rl.sync.synthetic_adapter import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Canary:
         """
         with without_adapter(self.model):
             if self.sequences is None:
-                self.sequences = self._drawn_sequences()
+                self.sequences = self._sampled_sequences()
             ours = self._score(self.sequences)
             noise = self._difference(self.sequences, bare=True, ours=ours)
             rounding = noise
@@ -330,7 +330,7 @@ class Canary:
             self._must_score = False
             return difference
         # A policy that has moved far no longer writes what the base does: what it writes now decides.
-        own = self._difference(self._drawn_sequences()) if math.isfinite(difference) else difference
+        own = self._difference(self._sampled_sequences()) if math.isfinite(difference) else difference
         if own <= self.threshold:
             logger.warning(
                 "the canary's sequences have become unlikely: trainer and engine differ by %.3g (scaled) on them, and by %.3g on what "
@@ -459,7 +459,7 @@ class Canary:
                 found.append([ids])
         return found
 
-    def _drawn_sequences(self) -> list[list[int]]:
+    def _sampled_sequences(self) -> list[list[int]]:
         """Two sequences, and one after the image, sampled from the model as it is; calibrating switches the adapter off.
 
         Rollouts consist of what a model may write; at tokens that it would never write, 16-bit logits differ widely without
@@ -468,21 +468,21 @@ class Canary:
         vocabulary = int(bare_model(self.model).config.get_text_config().vocab_size)
         length = max(2, min(8, self.engine.capabilities().max_model_length - 1))
         generator = torch.Generator().manual_seed(0)
-        drawn = torch.randint(vocabulary, (2, 1), generator=generator).tolist()
+        sampled = torch.randint(vocabulary, (2, 1), generator=generator).tolist()
         never = image_tokens_of(bare_model(self.model).config)
-        while len(drawn[0]) < length:
-            self._sample_next(drawn, generator, never)
+        while len(sampled[0]) < length:
+            self._sample_next(sampled, generator, never)
         seen = list(self.image.prompt.ids) if self.image is not None else []
         room = min(8, self.engine.capabilities().max_model_length - 1 - len(seen))
         if seen and room > 0:
             for _ in range(room):
                 self._sample_next([seen], generator, never)
-            drawn.append(seen)
+            sampled.append(seen)
         elif seen:
             logger.warning(
                 "the canary scores text alone: its image takes %d tokens, and the engine's prompts fewer", len(seen)
             )
-        return drawn
+        return sampled
 
     def _sample_next(self, rows: Sequence[list[int]], generator: torch.Generator, never: Sequence[int]) -> None:
         # One more token is appended only to be cut off again: logits come for all but the last.

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from qlora_rl.base.attention.choice import attention_for
 from qlora_rl.base.quant import dequantised_weight, require_bitsandbytes
-from qlora_rl.pieces import is_sharded, outermost, shape_of
+from qlora_rl.sharded_tensors import is_sharded, outermost, shape_of
 
 _HALF = (torch.bfloat16, torch.float16)
 # Elements of a 16-bit matrix that are in float32 at once: 256 MiB.

@@ -78,7 +78,7 @@ def plan_sync(
     """
     if wish not in WISHES:
         raise ConfigConflictError(f"planning the sync: sync={wish!r} is not one of {WISHES}. Use 'auto'.")
-    if verdict.kind == "refuse":
+    if verdict.kind == "reject":
         raise collected("planning the sync", verdict.reasons, AdapterRejectedError)
     if verdict.kind == "full_weights" and wish == "lora_adapter":
         raise collected(

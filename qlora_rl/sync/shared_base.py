@@ -31,7 +31,7 @@ class SharedBase:
 
     def __init__(self, model: Any):
         self._model = weakref.ref(model)
-        self._refuse_merges()
+        self._reject_merges()
         self._next, self._looked = 0, time.monotonic()
         self._factors: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._parameters = dict(base_parameters(model.get_base_model()))
@@ -69,7 +69,7 @@ class SharedBase:
         Raises:
             BaseMismatchError: names the first weight that has changed.
         """
-        self._refuse_merges()  # a layer may be new
+        self._reject_merges()  # a layer may be new
         for number in range(len(self._slices)):
             self._check(number)
 
@@ -106,9 +106,9 @@ class SharedBase:
             self._factors[count, device] = (2 * random + 1).to(device)
         return self._factors[count, device]
 
-    def _refuse_merges(self) -> None:
+    def _reject_merges(self) -> None:
         for module in self._layers():
-            module.merge = _refuse
+            module.merge = _reject
 
     def release(self) -> None:
         """The engine is closed, or used by another trainer: PEFT's layers may merge again."""
@@ -127,7 +127,7 @@ def _parts(parameter: torch.Tensor) -> list[torch.Tensor]:
     return [parameter.data] if state is None else [parameter.data, state.absmax, state.code]
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
+def _reject(*_: Any, **__: Any) -> NoReturn:
     raise CannotShareError(
         "merging the adapter: the base is shared with the engine. Merged it would be another one than the engine's, or, where PEFT writes in "
         "place, change the engine's own. Use `qlora-rl export`, or merge after the trainer was closed."

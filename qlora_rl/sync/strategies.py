@@ -85,7 +85,7 @@ class AdapterSync:
             if isinstance(error, CanaryError) and self.shared is not None:
                 self.shared.look_everywhere()  # a base that was written to can be why, and then is what to name
             raise
-        proven = time.perf_counter()
+        verified = time.perf_counter()
         self.transport.commit()
         self.after = version  # a server that is restarted says 0 until it has this one again
         self._adapter.forget()
@@ -99,7 +99,7 @@ class AdapterSync:
             deliver_seconds=delivery.deliver_seconds,
             load_seconds=delivery.load_seconds,
             seconds=delivered - probed + looked - started,
-            canary_seconds=proven - delivered + probed - looked,
+            canary_seconds=verified - delivered + probed - looked,
             canary_difference=difference,
         )
 

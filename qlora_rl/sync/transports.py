@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from qlora_rl.adapter.store import AdapterStore, read_tensors
 from qlora_rl.contracts import AdapterSource, Delivery, RolloutEngine
+from qlora_rl.sync.http_transport import HttpTransport
 from qlora_rl.sync.in_place import InPlaceTransport
-from qlora_rl.sync.wire import HttpTransport
 from qlora_rl.versions import Versions
 
 if TYPE_CHECKING:

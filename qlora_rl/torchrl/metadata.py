@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.delta import iter_weights
 from qlora_rl.adapter.export import export_adapter
+from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.errors import AdapterRejectedError, collected
 
@@ -32,7 +32,7 @@ def get_model_metadata(
         AdapterRejectedError: nothing can carry it; names every reason.
     """
     verdict = judge_adapter(model)
-    if verdict.kind == "refuse":
+    if verdict.kind == "reject":
         raise collected("reading the model's metadata", verdict.reasons, AdapterRejectedError)
     wanted = dtype or _dtype(model)
     if verdict.kind == "full_weights" or is_dense:

@@ -40,7 +40,7 @@ class AdapterReceiver:
         self._session = ""  # that was admitted
         self._open = ""  # the session in the middle of a join or a push
         self._stage = "join"
-        self._refusal: QloraRLError | None = None
+        self._rejection: QloraRLError | None = None
         self._asked_for: md.Metadata | None = None
         self._agreed: md.Metadata = {}
         self._transport: Any = None
@@ -75,7 +75,7 @@ class AdapterReceiver:
                 if left <= 0:
                     raise lost("join", "sender", f"has not come for {self._scheme.timeout_s:g} s")
                 self._serve(left)
-                self._raise_refusal()
+                self._raise_rejection()
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
         """Wait `timeout` seconds for a push to begin; one that has begun is served to its end.
@@ -92,7 +92,7 @@ class AdapterReceiver:
         with self._serving:
             # What a sender of this process has applied in its own thread is reported at once.
             self._serve(timeout if self._applied == self._reported else 0.0)
-            self._raise_refusal()
+            self._raise_rejection()
             is_new, self._reported = self._applied != self._reported, self._applied
             return is_new
 
@@ -210,8 +210,8 @@ class AdapterReceiver:
     def _admit(self, question: Message) -> None:
         self._session = question.session
 
-    def _refuse(self, question: Message) -> None:
-        self._session, self._refusal = "", unpack_error(question.content["error"])
+    def _reject(self, question: Message) -> None:
+        self._session, self._rejection = "", unpack_error(question.content["error"])
 
     def _apply(self, question: Message) -> dict[str, Any]:
         started = time.perf_counter()
@@ -285,10 +285,10 @@ class AdapterReceiver:
         self._take_back("its sender was lost")
         return lost(stage, "sender", why)
 
-    def _raise_refusal(self) -> None:
-        if self._refusal is not None and not self._open:
-            refusal, self._refusal = self._refusal, None
-            raise refusal
+    def _raise_rejection(self) -> None:
+        if self._rejection is not None and not self._open:
+            rejection, self._rejection = self._rejection, None
+            raise rejection
 
     def _config_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         bundle = AdapterBundle(tensors, {})
@@ -312,7 +312,7 @@ class AdapterReceiver:
         "held_adapter": lambda self, q: dict(self._engine.held_adapter(q.content["rank"])),
         "agree": _agree,
         "admit": _admit,
-        "refuse": _refuse,
+        "reject": _reject,
         "apply": _apply,
         "commit": _commit,
         "revoke": _revoke,

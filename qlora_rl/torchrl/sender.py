@@ -11,10 +11,10 @@ import torch
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.contracts import SyncReport, SyncStrategy
 from qlora_rl.errors import ConfigConflictError, PeerLostError, QloraRLError, SyncError
-from qlora_rl.sync.admission import Admission, verify_base
+from qlora_rl.sync.base_check import BaseCheck, verify_base
 from qlora_rl.sync.canary import Canary
-from qlora_rl.sync.dense import DenseSync
-from qlora_rl.sync.function import FunctionCheck
+from qlora_rl.sync.full_weights import DenseSync
+from qlora_rl.sync.function_check import FunctionCheck
 from qlora_rl.sync.plan import SyncPlan, plan_sync
 from qlora_rl.sync.shared_base import SharedBase
 from qlora_rl.sync.strategies import AdapterSync
@@ -33,7 +33,7 @@ class AdapterSender:
         version: of the newest push that the receiver has taken; 0 before the first.
         last_report: of that push.
         plan: how the policy is synced; known after the first join.
-        `admission`: the result of the base verification.
+        `base_check`: the result of the base verification.
     """
 
     def __init__(self, scheme: Terms):
@@ -49,7 +49,7 @@ class AdapterSender:
         self.version = 0
         self.last_report: SyncReport | None = None
         self.plan: SyncPlan | None = None
-        self.admission: Admission | None = None
+        self.base_check: BaseCheck | None = None
 
     def register_model(self, model: Any) -> None:
         """The policy to push: a PeftModel, or a TorchRL wrapper with one as its `model`. Held by a weak reference."""
@@ -192,18 +192,18 @@ class AdapterSender:
             self._engine.version = self._asking.ask("begin", purpose="join")["version"]
             self._agree(model, verdict)
         except BaseException as error:
-            self._refuse(error)
+            self._reject(error)
             raise
 
     def _agree(self, model: Any, verdict: Any) -> None:
         capabilities = self._engine.capabilities()
         plan_sync(verdict, capabilities, wish=self._scheme.sync)  # before the bases are read
         self._asking.stage = "prove"
-        self.admission = verify_base(model, self._engine, allow_base_mismatch=self._scheme.allow_base_mismatch)
+        self.base_check = verify_base(model, self._engine, allow_base_mismatch=self._scheme.allow_base_mismatch)
         self.plan = plan_sync(
             verdict,
             capabilities,
-            self.admission.diff,
+            self.base_check.diff,
             self._scheme.sync,
             allow_base_mismatch=self._scheme.allow_base_mismatch,
         )
@@ -238,7 +238,7 @@ class AdapterSender:
         return strategy
 
     def _make_canary(self, model: Any) -> Canary | None:
-        if not self.admission.is_verified:
+        if not self.base_check.is_verified:
             return None
         engine: Any = self._engine
         seen: Any = weakref.proxy(model)
@@ -250,12 +250,12 @@ class AdapterSender:
         canary.calibrate()
         return canary
 
-    def _refuse(self, error: BaseException) -> None:
+    def _reject(self, error: BaseException) -> None:
         """The receiver raises what this side raises."""
         if self._asking.is_lost:
             return
         try:
-            self._asking.ask("refuse", error=pack_error(error))
+            self._asking.ask("reject", error=pack_error(error))
             self._asking.ask("end")
         except QloraRLError as another:
             logger.warning("the receiver could not be told that the join was rejected: %s", another)

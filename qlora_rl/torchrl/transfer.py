@@ -20,7 +20,7 @@ import torch
 from qlora_rl.adapter.store import default_root
 from qlora_rl.documents import read_object
 from qlora_rl.errors import SyncError
-from qlora_rl.held import claim, let_go, new_directory
+from qlora_rl.locks import claim, let_go, new_directory
 
 Part = tuple[str, torch.Tensor]
 # Tells the receiver: a ticket of JSON values and, where wanted, bytes. Returns what waits until the receiver has taken them.

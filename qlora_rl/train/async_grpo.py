@@ -14,15 +14,15 @@ from qlora_rl.contracts import SyncReport
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, QloraRLError
 from qlora_rl.fidelity import Fidelity
-from qlora_rl.sync.diagnosis import Drawn as Examined
+from qlora_rl.sync.mismatch_debugger import Sampled as Examined
 from qlora_rl.train.grpo import QLoRAGRPOTrainer
-from qlora_rl.train.ranks.for_all import EngineForAll
-from qlora_rl.train.rollouts.ahead import Batch, LookAhead
-from qlora_rl.train.rollouts.one_rank import merged_metrics
-from qlora_rl.train.rollouts.turnstile import Turnstile
-from qlora_rl.train.rollouts.workers import Drawn, RolloutWorkers
+from qlora_rl.train.metrics.alarm import few_of
+from qlora_rl.train.ranks.shared_engine import SharedEngine
+from qlora_rl.train.rollouts.local_rollouts import merged_metrics
+from qlora_rl.train.rollouts.prefetch import Batch, Prefetch
+from qlora_rl.train.rollouts.staleness import StalenessLimit
+from qlora_rl.train.rollouts.workers import RolloutWorkers, Sampled
 from qlora_rl.train.setup.processes import shards_base
-from qlora_rl.train.watch.alarm import few_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,10 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
             raise ConfigConflictError(f"reading the arguments: rollout_threads={rollout_threads} < 1. Use at least 1.")
         self.max_staleness, self.rollout_threads = max_staleness, threads
         self._is_running = False
-        self._ahead: LookAhead | None = None
+        self._ahead: Prefetch | None = None
         self._waiting: deque[Batch] = deque()  # given to training, and not yet asked for by it
-        self._drawn: Drawn | None = None
-        self._drawn_version = 0  # of the batch that is trained on; of several ranks' the oldest
+        self._sampled: Sampled | None = None
+        self._sampled_version = 0  # of the batch that is trained on; of several ranks' the oldest
         self._facts: dict[str, float] = {}
         self._ages: list[int] = []
         self._policy = 0
@@ -88,7 +88,7 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         except BaseException:
             self.close()
             raise
-        if isinstance(self.engine, EngineForAll):
+        if isinstance(self.engine, SharedEngine):
             self.engine.let_threads_ask()
         self._workers = self._new_workers()
 
@@ -131,13 +131,13 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
 
     def _new_workers(self) -> RolloutWorkers:
         bridge = self.bridge
-        turnstile = Turnstile(self.max_staleness, lambda: bridge.serves, holds_two=bridge.holds_two)
+        turnstile = StalenessLimit(self.max_staleness, lambda: bridge.serves, holds_two=bridge.holds_two)
         return RolloutWorkers(self, self.bridge, turnstile, self.rollout_threads)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """transformers asks here for the batches of an optimizer step; those of the next ones are begun."""
         if self._ahead is None:
-            self._ahead = LookAhead(
+            self._ahead = Prefetch(
                 self.callback_handler.train_dataloader,
                 accumulation=self.args.gradient_accumulation_steps,
                 generate_every=self.args.steps_per_generation * self.num_iterations,
@@ -156,18 +156,18 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._before_rollout("train" if self.model.training else "eval")
-        drawn = self._next(inputs) if self.model.training and self._is_running else self._evaluated(inputs)
-        self._drawn = drawn
+        sampled = self._next(inputs) if self.model.training and self._is_running else self._evaluated(inputs)
+        self._sampled = sampled
         # The environments have been asked already, with threads of their own.
         held = self.environment_factories, self.environments
         self.environment_factories = self.environments = None
         try:
-            return super()._generate_and_score_completions(drawn.rows)
+            return super()._generate_and_score_completions(sampled.rows)
         finally:
             self.environment_factories, self.environments = held
-            self._drawn, self._facts = None, {}
+            self._sampled, self._facts = None, {}
 
-    def _next(self, inputs: Any) -> Drawn:
+    def _next(self, inputs: Any) -> Sampled:
         batch = self._waiting.popleft() if self._waiting else None
         if batch is None or batch.rows is not inputs:
             raise QloraRLError(
@@ -177,33 +177,33 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         self._push_if_changed()
         self._workers.turnstile.advance(batch.policy)
         with ranks().together("generating rollouts ahead"):  # what has ended a thread of one rank ends all ranks here
-            drawn, waited, ready = self._workers.take(batch.number)
+            sampled, waited, ready = self._workers.take(batch.number)
         if batch.policy != self._policy:
             self._policy, self._ages = batch.policy, []
-        began = ranks().gather((drawn.policy, drawn.version), "taking a rollout")
+        began = ranks().gather((sampled.policy, sampled.version), "taking a rollout")
         self._ages += [batch.policy - policy for policy, _ in began]
-        self._drawn_version = min(version for _, version in began)
+        self._sampled_version = min(version for _, version in began)
         self._facts = {
             "staleness_mean": sum(self._ages) / len(self._ages),
             "staleness_max": max(self._ages),
             "policy_version": self.engine.version,
-            "rollout_version": self._drawn_version,
+            "rollout_version": self._sampled_version,
             "rollouts_ready": ready,
             "trainer_wait_seconds": waited,
-            "rollout_idle_seconds": drawn.idle_seconds,
-            "rollout_drawn_seconds": drawn.drawn_seconds,
+            "rollout_idle_seconds": sampled.idle_seconds,
+            "rollout_sampled_seconds": sampled.sampled_seconds,
             **self._rescored,
         }
         self._rescored = {}
-        return drawn
+        return sampled
 
-    def _evaluated(self, inputs: Any) -> Drawn:
+    def _evaluated(self, inputs: Any) -> Sampled:
         """Sampled now, by the policy of the moment; rollouts that have begun go on with theirs."""
         self._push_if_changed()
         with ranks().together("generating rollouts"):
-            drawn = self._workers.draw_now(inputs, self.bridge.serves)
-        self._drawn_version = drawn.version
-        return drawn
+            sampled = self._workers.sample_now(inputs, self.bridge.serves)
+        self._sampled_version = sampled.version
+        return sampled
 
     def _push_if_changed(self) -> None:
         if self.state.global_step == self._last_loaded_step:  # TRL's own note, which a resumed run finds as it was
@@ -220,32 +220,32 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         """What a thread has generated."""
-        drawn, mode = self._drawn, "train" if self.model.training else "eval"
-        parts = ranks().gather((dict(drawn.metrics), drawn.tokens_seen), "measuring a rollout")
+        sampled, mode = self._sampled, "train" if self.model.training else "eval"
+        parts = ranks().gather((dict(sampled.metrics), sampled.tokens_seen), "measuring a rollout")
         if mode == "train":
             self.state.num_input_tokens_seen += sum(seen for _, seen in parts)
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
         for name, values in merged_metrics([metrics for metrics, _ in parts]).items():
             self._metrics[mode][name].extend(values)
-        for name, values in drawn.extra_logs.items():
+        for name, values in sampled.extra_logs.items():
             self._pending_extra_logs[name].extend(values)
-        for name, values in drawn.extra_metrics.items():
+        for name, values in sampled.extra_metrics.items():
             self._pending_metrics[name].extend(values)
-        self._are_cut = drawn.are_cut
-        return drawn.generated
+        self._are_cut = sampled.are_cut
+        return sampled.generated
 
     def _calculate_rewards(self, *_: Any) -> torch.Tensor:
         """What a thread has found, and those of the other ranks: a group may be spread over several."""
-        return gather(self._drawn.rewards)
+        return gather(self._sampled.rewards)
 
     def _guard_rewards(self) -> None:
         self._failures = None  # a thread that raises leaves no other rank alone in a collective
         super()._guard_rewards()
 
     def _rollout_facts(self) -> dict[str, float]:
-        facts, drawn = super()._rollout_facts(), self._drawn
-        if drawn is not None:  # of this batch alone, whatever else threads have generated
-            tokens, seconds = drawn.tokens, drawn.engine_seconds
+        facts, sampled = super()._rollout_facts(), self._sampled
+        if sampled is not None:  # of this batch alone, whatever else threads have generated
+            tokens, seconds = sampled.tokens, sampled.engine_seconds
             facts |= {"rollout_tokens": tokens, "rollout_seconds": seconds}
             facts["rollout_tokens_per_s"] = tokens / seconds if seconds else float("nan")
         return facts | self._facts
@@ -267,17 +267,17 @@ class QLoRAAsyncGRPOTrainer(QLoRAGRPOTrainer):
         """A batch is looked at as in GRPO where the policy that sampled it is the one that trains; otherwise its distance is staleness too."""
         if self.model.training and self.max_staleness:
             self._trained = few_of(output, mask_BT)
-        if self._drawn_version == self.bridge.serves:
+        if self._sampled_version == self.bridge.serves:
             super()._watch(fidelity, output, mask_BT)
         elif (found := self.alarm.observe_gaps(fidelity)) is not None:
             self._record.add(mismatch_cause=found.cause)
 
     def _look_again(self) -> None:
         """After a push, while nothing is in its way: the engine scores what was sampled before under the version that serves now."""
-        drawn, self._trained = self._trained, None
-        if drawn is None or self.alarm is None:
+        sampled, self._trained = self._trained, None
+        if sampled is None or self.alarm is None:
             return
-        distance, found = self.alarm.observe_again(drawn)
+        distance, found = self.alarm.observe_again(sampled)
         self._rescored = {"rescored_diff": distance}
         if found is not None:
             self._record.add(mismatch_cause=found.cause)

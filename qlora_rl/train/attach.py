@@ -8,25 +8,25 @@ from typing import Any
 
 from trl import GRPOTrainer, RLOOTrainer
 
-from qlora_rl.adapter.subject import active_adapter, is_bare
+from qlora_rl.adapter.inspected import active_adapter, is_bare
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
 from qlora_rl.fidelity import FidelityMonitor
-from qlora_rl.pieces import is_sharded
+from qlora_rl.sharded_tensors import is_sharded
+from qlora_rl.train.metrics.alarm import MismatchAlarm, alarm_for, check_word
+from qlora_rl.train.metrics.measure import MeasuredSteps
+from qlora_rl.train.metrics.rewards import agree_on, guard
 from qlora_rl.train.rloo import SampledLogprobs
 from qlora_rl.train.rollouts.endings import EndedCompletions
+from qlora_rl.train.rollouts.engine_link import Link, link_policy
 from qlora_rl.train.rollouts.engines import EngineChoice
-from qlora_rl.train.rollouts.link import Link, link_policy
 from qlora_rl.train.run.wrapped import WrappedModel
 from qlora_rl.train.setup import settings
-from qlora_rl.train.setup.entry import Source, base_of
+from qlora_rl.train.setup.model_source import Source, base_of
 from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, fit_for_sharding, sharding_of
-from qlora_rl.train.setup.start import keep_start
-from qlora_rl.train.watch.alarm import MismatchAlarm, alarm_for, check_word
-from qlora_rl.train.watch.measure import MeasuredSteps
-from qlora_rl.train.watch.rewards import agree_on, guard
+from qlora_rl.train.setup.residual_init import keep_start
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +39,14 @@ class Attachment:
 
     Attributes:
         engine: generates from now on.
-        `admission`: the check that both sides hold one base.
+        `base_check`: the check that both sides hold one base.
         plan: how the policy is sent.
         bridge: what TRL generates through.
     """
 
     def __init__(self, trainer: Any, link: Link, kind: type, before: dict[str, Any], callbacks: list[Any]):
         self.engine: RolloutEngine = link.engine
-        self.admission, self.plan, self.bridge = link.admission, link.plan, link.bridge
+        self.base_check, self.plan, self.bridge = link.base_check, link.plan, link.bridge
         self._trainer, self._link, self._kind, self._before, self._callbacks = trainer, link, kind, before, callbacks
 
     @property

@@ -10,18 +10,18 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.fidelity import CORRECTION
-from qlora_rl.train.one_pass import OnePass
+from qlora_rl.train.metrics.measure import MeasuredSteps
+from qlora_rl.train.metrics.routing import RoutedSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.endings import EndedCompletions
 from qlora_rl.train.rollouts.groups import GroupedPrompts
 from qlora_rl.train.rollouts.image_rows import ImageRows
 from qlora_rl.train.setup import settings
-from qlora_rl.train.watch.measure import MeasuredSteps
-from qlora_rl.train.watch.routing import RoutedSteps
+from qlora_rl.train.single_forward import SingleForward
 
 
 class QLoRAGRPOTrainer(
-    RoutedSteps, OnlineTrainer, OnePass, MeasuredSteps, EndedCompletions, GroupedPrompts, ImageRows, GRPOTrainer
+    RoutedSteps, OnlineTrainer, SingleForward, MeasuredSteps, EndedCompletions, GroupedPrompts, ImageRows, GRPOTrainer
 ):
     """GRPO on a 4-bit base. TRL's arguments and config, unchanged, and these:
 
@@ -51,7 +51,7 @@ class QLoRAGRPOTrainer(
         engine_options: further arguments of LocalEngine (of RayFleet, start_server); they win over the `vllm_*` fields of `args`.
         sync_dir: where adapter versions are written for the engine; by default tmpfs. With a server: its adapter directory, if this machine
             sees it; otherwise adapters are sent in requests.
-        existing_run: what to do when `args.output_dir` holds a run: `"refuse"`, `"overwrite"`, `"continue"` (append), or `"resume"`: `train()`
+        existing_run: what to do when `args.output_dir` holds a run: `"reject"`, `"overwrite"`, `"continue"` (append), or `"resume"`: `train()`
             goes on from its last whole checkpoint, or begins where there is none yet.
         canary_every: what the engine's buffers hold is compared with what was sent after every push; fixed sequences are
             scored by both sides after each n-th one, which costs two small forwards. 0 switches both off.
@@ -100,7 +100,7 @@ class QLoRAGRPOTrainer(
         adapter_dtype: str = "float32",
         engine_options: dict[str, Any] | None = None,
         sync_dir: str | os.PathLike[str] | None = None,
-        existing_run: str = "refuse",
+        existing_run: str = "reject",
         allow_base_mismatch: bool = False,
         canary_every: int = 4,
         on_mismatch: str = "stop",

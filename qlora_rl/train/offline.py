@@ -10,11 +10,11 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from qlora_rl.adapter.subject import bare_model
+from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.checkpoint import models_are_whole
 from qlora_rl.base.fingerprint import compare, fingerprint_base, recorded_fingerprint
-from qlora_rl.base.kinds import directory_takes_images, may_take_images
+from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.distributed import join
 from qlora_rl.errors import BaseMismatchError
 from qlora_rl.stages import begin, ended
@@ -31,15 +31,15 @@ from qlora_rl.train.run.trained_run import (
     trained_values,
 )
 from qlora_rl.train.scoring.logprobs import use_small_tiles
-from qlora_rl.train.scoring.padding import settle_padding
+from qlora_rl.train.scoring.padding import apply_padding
 from qlora_rl.train.setup import settings
-from qlora_rl.train.setup.entry import check_cloned
 from qlora_rl.train.setup.layer_inputs import keep_on_host
-from qlora_rl.train.setup.linears import settle_linears
+from qlora_rl.train.setup.linears import apply_linears
+from qlora_rl.train.setup.model_source import check_cloned
 from qlora_rl.train.setup.processes import begin_alike, check_common_base, check_processes, shards_base
-from qlora_rl.train.setup.start import keep_start, settle
-from qlora_rl.train.setup.tiles import tile_layers
-from qlora_rl.train.setup.tower import settle_tower
+from qlora_rl.train.setup.residual_init import keep_start, settle
+from qlora_rl.train.setup.tiled_mlp import tile_layers
+from qlora_rl.train.setup.vision_tower import apply_tower
 
 
 class OfflineTrainer(TrainedRun):
@@ -123,15 +123,15 @@ class OfflineTrainer(TrainedRun):
             keep_on_host(bare_model(self.model))
             linears = {"reason": "the base is sharded"}
             if not shards_base(args):
-                linears = settle_linears(bare_model(self.model))
+                linears = apply_linears(bare_model(self.model))
                 tile_layers(bare_model(self.model))
             set_adapter_dtype(self.model, getattr(torch, adapter_dtype), before)
             keep_start(self, start)
-            settle_tower(bare_model(self.model))
+            apply_tower(bare_model(self.model))
             begin_alike(self.model)
             bare = bare_model(self.model)
             use_small_tiles(bare, 1.0, self._outputs())
-            padding = settle_padding(bare, "" if remove_padding else "remove_padding=False")
+            padding = apply_padding(bare, "" if remove_padding else "remove_padding=False")
             check_optimizer(optimizers[0], self.model)
             self.make_resumable()
             show_progress(self)
@@ -218,7 +218,7 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
     Args:
         model: prepared base, hub name, checkpoint directory, model object, or PeftModel, as `QLoRAGRPOTrainer` takes it.
         adapter_dtype: of the trained LoRA weights: "float32" (default), or "bfloat16" as TRL.
-        existing_run: what to do when `args.output_dir` holds a run: `"refuse"`, `"overwrite"`, `"continue"` (append), or `"resume"`: `train()`
+        existing_run: what to do when `args.output_dir` holds a run: `"reject"`, `"overwrite"`, `"continue"` (append), or `"resume"`: `train()`
             goes on from its last whole checkpoint, or begins where there is none yet.
         remove_padding: the sequences of a micro-batch are computed one behind the other, without padding and without attention masks,
             where the model allows it (docs/memory.md#without-padding). False: padded, as TRL does.
@@ -254,7 +254,7 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
         formatting_func: Any = None,
         *,
         adapter_dtype: str = "float32",
-        existing_run: str = "refuse",
+        existing_run: str = "reject",
         remove_padding: bool = True,
     ):
         self.set_up(
@@ -318,7 +318,7 @@ class QLoRADPOTrainer(OfflineTrainer, DPOTrainer):
         peft_config: Any = None,
         *,
         adapter_dtype: str = "float32",
-        existing_run: str = "refuse",
+        existing_run: str = "reject",
         remove_padding: bool = True,
     ):
         self.set_up(

@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.subject import bare_model
+from qlora_rl.adapter.inspected import bare_model
 from qlora_rl.base.checkpoint import models_are_whole
-from qlora_rl.base.kinds import directory_takes_images, may_take_images
+from qlora_rl.base.model_classes import directory_takes_images, may_take_images
 from qlora_rl.contracts import RolloutEngine, SyncReport
 from qlora_rl.distributed import join, ranks
 from qlora_rl.errors import ConfigConflictError, EngineClosedError, RewardFunctionError
 from qlora_rl.stages import begin, ended
 from qlora_rl.sync.plan import WISHES, plan_sync
+from qlora_rl.train.metrics.alarm import alarm_for, check_word
+from qlora_rl.train.metrics.rewards import agree_on, as_list, guard
+from qlora_rl.train.rollouts.engine_link import Link, link_policy, release, why_dense
 from qlora_rl.train.rollouts.engines import EngineChoice
-from qlora_rl.train.rollouts.link import Link, link_policy, release, why_dense
 from qlora_rl.train.run import CONFIG, FINGERPRINTS
 from qlora_rl.train.run.progress import show_progress
 from qlora_rl.train.run.trained_run import (
@@ -36,19 +38,17 @@ from qlora_rl.train.run.trained_run import (
     trained_values,
 )
 from qlora_rl.train.scoring.logprobs import use_small_tiles
-from qlora_rl.train.scoring.padding import settle_padding
+from qlora_rl.train.scoring.padding import apply_padding
 from qlora_rl.train.setup import settings
-from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
+from qlora_rl.train.setup.engine_order import SHARE, Pair, expects_one_copy, make_pair
+from qlora_rl.train.setup.full_finetuning import check_whole, trains_whole, unfreeze
 from qlora_rl.train.setup.layer_inputs import keep_on_host
-from qlora_rl.train.setup.linears import settle_linears
-from qlora_rl.train.setup.pairing import SHARE, Pair, expects_one_copy, make_pair
+from qlora_rl.train.setup.linears import apply_linears
+from qlora_rl.train.setup.memory_budget import MemoryBudget, expects_full_weights
 from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, shards_base
-from qlora_rl.train.setup.start import keep_start, settle
-from qlora_rl.train.setup.tiles import tile_layers
-from qlora_rl.train.setup.tower import settle_tower
-from qlora_rl.train.setup.whole import check_whole, trains_whole, unfreeze
-from qlora_rl.train.watch.alarm import alarm_for, check_word
-from qlora_rl.train.watch.rewards import agree_on, as_list, guard
+from qlora_rl.train.setup.residual_init import keep_start, settle
+from qlora_rl.train.setup.tiled_mlp import tile_layers
+from qlora_rl.train.setup.vision_tower import apply_tower
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class OnlineOptions:
     adapter_dtype: str = "float32"
     engine_options: dict[str, Any] | None = None
     sync_dir: str | os.PathLike[str] | None = None
-    existing_run: str = "refuse"
+    existing_run: str = "reject"
     allow_base_mismatch: bool = False
     canary_every: int = 4
     on_mismatch: str = "stop"
@@ -93,7 +93,7 @@ class OnlineTrainer(TrainedRun):
         engine: generates.
         bridge: what TRL generates through.
         plan: how the policy is sent.
-        `admission`: the check that both sides hold one base.
+        `base_check`: the check that both sides hold one base.
         memory: what the run will hold; `None` where the memory estimate does not know this trainer's step.
     """
 
@@ -247,12 +247,12 @@ class OnlineTrainer(TrainedRun):
                 keep_on_host(bare_model(self.model))
                 linears = {"reason": "the base is sharded"}
                 if not shards_base(args):
-                    linears = settle_linears(bare_model(self.model))
+                    linears = apply_linears(bare_model(self.model))
                     tile_layers(bare_model(self.model))
-                settle_tower(bare_model(self.model))
+                apply_tower(bare_model(self.model))
                 begin_alike(self.model)
                 self._after_trl(args)
-                padding = settle_padding(bare_model(self.model), self._why_padded(options))
+                padding = apply_padding(bare_model(self.model), self._why_padded(options))
                 check_optimizer(optimizers[0], self.model)
                 self.make_resumable()
                 show_progress(self)
@@ -288,7 +288,7 @@ class OnlineTrainer(TrainedRun):
                         "memory": self.memory.as_dict() if self.memory is not None else {"reason": "not planned here"},
                     }
                     self.run.write_json(CONFIG, self._describe(options.adapter_dtype, held))
-                    self.run.write_json(FINGERPRINTS, self.admission.as_dict())
+                    self.run.write_json(FINGERPRINTS, self.base_check.as_dict())
             except BaseException:
                 # There will be no trainer to close.
                 if link is not None:
@@ -363,7 +363,7 @@ class OnlineTrainer(TrainedRun):
     def _take(self, link: Link) -> None:
         self._link = link
         self.engine: RolloutEngine = link.engine
-        self.admission, self.plan, self.bridge = link.admission, link.plan, link.bridge
+        self.base_check, self.plan, self.bridge = link.base_check, link.plan, link.bridge
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As `TrainedRun.train`.

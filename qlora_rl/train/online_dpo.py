@@ -21,17 +21,17 @@ from trl import maybe_apply_chat_template
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.trainer.utils import is_async_callable, use_adapter
 
-from qlora_rl.adapter.start import REFERENCE, copy_adapter, start_adapter
-from qlora_rl.adapter.subject import active_adapter, is_bare
-from qlora_rl.base.functions import engine_positions
+from qlora_rl.adapter.initialization import REFERENCE, copy_adapter, start_adapter
+from qlora_rl.adapter.inspected import active_adapter, is_bare
+from qlora_rl.base.unsupported_configs import engine_positions
 from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, RewardFunctionError
-from qlora_rl.pieces import outermost
+from qlora_rl.sharded_tensors import outermost
+from qlora_rl.train.metrics.measure import MeasuredSteps, batch_of_all_ranks, of_all_ranks
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.setup import settings
 from qlora_rl.train.setup.processes import sharding_of
-from qlora_rl.train.watch.measure import MeasuredSteps, batch_of_all_ranks, of_all_ranks
 
 
 class Reference(torch.nn.Module):
@@ -61,7 +61,7 @@ class SampledPairs:
     _reference: Any = None
     _is_built = False  # TRL's __init__ is over
     _of_reference: torch.Tensor | None = None
-    _drawn: list[list[float | None]] | None = None
+    _sampled: list[list[float | None]] | None = None
     _failures: list[RewardFunctionError] | None = None
 
     def _engine_options(self, args: Any) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class SampledPairs:
         # On their way the two of a prompt are neighbours: so the place of each, which its seed depends on, is its place in one process too.
         prompt_ids, completion_ids, _, _ = self.bridge.generate([row for row in ids for _ in range(settings.PAIR)])
         self._after_generation()
-        prompt_ids, completion_ids, self._drawn = (
+        prompt_ids, completion_ids, self._sampled = (
             [row for first in range(settings.PAIR) for row in rows[first :: settings.PAIR]]
             for rows in (prompt_ids, completion_ids, self.bridge.last.logprobs)
         )
@@ -166,10 +166,10 @@ class SampledPairs:
         self, model: Any, prompt_ids: Any, prompt_mask: Any, completion_ids: Any, completion_mask: Any, *rest: Any
     ) -> Any:
         """TRL's. The first one after a rollout is the policy's: its logits also give the logprobs at the rollout's temperature."""
-        drawn, self._drawn = self._drawn, None
+        sampled, self._sampled = self._sampled, None
         batch = (prompt_ids, prompt_mask, completion_ids, completion_mask, *rest)
         arguments = (model, *batch)
-        if drawn is None:
+        if sampled is None:
             known, self._of_reference = self._of_reference, None
             return super()._forward(*arguments) if known is None else known
         if self._refers_to_wrapped():
@@ -195,7 +195,7 @@ class SampledPairs:
                 for logits_TV, ids_T in zip(logits_BTV, completion_ids, strict=True)
             ]
         )
-        values = [torch.tensor([math.nan if value is None else value for value in row]) for row in drawn]
+        values = [torch.tensor([math.nan if value is None else value for value in row]) for row in sampled]
         theirs_BT = pad_sequence(values, batch_first=True).to(ours_BT.device)
         rollout = {
             "prompt_ids": prompt_ids,
@@ -303,7 +303,7 @@ class QLoRAOnlineDPOTrainer(SampledPairs, OnlineTrainer, MeasuredSteps, OnlineDP
         adapter_dtype: str = "float32",
         engine_options: dict[str, Any] | None = None,
         sync_dir: str | os.PathLike[str] | None = None,
-        existing_run: str = "refuse",
+        existing_run: str = "reject",
         allow_base_mismatch: bool = False,
         canary_every: int = 4,
         on_mismatch: str = "stop",

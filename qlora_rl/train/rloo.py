@@ -12,14 +12,14 @@ from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 
 from qlora_rl.contracts import RolloutEngine
+from qlora_rl.train.metrics.measure import MeasuredSteps
+from qlora_rl.train.metrics.routing import RoutedSteps
 from qlora_rl.train.online import OnlineOptions, OnlineTrainer
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.rollouts.endings import EndedCompletions
 from qlora_rl.train.rollouts.groups import GroupedPrompts
 from qlora_rl.train.rollouts.image_rows import ImageRows
 from qlora_rl.train.setup import settings
-from qlora_rl.train.watch.measure import MeasuredSteps
-from qlora_rl.train.watch.routing import RoutedSteps
 
 
 class SampledLogprobs:
@@ -98,7 +98,7 @@ class QLoRARLOOTrainer(
         adapter_dtype: str = "float32",
         engine_options: dict[str, Any] | None = None,
         sync_dir: str | os.PathLike[str] | None = None,
-        existing_run: str = "refuse",
+        existing_run: str = "reject",
         allow_base_mismatch: bool = False,
         canary_every: int = 4,
         on_mismatch: str = "stop",

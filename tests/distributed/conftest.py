@@ -119,7 +119,7 @@ def exact_base(model_dir):
 
 @pytest.fixture(scope="session")
 def recorded(exact_base, tmp_path_factory):
-    """One process with the doubled batch, and everything that it has drawn."""
+    """One process with the doubled batch, and everything that it has sampled."""
     from job import main
 
     root = tmp_path_factory.mktemp("recorded")

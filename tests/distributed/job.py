@@ -99,9 +99,9 @@ def takes_weights(engine: type, breaks: tuple[int, int] | None) -> type:
 def replayed(
     base: str, file: Path | None, dense: bool = False, breaks: tuple[int, int] | None = None, spoils: int = 0
 ) -> Any:
-    """An engine that keeps what it draws under its seed and place, or returns what is kept in `file`.
+    """An engine that keeps what it samples under its seed and place, or returns what is kept in `file`.
 
-    From the call `spoils` on it reports other logprobs than it has drawn by.
+    From the call `spoils` on it reports other logprobs than it has sampled by.
     """
     from qlora_rl import FakeEngine, bake_base, load_base
     from qlora_rl.base.checkpoint import open_base
@@ -117,12 +117,12 @@ def replayed(
         def generate(self, prompts: Any, sampling: Any = None, **fields: Any) -> Any:
             keys = [f"{sampling.seed}:{sampling.first_place + i}" for i in range(len(prompts))]
             if file:
-                drawn = [self.kept[key] for key in keys]
-                assert [each["prompt"] for each in drawn] == [list(p) for p in prompts]
+                sampled = [self.kept[key] for key in keys]
+                assert [each["prompt"] for each in sampled] == [list(p) for p in prompts]
                 self.calls += 1
                 off = 1.0 if spoils and self.calls >= spoils else 0.0
-                logprobs = [[each - off for each in d["logprobs"]] for d in drawn]
-                return Rollout([d["ids"] for d in drawn], logprobs, self.version, 0.01)
+                logprobs = [[each - off for each in d["logprobs"]] for d in sampled]
+                return Rollout([d["ids"] for d in sampled], logprobs, self.version, 0.01)
             rollout = super().generate(prompts, sampling, **fields)
             for key, prompt, ids, logprobs in zip(keys, prompts, rollout.completion_ids, rollout.logprobs, strict=True):
                 self.kept[key] = {"prompt": list(prompt), "ids": ids, "logprobs": logprobs}
@@ -137,7 +137,7 @@ def weigh_pushes(trainer: Any, report: dict[str, Any]) -> None:
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from qlora_rl.pieces import shape_of
+    from qlora_rl.sharded_tensors import shape_of
 
     strategy = trainer.bridge.strategy
     strategy.canary, push = None, strategy.push
@@ -164,7 +164,7 @@ def shares(trainer: Any) -> dict[str, float]:
     """Which part of the base, and of the adapter, lies on this rank."""
     from torch.distributed.tensor import DTensor
 
-    from qlora_rl.pieces import here, piece_of, shape_of
+    from qlora_rl.sharded_tensors import here, piece_of, shape_of
 
     def held(p: Any) -> int:
         if piece_of(p) is not None:
@@ -190,8 +190,8 @@ def prove(trainer: Any, report: dict[str, Any]) -> None:
 
 
 def watch_order(trainer: Any, report: dict[str, Any]) -> None:
-    """Note what the adapter is at each push, and when what was drawn with it is measured."""
-    from qlora_rl.pieces import whole
+    """Note what the adapter is at each push, and when what was sampled with it is measured."""
+    from qlora_rl.sharded_tensors import whole
 
     report["pushed"], report["looked"] = [], []
     push, look = trainer.bridge.strategy.push, trainer._look_at
@@ -233,11 +233,11 @@ def note_batches(trainer: Any, report: dict[str, Any]) -> None:
     report["batches"], take = [], trainer._next
 
     def taken(inputs: Any) -> Any:
-        drawn = take(inputs)
-        age = trainer._policy - drawn.policy
+        sampled = take(inputs)
+        age = trainer._policy - sampled.policy
         prompts = [row["prompt"] for row in inputs]
         report["batches"].append({"step": trainer.state.global_step, "prompts": prompts, "age": age})
-        return drawn
+        return sampled
 
     trainer._next = taken
 
@@ -402,7 +402,7 @@ class Attached:
         from peft.utils import get_peft_model_state_dict
         from safetensors.torch import save_file
 
-        from qlora_rl.pieces import without_wrappers
+        from qlora_rl.sharded_tensors import without_wrappers
         from qlora_rl.train.ranks.sharded import trained_weights
 
         self.trainer.train()
@@ -446,7 +446,7 @@ def main(call: dict[str, Any]) -> None:
     # As on a sharded base: products with 4-bit weights are bitsandbytes', of which the sums have another order.
     left = call.pop("bitsandbytes", False)
     products = (
-        patch("qlora_rl.train.online.settle_linears", return_value={"reason": "a test"}) if left else nullcontext()
+        patch("qlora_rl.train.online.apply_linears", return_value={"reason": "a test"}) if left else nullcontext()
     )
 
     def replay() -> Any:

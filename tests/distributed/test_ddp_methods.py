@@ -65,7 +65,7 @@ def test_the_last_checkpoint_goes_on_in_another_number_of_processes(exact_base, 
     one, kept = recorded
     common = {"base": exact_base, "kept": kept, "max_steps": 4, "save_steps": 2, "existing": "resume"}
     two = until_step_2(one, tmp_path / "one-two")
-    full = {**common, **TWO, "out": str(tmp_path / "two"), "existing": "refuse"}
+    full = {**common, **TWO, "out": str(tmp_path / "two"), "existing": "reject"}
     done = launch([{**common, **TWO, "out": str(two)}, full])
     assert done.returncode == 0, done.stderr[-3000:]
     assert distance(two, one) < 1e-3
@@ -106,7 +106,7 @@ def test_vllm_serves_both_ranks_and_is_pushed_to_once_per_step(rollout, on_vllm)
     assert config["base_held"]["copies"] == (1 if rollout == "colocate" else 2)
     assert all(step["mismatch_kl"] < 1e-2 and step["base_verified"] for step in lines(out))
     assert all(step["rollout_tokens"] > 0 for step in lines(out))
-    # A server and a fleet are rank 0's; the prompts of all are drawn by it.
+    # A server and a fleet are rank 0's; the prompts of all are sampled by it.
     assert [said(out, rank)["owns_engine"] for rank in (0, 1)] == [True, rollout == "colocate"]
 
 

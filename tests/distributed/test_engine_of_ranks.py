@@ -22,7 +22,7 @@ PARTS = {"vllm_tensor_parallel_size": 2}
 
 @pytest.fixture(scope="module")
 def runs(exact_base, tmp_path_factory):
-    """One batch, drawn by one engine over two trainer processes, by two engines over two of four each, and by a server."""
+    """One batch, sampled by one engine over two trainer processes, by two engines over two of four each, and by a server."""
     root = tmp_path_factory.mktemp("ranks")
     common = {"base": exact_base, **TRAINING, **PARTS}
     two = [{**common, "rollout": rollout, "out": str(root / rollout)} for rollout in ("colocate", "server")]
@@ -41,13 +41,13 @@ def ranks_of_engines():
 
 
 @pytest.mark.parametrize("run", ["colocate", "groups"])
-def test_an_engine_over_trainer_processes_is_proven_by_parts_and_pushed_to_once_a_step(run, runs):
+def test_an_engine_over_trainer_processes_is_verified_by_parts_and_pushed_to_once_a_step(run, runs):
     out = runs / run
     pushes = lines(out, "sync.jsonl")
     assert [push["version"] for push in pushes] == [1, 2, 3]
     assert {push["transport"] for push in pushes} == {"directory"}
     assert all(push["canary_difference"] is not None for push in pushes)
-    assert json.loads((out / "fingerprints.json").read_text())["proven"]
+    assert json.loads((out / "fingerprints.json").read_text())["verified"]
     # What the ranks multiply with is in float32, as in the trainer.
     assert all(step["base_verified"] and step["mismatch_kl"] < 1e-8 for step in lines(out))
     owners = [True, False] if run == "colocate" else [True, False, True, False]
@@ -57,7 +57,7 @@ def test_an_engine_over_trainer_processes_is_proven_by_parts_and_pushed_to_once_
 
 
 @pytest.mark.parametrize("run", ["colocate", "groups"])
-def test_what_is_drawn_and_trained_is_what_it_is_with_a_server(run, runs):
+def test_what_is_sampled_and_trained_is_what_it_is_with_a_server(run, runs):
     for ours, theirs in zip(lines(runs / run), lines(runs / "server"), strict=True):
         for name in ("reward", "rollout_tokens", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
@@ -78,7 +78,7 @@ def test_one_engine_over_trainer_processes_that_hold_parts(way, exact_base, tmp_
     pushes = lines(out, "sync.jsonl")
     assert [push["version"] for push in pushes] == [1, 2, 3]
     assert all(push["canary_difference"] < 1e-5 for push in pushes)
-    assert json.loads((out / "fingerprints.json").read_text())["proven"]
+    assert json.loads((out / "fingerprints.json").read_text())["verified"]
     assert all(step["base_verified"] and step["mismatch_kl"] < 1e-8 for step in lines(out))
     held = 1.0 if way == "zero2" else 0.5
     assert said(out, 1)["shares"]["base"] == pytest.approx(held, abs=0.02)

@@ -27,7 +27,7 @@ CLOSE, APART = 1e-5, {"online_dpo": 1e-4}
 
 @pytest.fixture(scope="module")
 def alone(exact_base, tmp_path_factory):
-    """The other methods by one process, and what they have drawn."""
+    """The other methods by one process, and what they have sampled."""
     root = tmp_path_factory.mktemp("alone")
     for method in METHODS:
         kept = {"record": str(root / f"kept-{method}.json")} if method in DRAW else {}
@@ -101,7 +101,7 @@ def test_the_base_lies_in_parts_and_under_fsdp2_the_adapter(way, sharded):
 @BOTH
 def test_both_sides_hold_the_same_function_although_the_trainer_stores_floats(way, sharded):
     proof = json.loads((sharded(way) / "two" / "fingerprints.json").read_text())
-    assert proof["proven"]
+    assert proof["verified"]
     assert proof["ours"]["digest"] == proof["theirs"]["digest"]
     held = json.loads((sharded(way) / "two" / "config.json").read_text())["base_held"]
     assert held == {"copies": 2, "reason": "the trainer's is sharded over the processes"}

@@ -13,7 +13,7 @@ DORA = {"adapter": "dora"}
 
 @pytest.fixture(scope="module")
 def alone(exact_base, tmp_path_factory):
-    """One process with the doubled batch, and what it has drawn."""
+    """One process with the doubled batch, and what it has sampled."""
     root = tmp_path_factory.mktemp("alone")
     call = {"base": exact_base, "out": str(root / "one"), "record": str(root / "kept.json"), **DORA, **STEPS}
     main(call | {"per_device_train_batch_size": 8, "proves": True})

@@ -38,7 +38,7 @@ def bases(exact_base, plain_base):
 
 @pytest.fixture(scope="module")
 def alone(bases, tmp_path_factory):
-    """Each kind by one process, and what it has drawn."""
+    """Each kind by one process, and what it has sampled."""
     root = tmp_path_factory.mktemp("alone")
     for kind, fields in KINDS.items():
         call = {"base": bases[kind], "out": str(root / kind), "record": str(root / f"{kind}.json"), "adapter": kind}

@@ -66,7 +66,7 @@ def test_the_command_trains_in_two_processes_on_vllm(way, rollout, model_dir, tm
         assert config["base_held"] == {"copies": 2, "reason": "the trainer's is sharded over the processes"}
     else:
         assert config["base_held"]["copies"] == 1
-    assert json.loads((out / "fingerprints.json").read_text())["proven"]
+    assert json.loads((out / "fingerprints.json").read_text())["verified"]
     steps, pushes = lines(out), lines(out, "sync.jsonl")
     assert [step["step"] for step in steps] == [push["version"] for push in pushes] == [1, 2, 3]
     assert [step["policy_version"] for step in steps] == [1, 2, 3]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate.state import DistributedType
 
-from qlora_rl import EngineBrokenError, SamplingSpec, distributed, pieces
+from qlora_rl import EngineBrokenError, SamplingSpec, distributed, sharded_tensors
 from qlora_rl.contracts import Rollout
 from qlora_rl.distributed import Ranks
 from qlora_rl.errors import (
@@ -22,9 +22,9 @@ from qlora_rl.errors import (
     SyncError,
     VersionGoneError,
 )
-from qlora_rl.sync.dense import DenseStream
+from qlora_rl.sync.full_weights import DenseStream
 from qlora_rl.train.ranks import fsdp1
-from qlora_rl.train.ranks.for_all import EngineForAll, TransportForAll
+from qlora_rl.train.ranks.shared_engine import SharedEngine, SharedTransport
 from qlora_rl.train.setup.processes import check_processes, check_turns, sharding_of
 
 
@@ -130,7 +130,7 @@ class Takes:
 
 
 def test_rank_0_alone_sends_full_weights_and_all_learn_what_was_sent_or_why_not(pair):
-    engines = both(pair, lambda ranks: EngineForAll(Takes, ranks))
+    engines = both(pair, lambda ranks: SharedEngine(Takes, ranks))
     model, made = torch.nn.Linear(2, 2), []
 
     def push(ranks, version):
@@ -198,9 +198,11 @@ def test_an_engine_of_all_ranks_may_give_no_logprobs(pair):
         def generate(self, prompts, sampling):
             return replace(super().generate(prompts, sampling), logprobs=None)
 
-    engines = both(pair, lambda ranks: EngineForAll(lambda: Silent(ranks.rank), ranks))
-    drawn = both(pair, lambda ranks: engines[ranks.rank].generate([[ranks.rank]], SamplingSpec(first_place=ranks.rank)))
-    assert [(each.completion_ids, each.logprobs) for each in drawn] == [([[0, 0]], None), ([[1, 1]], None)]
+    engines = both(pair, lambda ranks: SharedEngine(lambda: Silent(ranks.rank), ranks))
+    sampled = both(
+        pair, lambda ranks: engines[ranks.rank].generate([[ranks.rank]], SamplingSpec(first_place=ranks.rank))
+    )
+    assert [(each.completion_ids, each.logprobs) for each in sampled] == [([[0, 0]], None), ([[1, 1]], None)]
 
 
 class Slow(Draws):
@@ -229,7 +231,7 @@ class Slow(Draws):
 @pytest.fixture
 def asked(pair):
     """An engine of rank 0 that threads of both ranks ask."""
-    engines = both(pair, lambda ranks: EngineForAll(lambda: Slow(ranks.rank), ranks))
+    engines = both(pair, lambda ranks: SharedEngine(lambda: Slow(ranks.rank), ranks))
     both(pair, lambda ranks: engines[ranks.rank].let_threads_ask())
     yield engines
     for engine in engines:
@@ -282,27 +284,27 @@ def test_a_rank_that_ends_cancels_what_its_threads_have_asked_for_and_may_ask_ag
 
 def test_each_group_of_ranks_draws_for_its_own_prompts_on_an_engine_of_its_own_as_one_engine_would():
     with ranks_of(4) as four:
-        engines = both(four, lambda ranks: EngineForAll(lambda: Draws(ranks.rank), ranks, 2))
+        engines = both(four, lambda ranks: SharedEngine(lambda: Draws(ranks.rank), ranks, 2))
         assert [engine.inner is not None for engine in engines] == [True, False, True, False]
 
-        def draw(ranks):
+        def sample(ranks):
             spec = SamplingSpec(max_tokens=1, first_place=2 * ranks.rank, seed=7)
             rollout = engines[ranks.rank].generate([[ranks.rank, 0], [ranks.rank, 1]], spec)
             return rollout.completion_ids, rollout.version
 
         # Of eight prompts in all, each with the place that it would have in one process.
         places = [[[r, 0, 2 * r], [r, 1, 2 * r + 1]] for r in range(4)]
-        assert both(four, draw) == [(each, 0) for each in places]
+        assert both(four, sample) == [(each, 0) for each in places]
         assert [engines[r].inner.calls for r in (0, 2)] == [
             [[[0, 0], [0, 1], [1, 0], [1, 1]]],
             [[[2, 0], [2, 1], [3, 0], [3, 1]]],
         ]
-        ends = both(four, draw)
+        ends = both(four, sample)
         assert [repr(each) for each in ends] == [
             'EngineBrokenError("generating: the second group\'s engine is gone.")'
         ] * 4
 
-        ways = [TransportForAll(Way(rank), engines[rank]) for rank in range(4)]
+        ways = [SharedTransport(Way(rank), engines[rank]) for rank in range(4)]
         adapter = SimpleNamespace(bundle=lambda: None)
         delivered = both(four, lambda ranks: ways[ranks.rank].deliver(adapter, 5, engines[ranks.rank]))
         assert delivered == [0, 0, 2, 2]
@@ -409,11 +411,11 @@ def test_what_deepspeed_has_left_behind_the_last_number_is_no_part_of_a_weight(r
     weight = torch.empty(0)
     weight.ds_tensor = torch.tensor([*held, *[float("nan")] * (2 - len(held))])
     weight.ds_numel, weight.ds_process_group = 3, None
-    assert pieces.here(weight).tolist() == held
+    assert sharded_tensors.here(weight).tolist() == held
 
 
 @pytest.mark.parametrize("name", ["tools", "environment_factory", "rollout_func"])
-def test_what_asks_a_common_engine_now_more_now_less_often_is_refused(name):
+def test_what_asks_a_common_engine_now_more_now_less_often_is_rejected(name):
     with pytest.raises(NotYetSupportedError, match=f"{name} with one engine for 2 processes.*rollout='colocate'"):
         check_turns(SimpleNamespace(world_size=2), {name: [print]})
     check_turns(SimpleNamespace(world_size=1), {name: [print]})
@@ -497,6 +499,6 @@ def test_pieces_end_where_the_shares_of_a_flat_tensor_end(first, spans):
     flat = SimpleNamespace(_sharded_size=torch.Size([4]))
     for rank, (start, stop) in enumerate(spans):
         flat.data = torch.arange(4 * rank, 4 * rank + 4)
-        piece = pieces.FlatPiece(SimpleNamespace(flat_param=flat, rank=rank), torch.Size([2, 3]), first)
+        piece = sharded_tensors.FlatPiece(SimpleNamespace(flat_param=flat, rank=rank), torch.Size([2, 3]), first)
         assert piece.span() == slice(start, stop)
         assert piece.local.tolist() == list(range(first + start, first + stop))

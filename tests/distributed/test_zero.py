@@ -64,7 +64,7 @@ def test_a_batch_is_measured_before_the_optimizer_steps_although_deepspeed_steps
 @BOTH
 def test_both_sides_hold_the_same_base_and_what_lies_where(stage, two):
     proof = json.loads((two(stage) / "fingerprints.json").read_text())
-    assert proof["proven"]
+    assert proof["verified"]
     assert proof["ours"]["digest"] == proof["theirs"]["digest"]
     held = said(two(stage), 1)["shares"]
     part = 0.5 if stage == "zero3" else 1.0

@@ -1,4 +1,4 @@
-"""QLoRAAsyncGRPOTrainer on real vLLM: what a rollout was drawn with, what overlap is worth, and that it learns the same."""
+"""QLoRAAsyncGRPOTrainer on real vLLM: what a rollout was sampled with, what overlap is worth, and that it learns the same."""
 
 import collections
 import os
@@ -50,25 +50,27 @@ def make(base, directory, reward, cls=QLoRAAsyncGRPOTrainer, rollout="colocate",
 
 
 @pytest.mark.parametrize(("rollout", "staleness"), [("colocate", 2), ("server", 1)])
-def test_every_rollout_was_drawn_by_the_version_that_it_says_and_is_trained_on_once(base, tmp_path, rollout, staleness):
+def test_every_rollout_was_sampled_by_the_version_that_it_says_and_is_trained_on_once(
+    base, tmp_path, rollout, staleness
+):
     reward = Waiting(0.2, reward_digits)
-    drawn, policies = [], {}
+    sampled, policies = [], {}
     options = {"base_compute": "baked"} if rollout == "server" else None
     with make(base, tmp_path, reward, rollout=rollout, max_staleness=staleness, engine_options=options) as trainer:
         bridge, model = trainer.bridge, trainer.model
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        draw, push = bridge.draw, bridge.strategy.push
+        sample, push = bridge.sample, bridge.strategy.push
 
         def note_rollout(prompts, *args, **kwargs):
-            drawn.append((prompts, draw(prompts, *args, **kwargs)))
-            return drawn[-1][1]
+            sampled.append((prompts, sample(prompts, *args, **kwargs)))
+            return sampled[-1][1]
 
         def note_policy():
             report = push()
             policies[report.version] = {n: p.detach().clone() for n, p in trained.items()}
             return report
 
-        bridge.draw, bridge.strategy.push = note_rollout, note_policy
+        bridge.sample, bridge.strategy.push = note_rollout, note_policy
         assert bridge.holds_two
         if rollout == "server":  # which started with what the trainer was told
             assert trainer.engine._about["base_compute"] == "baked"
@@ -82,11 +84,11 @@ def test_every_rollout_was_drawn_by_the_version_that_it_says_and_is_trained_on_o
         assert ages == [step["staleness_max"] for step in steps]
         assert max(ages) <= staleness
         assert sum(ages) >= 4, "nothing overlaps"
-        assert sorted(rollout.version for _, rollout in drawn) == sorted(step["rollout_version"] for step in steps)
+        assert sorted(rollout.version for _, rollout in sampled) == sorted(step["rollout_version"] for step in steps)
 
-        # By the tokens' own probabilities: the version that a rollout names has drawn it, and no other.
+        # By the tokens' own probabilities: the version that a rollout names has sampled it, and no other.
         is_told_apart = 0
-        for prompts, found in drawn:
+        for prompts, found in sampled:
             distances = {}
             for version, policy in policies.items():
                 with torch.no_grad():

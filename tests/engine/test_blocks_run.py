@@ -19,10 +19,10 @@ def test_the_readmes_python_trains_and_draws(tmp_path):
     model = make_model(tmp_path / "model", positions=1024)
     shorter = f"max_steps=1, max_completion_length=8, use_cpu={not torch.cuda.is_available()}"
     script = block.replace('"Qwen/Qwen3-0.6B"', repr(str(model))).replace("max_steps=20", shorter)
-    (tmp_path / "readme.py").write_text(script + 'print("drawn", rollout.tokens)\n')
+    (tmp_path / "readme.py").write_text(script + 'print("sampled", rollout.tokens)\n')
     environment = {**os.environ, "QLORA_RL_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "readme.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"drawn [1-9]", done.stdout)
+    assert re.search(r"sampled [1-9]", done.stdout)
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()

@@ -95,7 +95,7 @@ def test_names_that_match_nothing_are_noticed(pair, monkeypatch, prompts):
     assert (after.version, after.logprobs) == (0, bare.logprobs)  # it was the first push: the bare base serves
 
 
-def test_an_interrupted_proof_leaves_no_unproven_version_serving(pair, monkeypatch, prompts):
+def test_an_interrupted_proof_leaves_no_unverified_version_serving(pair, monkeypatch, prompts):
     model, engine, strategy = pair
     strategy.push()
     before = engine.generate(prompts, max_tokens=6, seed=1)

@@ -58,7 +58,7 @@ def test_the_async_example_runs(model_dir, tmp_path):
     assert [line["staleness_max"] for line in lines] == [0, 1, 1]
 
 
-def test_the_command_refuses_before_it_loads_anything(model_dir, tmp_path, capsys, monkeypatch):
+def test_the_command_rejects_before_it_loads_anything(model_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("qlora_rl.config.launch.launch", lambda config: pytest.fail("it was launched"))
     command = ["train", str(ROOT / "examples" / "grpo.toml"), "--set", f"base.model={model_dir}"]
     assert main([*command, "--set", "train.num_generations=7", "--set", f"run.dir={tmp_path}"]) == 1

@@ -124,7 +124,7 @@ def test_the_demo_by_full_weights_leaves_a_whole_run(demo_cache, tmp_path, adapt
     assert (out / "report.html").is_file()
 
 
-def test_an_adapter_that_cannot_travel_alone_is_refused_without_full_weights(demo_cache, tmp_path):
+def test_an_adapter_that_cannot_travel_alone_is_rejected_without_full_weights(demo_cache, tmp_path):
     done = support.command("demo", "--adapter", "dora", "--out", tmp_path / "run", environment=demo_cache)
     assert done.returncode == 1
     assert "Use --sync weights" in done.stderr
@@ -144,7 +144,7 @@ def test_prepare_makes_a_base_and_says_what(model_dir, tmp_path, demo_cache):
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
 
 
-def test_settings_that_make_no_sense_are_refused():
+def test_settings_that_make_no_sense_are_rejected():
     from qlora_rl import ConfigConflictError
 
     with pytest.raises(ConfigConflictError, match="steps=0 < 1"):

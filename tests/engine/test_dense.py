@@ -35,7 +35,7 @@ from qlora_rl import (
     prepare_base,
     verify_base,
 )
-from qlora_rl.adapter.delta import iter_weights
+from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.sync.in_place import InPlaceTransport
 
 EXACT = 1e-5
@@ -125,7 +125,7 @@ def test_a_push_is_proved_weight_by_weight_and_a_failed_proof_is_not_served(exac
     assert exact.apart(model) < EXACT
 
 
-def test_a_rollout_that_has_begun_is_drawn_to_its_end_by_the_weights_with_which_it_began(exact, monkeypatch):
+def test_a_rollout_that_has_begun_is_sampled_to_its_end_by_the_weights_with_which_it_began(exact, monkeypatch):
     engine = exact.engine
     DenseSync(trained(exact.base, ADAPTER["plain"], seed=1), engine).push()
     asked = {"max_tokens": 26, "seed": 3, "extra": {"min_tokens": 26}}
@@ -287,13 +287,13 @@ def test_a_prefix_of_older_weights_is_never_used_again(exact):
     for seed in range(3):
         model = trained(exact.base, ADAPTER["plain"], seed=seed)
         DenseSync(model, exact.engine).push()
-        drawn = [exact.engine.generate(prompt, temperature=0.0, max_tokens=4) for _ in range(2)]
-        assert drawn[0].logprobs == drawn[1].logprobs
-        ids = torch.tensor([prompt[0] + drawn[0].completion_ids[0]])
+        sampled = [exact.engine.generate(prompt, temperature=0.0, max_tokens=4) for _ in range(2)]
+        assert sampled[0].logprobs == sampled[1].logprobs
+        ids = torch.tensor([prompt[0] + sampled[0].completion_ids[0]])
         with torch.no_grad():
             logprobs_TV = model(ids).logits[0].log_softmax(-1)
         ours_T = logprobs_TV[len(prompt[0]) - 1 : -1].gather(1, ids[0, len(prompt[0]) :, None])[:, 0]
-        assert float((ours_T - torch.tensor(drawn[0].logprobs[0])).abs().max()) < EXACT
+        assert float((ours_T - torch.tensor(sampled[0].logprobs[0])).abs().max()) < EXACT
 
 
 def test_a_hundred_pushes_leave_the_trainer_as_it_was(exact, untied):
@@ -329,7 +329,7 @@ def test_an_engine_with_lora_drops_its_adapters_and_takes_none_until_the_base_is
         assert pair.difference(plain) < EXACT
 
 
-def test_an_engine_on_a_4_bit_base_refuses_dense_weights(engine, adapted):
+def test_an_engine_on_a_4_bit_base_rejects_dense_weights(engine, adapted):
     assert not engine.capabilities().takes_dense
     with pytest.raises(EngineUnsupportedError, match="bake_base"):
         engine.load_dense(iter_weights(adapted), 1)
@@ -338,13 +338,13 @@ def test_an_engine_on_a_4_bit_base_refuses_dense_weights(engine, adapted):
         plan_sync(judge_adapter(adapted), engine.capabilities(), wish="weights")
 
 
-def test_a_dense_engine_on_another_base_is_refused(exact, base):
+def test_a_dense_engine_on_another_base_is_rejected(exact, base):
     exact.engine.drop_adapter()
     with pytest.raises(BaseMismatchError):
         verify_base(load_base(base), exact.engine)
 
 
-def test_after_a_failed_proof_or_a_loss_the_next_push_is_proven_whatever_the_cadence(exact, monkeypatch):
+def test_after_a_failed_proof_or_a_loss_the_next_push_is_verified_whatever_the_cadence(exact, monkeypatch):
     exact.engine.drop_adapter()
     model = trained(exact.base, FULL_WEIGHTS["dora"])
     canary = Canary(model, exact.engine, every=100)
@@ -377,7 +377,7 @@ def test_after_a_failed_proof_or_a_loss_the_next_push_is_proven_whatever_the_cad
 
 
 @pytest.mark.parametrize("part", ["bias", "modules_to_save", "lora_magnitude"])
-def test_nan_in_anything_that_is_trained_is_refused_and_the_old_version_serves(exact, part):
+def test_nan_in_anything_that_is_trained_is_rejected_and_the_old_version_serves(exact, part):
     config = {"bias": lora(bias="all"), "modules_to_save": lora(modules_to_save=["norm"])}.get(
         part, lora(use_dora=True)
     )
@@ -393,7 +393,7 @@ def test_nan_in_anything_that_is_trained_is_refused_and_the_old_version_serves(e
     exact.engine.score(SEQUENCES)
 
 
-def test_a_weight_that_becomes_infinite_when_it_is_made_is_refused_and_never_served(exact):
+def test_a_weight_that_becomes_infinite_when_it_is_made_is_rejected_and_never_served(exact):
     model = trained(exact.base, FULL_WEIGHTS["dora"])
     strategy = DenseSync(model, exact.engine)
     strategy.push()
@@ -410,7 +410,7 @@ def test_a_weight_that_becomes_infinite_when_it_is_made_is_refused_and_never_ser
     assert exact.apart(model) < EXACT
 
 
-def test_nan_is_refused_before_anything_is_sent(exact):
+def test_nan_is_rejected_before_anything_is_sent(exact):
     model = trained(exact.base, FULL_WEIGHTS["dora"])
     DenseSync(model, exact.engine).push()
     version = exact.engine.version

@@ -30,11 +30,11 @@ from qlora_rl import (
     start_server,
     verify_base,
 )
-from qlora_rl.adapter.delta import iter_weights
+from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.base.fingerprint import digest_plain
 from qlora_rl.contracts import DenseEngine, SamplingSpec
 from qlora_rl.engine.fleet import replicas as team
-from qlora_rl.engine.stage import STAGES
+from qlora_rl.engine.staging import STAGES
 
 EXACT = 1e-5
 OPTIONS = {"max_lora_rank": 0, "max_model_length": 32, "max_num_seqs": 8}
@@ -45,7 +45,7 @@ SAMPLING = SamplingSpec(max_tokens=12, seed=1, temperature=0.9)
 @pytest.fixture(autouse=True)
 def several_parts(monkeypatch):
     """Of which some were sent when something happens in the middle."""
-    monkeypatch.setattr("qlora_rl.engine.parts.PART_BYTES", 2**16)
+    monkeypatch.setattr("qlora_rl.engine.chunks.PART_BYTES", 2**16)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def kept():
 
 
 def _ours():
-    from qlora_rl.held import _claimed
+    from qlora_rl.locks import _claimed
 
     return _claimed
 

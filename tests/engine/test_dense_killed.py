@@ -13,7 +13,7 @@ from pair import SEQUENCES, Pair, trained
 from support import make_model
 
 from qlora_rl import DenseSync, EngineBrokenError, ServerEngine, bake_base, prepare_base, start_server
-from qlora_rl.engine.stage import STAGES
+from qlora_rl.engine.staging import STAGES
 
 EXACT = 1e-5
 OPTIONS = {"max_lora_rank": 0, "max_model_length": 32, "max_num_seqs": 8, "timeout_s": 600}

@@ -37,8 +37,8 @@ from qlora_rl import (
     start_server,
     verify_base,
 )
-from qlora_rl.adapter.delta import iter_weights
-from qlora_rl.engine.stage import STAGES
+from qlora_rl.adapter.merged_weights import iter_weights
+from qlora_rl.engine.staging import STAGES
 
 EXACT = 1e-5
 OPTIONS = {"max_lora_rank": 0, "max_model_length": 32, "max_num_seqs": 8, "timeout_s": 180}
@@ -106,7 +106,7 @@ def test_a_kind_that_full_weights_carry_is_served_exactly(pair, name):
     assert stages(pair.engine) == []
 
 
-def test_pushes_are_proven_by_the_canary_and_a_failed_proof_is_served_to_nobody(far, server, monkeypatch):
+def test_pushes_are_verified_by_the_canary_and_a_failed_proof_is_served_to_nobody(far, server, monkeypatch):
     model = trained(far.base, FULL_WEIGHTS["dora"])
     assert verify_base(model, far.engine).is_verified
     canary = Canary(model, far.engine)
@@ -124,8 +124,8 @@ def test_pushes_are_proven_by_the_canary_and_a_failed_proof_is_served_to_nobody(
         strategy.push()
     with pytest.raises(EngineBrokenError, match="the canary failed for version"):
         far.engine.score(SEQUENCES)
-    refused = ask(server, "POST", "/v1/completions", server.key, json={"model": "policy", "prompt": SEQUENCES[0]})
-    assert (refused.status_code, refused.json()["error"]["kind"]) == (503, "EngineBrokenError")
+    rejected = ask(server, "POST", "/v1/completions", server.key, json={"model": "policy", "prompt": SEQUENCES[0]})
+    assert (rejected.status_code, rejected.json()["error"]["kind"]) == (503, "EngineBrokenError")
     monkeypatch.undo()
     strategy.push()
     assert far.apart(model) < EXACT
@@ -162,14 +162,14 @@ def test_requests_that_run_end_under_the_weights_with_which_they_began(far, serv
     expected[version + 1] = far.engine.generate(prompts, **sampling).logprobs
     found, stop = [], threading.Event()
 
-    def draw():
+    def sample():
         with ServerEngine(far.engine.url, api_key=server.key) as reader:
             while not stop.is_set():
                 reader.wake()  # whatever serves now
                 with contextlib.suppress(ServerTakenError):
                     found.append(reader.generate(prompts, **sampling))
 
-    thread = threading.Thread(target=draw)
+    thread = threading.Thread(target=sample)
     thread.start()
     try:
         for model in (old, new, old, new):
@@ -233,7 +233,7 @@ def test_a_stream_that_breaks_at_any_tenth_tensor_leaves_the_old_version_serving
         (lambda w: w | {"model.norm.weight": w["model.norm.weight"] / 0}, "NaN or infinity"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_before_the_engine_is_touched(far, change, says):
+def test_weights_that_do_not_fit_are_rejected_before_the_engine_is_touched(far, change, says):
     model = trained(far.base, FULL_WEIGHTS["dora"])
     DenseSync(model, far.engine).push()
     served = far.engine.score(SEQUENCES)
@@ -243,7 +243,7 @@ def test_weights_that_do_not_fit_are_refused_before_the_engine_is_touched(far, c
     assert stages(far.engine) == []
 
 
-def test_bytes_that_are_cut_or_changed_at_any_place_are_refused_and_the_old_version_serves(pair, monkeypatch):
+def test_bytes_that_are_cut_or_changed_at_any_place_are_rejected_and_the_old_version_serves(pair, monkeypatch):
     model = trained(pair.base, FULL_WEIGHTS["dora"])
     DenseSync(model, pair.engine).push()
     served, choice = pair.engine.score(SEQUENCES), random.Random(0)
@@ -306,7 +306,7 @@ sys.path[:0] = sys.argv[4:]
 from pair import trained
 from kinds import FULL_WEIGHTS
 from qlora_rl import ServerEngine, load_base
-from qlora_rl.adapter.delta import iter_weights
+from qlora_rl.adapter.merged_weights import iter_weights
 url, base, place = sys.argv[1:4]
 model = trained(load_base(base), FULL_WEIGHTS["dora"], seed=9)
 engine = ServerEngine(url)
@@ -383,8 +383,8 @@ def test_only_the_trainer_that_began_a_push_may_go_on_with_it(server, far):
     other = push[:-1] + ("0" if push[-1] != "0" else "1")
     for method, path in routes[:4]:
         content = b"x" if method == "PUT" else b""
-        refused = ask(server, method, f"/qlora/v1{path.replace(push, other)}", server.key, mine, content=content)
-        assert (refused.status_code, "not open" in refused.text) == (422, True)
+        rejected = ask(server, method, f"/qlora/v1{path.replace(push, other)}", server.key, mine, content=content)
+        assert (rejected.status_code, "not open" in rejected.text) == (422, True)
     assert len(stages(far.engine)) == 2
     assert all(stage.stat().st_mode & 0o777 == 0o700 for stage in stages(far.engine))
     far.engine._ask("DELETE", "/lease")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qlora_rl import AdapterRejectedError, ConfigConflictError, judge_adapter, prepare_base
 
 
-def test_a_model_without_peft_is_trained_itself_and_every_push_is_proven(model_dir, tmp_path):
+def test_a_model_without_peft_is_trained_itself_and_every_push_is_verified(model_dir, tmp_path):
     """bf16 in the engine, float32 master weights in the trainer; `adapter_dtype` is theirs."""
     base = prepare_base(model_dir, quant="none")
     with make(base, tmp_path, peft_config=None, sync="weights", canary_every=1, learning_rate=1e-4) as trainer:
@@ -39,7 +39,7 @@ def test_a_model_that_is_trained_itself_may_have_its_output_head_multiplied_in_f
     with make(
         base, tmp_path, peft_config=None, sync="weights", canary_every=1, learning_rate=1e-4, cast_lm_head_to_fp32=True
     ) as trainer:
-        assert trainer.admission.is_verified
+        assert trainer.base_check.is_verified
         trainer.train()
         assert trainer.state.global_step == 3
     assert all(row["mismatch_kl"] < 1e-3 for row in lines(tmp_path))
@@ -87,5 +87,5 @@ def test_an_adapter_whose_start_by_peft_has_rewritten_the_base_is_sent_as_full_w
     with make(None, tmp_path / "works", model=model, peft_config=None, canary_every=1) as trainer:
         trainer.train()
         assert trainer.plan.strategy == "weights"
-        assert trainer.admission.is_verified
+        assert trainer.base_check.is_verified
     assert all(row["canary_difference"] is not None for row in lines(tmp_path / "works", "sync.jsonl"))

@@ -14,7 +14,7 @@ from pair import OPTIONS, Pair
 from starts import STARTS, started, steps
 
 from qlora_rl import AdapterRejectedError, LocalEngine, bake_base, export_adapter, judge_adapter
-from qlora_rl.adapter.subject import Subject, active_adapter
+from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter
 
 EXACT = 1e-5
 
@@ -57,9 +57,10 @@ def test_pefts_own_directory_is_served_wrongly_and_the_canonical_one_exactly(exa
     right = exact.difference(model)
     assert right < EXACT
     assert wrong > 1000 * right
-    subject = Subject(model, active_adapter(model))
+    inspected = InspectedAdapter(model, active_adapter(model))
     factors = {
-        layer.scaling["default"] / (subject.config.lora_alpha / subject.config.r) for layer in subject.layers.values()
+        layer.scaling["default"] / (inspected.config.lora_alpha / inspected.config.r)
+        for layer in inspected.layers.values()
     }
     assert max(max(factors), 1 / min(factors)) > 1.5
 
@@ -184,7 +185,7 @@ def test_no_config_of_300_is_silently_wrong(exact):
             else:
                 config[key] = ODD_VALUES.get(key, True)
         if "target_parameters" in config:
-            config["lora_dropout"] = 0.0  # PEFT refuses both together
+            config["lora_dropout"] = 0.0  # PEFT rejects both together
             config["target_modules"] = [m for m in config["target_modules"] if m != "down_proj"] or ["q_proj"]
 
         def prepare(model):

@@ -28,8 +28,8 @@ from qlora_rl.adapter.store import write_adapter
 from qlora_rl.adapter.verdict import judge_adapter
 from qlora_rl.base.experts import NAMINGS
 from qlora_rl.base.fingerprint import digest_bytes
-from qlora_rl.engine.worker.coded_experts import CodedExperts
 from qlora_rl.engine.worker.expert_adapters import take_adapters
+from qlora_rl.engine.worker.experts_4bit import CodedExperts
 from qlora_rl.sync.in_place import InPlaceTransport
 from qlora_rl.train.scoring.routing import Routers
 

@@ -13,10 +13,10 @@ import torch
 import torch._inductor.config as inductor
 from torch.compiler import config
 
-from qlora_rl.engine.server import start
-from qlora_rl.engine.server.forked import EngineCopy
+from qlora_rl.cpu_features import processor
+from qlora_rl.engine.server import launch
+from qlora_rl.engine.server.forked_engine import ForkedEngine
 from qlora_rl.errors import EngineBrokenError
-from qlora_rl.processor import processor
 
 
 def given(**fields):
@@ -53,7 +53,7 @@ def test_it_begins_as_a_spawned_process_would(tmp_path, monkeypatch):
     monkeypatch.setenv("MOMENT", "when it was forked")
     monkeypatch.delenv("LATER", raising=False)
     lock = os.open(tmp_path, os.O_RDONLY)
-    copy = EngineCopy([lock])
+    copy = ForkedEngine([lock])
     monkeypatch.delenv("MOMENT")
     monkeypatch.setenv("LATER", "when it was started")
     monkeypatch.setenv("OMP_NUM_THREADS", "999")  # torch would take no more than there are
@@ -91,21 +91,21 @@ def test_it_is_forked_when_all_that_it_takes_over_is_there(base, monkeypatch):
         found.append(config.cache_key_tag)
         raise EngineBrokenError("that is enough")
 
-    monkeypatch.setattr(start, "EngineCopy", note_tag)
+    monkeypatch.setattr(launch, "ForkedEngine", note_tag)
     # Not monkeypatch: what it puts back, torch's config takes for deleted.
     with config.patch(cache_key_tag=""), pytest.raises(EngineBrokenError, match="enough"):
-        start.serve(base.path, port=0, alone=True, max_lora_rank=8, max_model_length=64)
+        launch.serve(base.path, port=0, alone=True, max_lora_rank=8, max_model_length=64)
     assert found[0].endswith(processor().torch_kernels)
 
 
 def test_without_work_it_ends(tmp_path):
-    copy = EngineCopy([])
+    copy = ForkedEngine([])
     copy.end()
     assert copy.exitcode == 0
 
 
 def test_one_that_was_killed_meanwhile_is_said_to_be_gone():
-    copy = EngineCopy([])
+    copy = ForkedEngine([])
     copy.kill()
     copy.join()
     with pytest.raises(EngineBrokenError, match="ended while it waited"):
@@ -116,7 +116,7 @@ def test_one_that_was_killed_meanwhile_is_said_to_be_gone():
 def test_what_only_a_new_process_takes_is_left_to_vllm(spawned, monkeypatch):
     from vllm.v1.engine import utils
 
-    copy, asked = EngineCopy([]), given()
+    copy, asked = ForkedEngine([]), given()
     if spawned == "queue":
         asked["tensor_queue"] = object()
     elif spawned == "numa":
@@ -134,7 +134,7 @@ def test_signals_while_it_is_forked_end_it(monkeypatch):
     before = signal.signal(signal.SIGTERM, lambda *_: ran.append(os.getpid()))
     try:
         for _ in range(20):
-            copy = EngineCopy([])
+            copy = ForkedEngine([])
             os.kill(copy.pid, signal.SIGTERM)
             copy.join(30)
             assert copy.exitcode == -signal.SIGTERM
@@ -145,7 +145,7 @@ def test_signals_while_it_is_forked_end_it(monkeypatch):
 
 def wait_with_a_copy(told):
     """A server that has a copy, and is killed."""
-    copy = EngineCopy([])
+    copy = ForkedEngine([])
     told.send(copy.pid)
     threading.Event().wait()
 

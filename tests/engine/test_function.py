@@ -14,7 +14,16 @@ from transformers.masking_utils import sdpa_mask
 
 from qlora_rl import Canary, FakeEngine, LocalEngine, PolicyMismatchError, load_base, prepare_base
 from qlora_rl.sync.forward import NotComparedError, in_float32, tail_logprobs
-from qlora_rl.sync.function import FACTOR, TAIL, Apart, FunctionCheck, lengths_for, lengths_of, make_text, reach_of
+from qlora_rl.sync.function_check import (
+    FACTOR,
+    TAIL,
+    Apart,
+    FunctionCheck,
+    lengths_for,
+    lengths_of,
+    make_text,
+    reach_of,
+)
 
 WINDOW = 64
 

@@ -173,7 +173,7 @@ def test_500_pushes_in_place_hold_no_more_memory(base, adapted):
         strategy.close()
 
 
-def test_an_adapter_that_is_refused_does_not_push_out_the_one_that_serves(pushed, tmp_path):
+def test_an_adapter_that_is_rejected_does_not_push_out_the_one_that_serves(pushed, tmp_path):
     """vLLM makes room for it first; a slot that was written and never used is the least recently used one."""
     import shutil
 

@@ -22,9 +22,9 @@ from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import SamplingSpec
 from qlora_rl.engine.client import ServerEngine
 from qlora_rl.engine.linears import kernels
+from qlora_rl.engine.linears.cpu_kernel import codes_kernel
 from qlora_rl.engine.linears.decoded import DecodedLinear
 from qlora_rl.engine.linears.linear import AdaptedLinear, AdapterProducts
-from qlora_rl.engine.linears.native import codes_kernel
 from qlora_rl.engine.sampling import sampling_params
 from qlora_rl.engine.server import serve, start_server
 from qlora_rl.errors import BaseMismatchError, ConfigConflictError
@@ -184,14 +184,14 @@ def test_a_server_multiplies_with_copies_where_it_is_told_to(base):
     options = {"max_model_length": 64, "max_num_seqs": 8, "max_lora_rank": 8, "base_compute": "baked"}
     with start_server(base, **options) as server, ServerEngine(server.url, api_key=server.key) as remote:
         assert remote._about["base_compute"] == "baked"
-        drawn = remote.generate([[40, 41, 42]], max_tokens=8, temperature=0.0)
+        sampled = remote.generate([[40, 41, 42]], max_tokens=8, temperature=0.0)
         digest = remote.describe_base().digest
     with LocalEngine(base, **OPTIONS | {"max_lora_rank": 8}, base_compute="baked") as engine:
-        assert engine.generate([[40, 41, 42]], max_tokens=8, temperature=0.0).completion_ids == drawn.completion_ids
+        assert engine.generate([[40, 41, 42]], max_tokens=8, temperature=0.0).completion_ids == sampled.completion_ids
         assert engine.describe_base().digest == digest
 
 
-def test_an_unknown_way_is_refused_before_vllm_starts(base):
+def test_an_unknown_way_is_rejected_before_vllm_starts(base):
     with pytest.raises(ConfigConflictError, match="base_compute='int8' is not one of"):
         serve(base, base_compute="int8")
     with pytest.raises(ConfigConflictError, match="base_compute='int8' is not one of"):
@@ -209,7 +209,7 @@ def test_baked_copies_follow_repaired_scales(tmp_path):
         assert early.score(LONGER) == after != before
 
 
-def test_a_training_on_one_base_with_a_baked_engine_is_proven_at_every_push(base, tmp_path):
+def test_a_training_on_one_base_with_a_baked_engine_is_verified_at_every_push(base, tmp_path):
     with make(base, tmp_path, max_steps=6, engine_options={"base_compute": "baked"}) as trainer:
         assert trainer.engine.base_compute.base == "baked"
         trainer.train()

@@ -387,7 +387,7 @@ def test_building_an_engine_leaves_environment_random_state_and_logs_alone(base,
     assert torch.set_num_threads is set_threads  # vLLM puts one in its place that does nothing
 
 
-def test_a_head_size_that_the_cpu_cannot_serve_is_refused_with_the_sizes(tmp_path):
+def test_a_head_size_that_the_cpu_cannot_serve_is_rejected_with_the_sizes(tmp_path):
     from support import make_model
 
     base = prepare_base(make_model(tmp_path / "narrow", head_dim=16))
@@ -395,7 +395,7 @@ def test_a_head_size_that_the_cpu_cannot_serve_is_refused_with_the_sizes(tmp_pat
         LocalEngine(base)
 
 
-def test_settings_that_cannot_work_are_refused_before_vllm_starts(base, model_dir):
+def test_settings_that_cannot_work_are_rejected_before_vllm_starts(base, model_dir):
     with pytest.raises(EngineUnsupportedError, match="rank=513 > max_lora_rank=512"):
         LocalEngine(base, max_lora_rank=513)
     with pytest.raises(EngineUnsupportedError, match="tensor_parallel_size=2 with fully_sharded_loras"):

@@ -73,7 +73,7 @@ SAID = {"scale": "2 times as strongly", "stale": "version {}, which is not the n
 
 
 def break_after(trainer, pushes, fault, *, hidden=False):
-    """Let `fault` have its way with the engine's buffers after every push but the first few, when the push was proven."""
+    """Let `fault` have its way with the engine's buffers after every push but the first few, when the push was verified."""
     strategy, real, count = trainer.bridge.strategy, trainer.bridge.strategy.push, []
     held = trainer.engine.held_adapter
 
@@ -176,7 +176,7 @@ def test_on_mismatch_warn_goes_on(trainer_on, caplog):
 
 @pytest.mark.parametrize("cause", [None, "scale", "layer"])
 def test_a_broken_sync_is_found_behind_staleness_and_staleness_is_no_fault(base, engine, tmp_path, monkeypatch, cause):
-    """As if the buffers were right, and the multiplication wrong; rollouts are drawn and scored at the same time."""
+    """As if the buffers were right, and the multiplication wrong; rollouts are sampled and scored at the same time."""
     engine.drop_adapter()
     fields = {"max_steps": 8, "per_device_train_batch_size": 16, "vllm_max_model_length": None, "learning_rate": 3e-2}
     with QLoRAAsyncGRPOTrainer(

@@ -42,8 +42,8 @@ def mixture(request, tmp_path_factory):
 def test_the_base_is_verified_expert_by_expert_and_a_flipped_bit_is_named(mixture):
     model = load_base(mixture)
     with LocalEngine(mixture, **SMALL) as engine:
-        admission = verify_base(model, engine)
-        leaves = admission.theirs.leaves
+        base_check = verify_base(model, engine)
+        leaves = base_check.theirs.leaves
         count = getattr(model.config, "num_experts", None) or model.config.num_local_experts
         assert sum(".experts." in name for name in leaves) == 3 * count * len(mixtures_in(model))
         assert {leaves[f"model.layers.1.self_attn.{name}.weight"].kind for name in ATTENTION} == {"nf4"}
@@ -59,7 +59,7 @@ def test_the_base_is_verified_expert_by_expert_and_a_flipped_bit_is_named(mixtur
         held = dict(runner.get_model().named_parameters())
         packed = next(held[n] for n in held if "layers.1" in n and n.endswith("w2_weight"))
         packed.data[1].flatten().view(torch.uint8)[5] ^= 1
-        [name] = compare(admission.ours, engine.describe_base()).modules
+        [name] = compare(base_check.ours, engine.describe_base()).modules
         assert name.startswith("model.layers.1.")
         assert name.endswith((".experts.1.down_proj.weight", ".experts.1.w2.weight"))
 

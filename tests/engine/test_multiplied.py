@@ -6,8 +6,8 @@ from support import randomise
 
 from qlora_rl import AdapterSync, Canary, CanaryError, LocalEngine
 from qlora_rl.engine.linears import kernels
+from qlora_rl.engine.linears.cpu_kernel import Adapter, codes_kernel
 from qlora_rl.engine.linears.linear import AdapterProducts, Held, Packed
-from qlora_rl.engine.linears.native import Adapter, codes_kernel
 from qlora_rl.sync.in_place import InPlaceTransport
 
 UP = "base_model.model.model.layers.1.mlp.up_proj"

@@ -27,14 +27,14 @@ ASKED = {
     "203": "{'verdicts': [found.kind for found in verdicts.values()], 'code': done.returncode, 'runs': {name: {"
     "'strategy': run['plan'].strategy, 'before': run['steps']['reward'].head(5).mean(),"
     " 'after': run['steps']['reward'].tail(5).mean(), 'kl': run['steps']['mismatch_kl'].median()} for name, run in runs.items()}}",
-    "204": "{'fits': ledger.fits, 'longest': longest.to_dict(), 'too big': too_big.fits, 'advice': advice.fits, 'equal': is_equal,"
+    "204": "{'fits': estimate.fits, 'longest': longest.to_dict(), 'too big': too_big.fits, 'advice': advice.fits, 'equal': is_equal,"
     " 'bytes': [counted['base, trainer'], nbytes(copied)]}",
     "205": "{'steps': len(steps), 'calls': [part['tools/call_frequency'].mean() for part in (first, last)],"
     " 'right': [part['reward'].mean() for part in (first, last)], 'failed': last['tools/failure_frequency'].mean(),"
     " 'kl': steps['mismatch_kl'].median()}",
     "206": "{'before': accuracy['before'], 'after': accuracy['after'], 'kl': steps['mismatch_kl'].max(), 'steps': len(steps)}",
     "301": "{'found': {bug.__name__: [first_fault(alarms[letter])[0], getattr(first_fault(alarms[letter])[1], 'cause', None)]"
-    " for letter, bug in runs.items()}, 'stopped': stopped.cause, 'refused': type(refused).__name__}",
+    " for letter, bug in runs.items()}, 'stopped': stopped.cause, 'rejected': type(rejected).__name__}",
     "302": "{name: {'seconds': seconds(way, 'step_seconds'), 'age': int(way['steps'].get('staleness_max', pd.Series([0])).max()),"
     " 'kl': way['steps']['mismatch_kl'].median(), 'reward': way['steps']['reward'].tail(5).mean()} for name, way in ways.items()}",
     "303": "{'pushes': list(pushes['version']), 'steps': len(steps), 'runs': len(list(out.rglob('summary.json'))), 'ranks': said.count('its engine'),"
@@ -117,8 +117,8 @@ def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kerne
         assert got["waited"] == 6  # the step in which the server was killed
         assert max(got["kl"]) < 1e-3
     elif number == "203":
-        adapter, full, refuse = "adapter", "full_weights", "refuse"
-        assert got["verdicts"] == [adapter, adapter, full, full, full, refuse, refuse]
+        adapter, full, reject = "adapter", "full_weights", "reject"
+        assert got["verdicts"] == [adapter, adapter, full, full, full, reject, reject]
         assert got["code"] == 3
         kinds = {name: run["strategy"] for name, run in got["runs"].items()}
         assert kinds == {"LoRA": "lora_adapter", "DoRA": "weights", "IA3": "weights", "PiSSA": "lora_adapter"}
@@ -139,7 +139,7 @@ def test_every_notebook_runs_shows_what_it_says_and_runs_again_in_the_same_kerne
     elif number == "301":
         causes = {"twice_as_strong": "scale", "an_old_one": "stale", "one_layer_lost": "layer"}
         assert got["found"] == {name: [9, cause] for name, cause in causes.items()} | {"nothing": [None, None]}
-        assert (got["stopped"], got["refused"]) == ("layer", "CanaryError")
+        assert (got["stopped"], got["rejected"]) == ("layer", "CanaryError")
     elif number == "302":
         sequential, one, four = got.values()
         assert [way["age"] for way in (sequential, one, four)] == [0, 1, 4]
@@ -161,7 +161,7 @@ def check_what_travelled(got):
     assert got["pushes"] == list(range(1, got["steps"] + 1))
     assert (got["runs"], got["ranks"]) == (1, 2)
     assert got["same"] == [True, True]
-    whole, one, _ = (got["who"][draw] for draw in ("both there", "one killed", "replaced"))
+    whole, one, _ = (got["who"][sample] for sample in ("both there", "one killed", "replaced"))
     assert min(whole.values()) > 0 == one["actor 1"]
     assert one["actor 0"] == sum(whole.values())
     assert got["states"] == {

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qlora_rl import ConfigConflictError, SamplingSpec, export_run, load_base, open_trained
 from qlora_rl.cli import main
 from qlora_rl.engine.local import LocalEngine
-from qlora_rl.policy.evaluation import evaluate, read_rows
+from qlora_rl.inference.evaluation import evaluate, read_rows
 
 SEQUENCES = [[40, 41, 42, 43, 44, 45, 46, 47], [60, 9, 33, 12, 7, 41, 5, 21]]
 # bf16 against bf16 of another library on a random model, see test_local.py; a missing adapter is above 0.1.
@@ -90,7 +90,7 @@ def sampled(monkeypatch):
     return seen
 
 
-def test_base_and_policy_are_drawn_by_one_engine_and_scored_alike(run, base, tmp_path, capsys, sampled):
+def test_base_and_policy_are_sampled_by_one_engine_and_scored_alike(run, base, tmp_path, capsys, sampled):
     data = tmp_path / "data.jsonl"
     data.write_text(
         "".join(json.dumps({"prompt": f"{10 + i}+{11 + i}=", "answer": str(21 + 2 * i)}) + "\n" for i in range(6))
@@ -143,10 +143,10 @@ def test_without_a_limit_it_is_that_of_the_training_or_the_models_last_position(
 
 
 def _greedy(model, base, prompts):
-    from qlora_rl.policy.draw import draw
+    from qlora_rl.inference.sampling import sample
 
     tokenizer = AutoTokenizer.from_pretrained(base.path)
-    ids = [list(draw(model, tokenizer(p).input_ids, 8, torch.Generator(), temperature=0.0)) for p in prompts]
+    ids = [list(sample(model, tokenizer(p).input_ids, 8, torch.Generator(), temperature=0.0)) for p in prompts]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
@@ -160,7 +160,7 @@ def test_what_is_no_plain_lora_is_evaluated_as_full_weights(base, tmp_path):
     assert sum(row["after"] == text for row, text in zip(found.rows, texts, strict=True)) >= 4
 
 
-def test_what_cannot_be_evaluated_is_refused_before_an_engine_starts(run):
+def test_what_cannot_be_evaluated_is_rejected_before_an_engine_starts(run):
     trained = open_trained(run)
     with pytest.raises(ConfigConflictError, match='needs a column "prompt"'):
         evaluate(trained, [{"question": "1"}], {"by_text": by_text})

@@ -77,7 +77,7 @@ def wait_for_all(fleet):
         fleet.wake()
 
 
-def drawn(engine, prompts):
+def sampled(engine, prompts):
     rollout = engine.generate(prompts * 4, SAMPLING)
     return rollout.completion_ids, rollout.logprobs, rollout.version
 
@@ -166,7 +166,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(base, cluster,
 @pytest.mark.full  # 40 steps; below without a trainer, in train/test_async_fleet.py without vLLM
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_training_goes_on_when_an_actor_is_killed_in_a_rollout(cluster, base, tmp_path, overlaps):
-    """The reward rises as without the fault; every step is there once, and every token drawn by the version that it names."""
+    """The reward rises as without the fault; every step is there once, and every token sampled by the version that it names."""
     limits = {"max_steps": 40, "engine_options": {"replicas": 2}, "rollout": "ray"}
     made = (
         make_async(base, tmp_path, reward_digits, max_staleness=2, **limits)
@@ -252,7 +252,7 @@ def test_two_actors_draw_to_the_last_bit_what_one_draws_and_a_push_is_put_once(b
     assert both.parcels.puts == puts + 1
     assert both.held_adapter(8) == digests(bundle)
     one = both.live[0].generate(prompts * 4, SAMPLING)
-    assert drawn(both, prompts) == (one.completion_ids, one.logprobs, 1)
+    assert sampled(both, prompts) == (one.completion_ids, one.logprobs, 1)
     both.load_packed(pack_adapter(scaled(bundle, 2.0)), 2)
     assert both.generate(prompts * 4, SAMPLING, version=1).completion_ids == one.completion_ids
     assert both.generate(prompts * 4, SAMPLING).completion_ids != one.completion_ids
@@ -261,26 +261,26 @@ def test_two_actors_draw_to_the_last_bit_what_one_draws_and_a_push_is_put_once(b
 
 def test_an_error_in_an_actor_comes_as_itself_and_the_old_version_serves(both, bundle, prompts):
     both.load_packed(pack_adapter(bundle), 1)
-    served = drawn(both, prompts)
+    served = sampled(both, prompts)
     broken = pack_adapter(
         type(bundle)({k.replace("q_proj", "z_proj"): v for k, v in bundle.tensors.items()}, bundle.config)
     )
     with pytest.raises(SyncError, match="Said by ray:"):
         both.load_packed(broken, 2)
     assert len(both.live) == 2
-    assert drawn(both, prompts) == served
+    assert sampled(both, prompts) == served
 
 
 def test_actors_on_a_4_bit_base_reject_full_weights_and_go_on(both, bundle, prompts):
     both.load_packed(pack_adapter(bundle), 1)
-    served = drawn(both, prompts)
+    served = sampled(both, prompts)
     assert not both.capabilities().takes_dense
     with pytest.raises(EngineUnsupportedError, match="bake_base"):
         both.load_dense(iter([("model.norm.weight", torch.ones(8))]), 2)
-    assert (len(both.live), drawn(both, prompts)) == (2, served)
+    assert (len(both.live), sampled(both, prompts)) == (2, served)
 
 
-def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_is_proven(
+def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_is_verified(
     both, adapted, prompts, caplog
 ):
     canary = Canary(adapted, both, every=1)
@@ -288,7 +288,7 @@ def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_i
     strategy = AdapterSync(adapted, both, transport_for("object_store"), canary)
     report = strategy.push()
     assert (report.transport, both.version) == ("object_store", 1)
-    served, victim = drawn(both, prompts), both.live[1]
+    served, victim = sampled(both, prompts), both.live[1]
     killed, starts, incarnation = victim.pid, victim.incarnation, both.incarnation
     with StruckInARollout(victim):
         rollout = both.generate(prompts * 4, SAMPLING)
@@ -299,7 +299,7 @@ def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_i
             if "lora_B" in name:
                 parameter.mul_(1.5)
     strategy.push()  # to the one that is left
-    served = drawn(both, prompts)
+    served = sampled(both, prompts)
     wait_for_all(both)
     assert both.replicas[1] is victim
     assert (victim.pid != killed, victim.incarnation, victim.version) == (True, starts + 1, 2)
@@ -313,7 +313,7 @@ def test_an_actor_killed_in_a_rollout_is_done_without_and_the_one_in_its_place_i
     assert victim.generate(prompts * 4, SAMPLING).completion_ids == served[0]
 
 
-def test_an_actor_that_stands_still_in_a_rollout_is_ended_and_the_one_in_its_place_is_proven(
+def test_an_actor_that_stands_still_in_a_rollout_is_ended_and_the_one_in_its_place_is_verified(
     both, bundle, prompts, caplog, patient
 ):
     """Nobody kills it: it is looked at while it is waited for. Every prompt is answered once, as the whole fleet would."""
@@ -340,16 +340,16 @@ def test_an_actor_that_stands_still_in_a_rollout_is_ended_and_the_one_in_its_pla
 
 
 @pytest.mark.full  # above one of two stands still
-def test_a_rollout_in_which_all_actors_stand_still_is_drawn_by_those_in_their_place(
+def test_a_rollout_in_which_all_actors_stand_still_is_sampled_by_those_in_their_place(
     both, bundle, prompts, caplog, patient
 ):
     both.load_packed(pack_adapter(bundle), 1)
-    served = drawn(both, prompts)
+    served = sampled(both, prompts)
     stopped = {each.pid for each in both.replicas}
     for each in both.replicas:
         os.kill(each.pid, signal.SIGSTOP)
         each.health_check_timeout_s = 2.0
-    assert drawn(both, prompts) == served
+    assert sampled(both, prompts) == served
     wait_for_all(both)
     assert not stopped & {each.pid for each in both.replicas}
     assert {each.version for each in both.replicas} == {1}
@@ -366,6 +366,6 @@ def test_what_contradicts_is_said_before_an_actor_is_placed(base, monkeypatch):
         RayFleet(base)
 
 
-def test_options_that_are_ours_are_refused(base, cluster):
+def test_options_that_are_ours_are_rejected(base, cluster):
     with pytest.raises(ConfigConflictError, match="max_restarts"):
         RayFleet(base, ray_options={"max_restarts": 3})

@@ -65,7 +65,7 @@ def strategy(fleet, trainer):
 def test_a_training_on_an_actor_of_two_ranks(cluster, base, tmp_path):
     with make(base, tmp_path, max_steps=3, rollout="ray", vllm_tensor_parallel_size=2) as trainer:
         trainer.train()
-        assert trainer.admission.is_verified
+        assert trainer.base_check.is_verified
     assert [push["version"] for push in lines(tmp_path, "sync.jsonl")] == [1, 2, 3]
     assert {push["transport"] for push in lines(tmp_path, "sync.jsonl")} == {"object_store"}
     assert max(m["mismatch_kl"] for m in lines(tmp_path)) < 5e-3

@@ -1,4 +1,4 @@
-"""The benchmark itself: both sides really draw, in one run."""
+"""The benchmark itself: both sides really sample, in one run."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A real server process: what it lets in, what it serves, what it refuses, and how it is found again."""
+"""A real server process: what it lets in, what it serves, what it rejects, and how it is found again."""
 
 import copy
 import gc
@@ -46,15 +46,15 @@ from qlora_rl import (
     start_server,
     verify_base,
 )
-from qlora_rl.adapter.delta import iter_weights
+from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.adapter.store import pack_adapter, write_adapter
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.cli import main
 from qlora_rl.contracts import AdapterBundle, RolloutEngine
-from qlora_rl.engine.server.start import RunningServer
-from qlora_rl.processor import SETTING
+from qlora_rl.cpu_features import SETTING
+from qlora_rl.engine.server.launch import RunningServer
+from qlora_rl.sync.http_transport import HttpTransport
 from qlora_rl.sync.transports import DirectoryTransport
-from qlora_rl.sync.wire import HttpTransport
 from qlora_rl.train.rollouts.engines import connect
 
 SEQUENCES = [[40, 41, 42, 43, 44, 45], [60, 9, 33, 12, 7]]
@@ -151,7 +151,7 @@ def test_the_key_is_in_no_list_of_processes(server):
             assert server.key.encode() not in file.read()
 
 
-def test_a_body_that_is_too_large_is_refused(server, remote):
+def test_a_body_that_is_too_large_is_rejected(server, remote):
     limit = remote._about["max_body_bytes"]
     path = "/qlora/v1/adapter?version=1&digest=0"
     assert ask(server, "PUT", path, server.key, content=b"x" * (limit + 1)).status_code == 413
@@ -199,7 +199,7 @@ def test_it_draws_and_scores_to_the_last_bit_what_the_engine_in_this_process_doe
     assert remote.score(SEQUENCES, bare=True) == engine.score(SEQUENCES, bare=True) != remote.score(SEQUENCES)
 
 
-def test_pushes_are_proven_by_the_canary_and_each_is_what_serves(remote, adapted):
+def test_pushes_are_verified_by_the_canary_and_each_is_what_serves(remote, adapted):
     canary = Canary(adapted, remote)
     canary.calibrate()
     strategy = AdapterSync(adapted, remote, HttpTransport(), canary)
@@ -215,7 +215,7 @@ def test_pushes_are_proven_by_the_canary_and_each_is_what_serves(remote, adapted
     assert len(os.listdir(os.path.join(root, store))) <= 3
 
 
-def test_a_push_that_the_canary_refuses_is_taken_back(remote, adapted, monkeypatch):
+def test_a_push_that_the_canary_rejects_is_taken_back(remote, adapted, monkeypatch):
     strategy = AdapterSync(adapted, remote, HttpTransport(), Canary(adapted, remote))
     strategy.canary.calibrate()
     strategy.push()
@@ -357,7 +357,7 @@ def test_it_takes_no_full_weights_beside_adapters_or_over_a_4_bit_base(remote, a
         remote.load_dense(iter_weights(adapted), 1)
 
 
-# --- what it refuses ---------------------------------------------------------------------------------------------------------
+# --- what it rejects ---------------------------------------------------------------------------------------------------------
 
 
 def scaled(bundle, factor):
@@ -414,7 +414,7 @@ def _empty(tensors, config):
         (_half, "missing"), (_pattern, "rank_pattern"), (_empty, "empty"),
     ],
 )  # fmt: skip
-def test_a_bad_adapter_is_refused_and_the_old_version_serves(remote, bundle, change, says):
+def test_a_bad_adapter_is_rejected_and_the_old_version_serves(remote, bundle, change, says):
     remote.load_packed(pack_adapter(bundle), 1)
     served = remote.score(SEQUENCES)
     with pytest.raises(SyncError, match=says):
@@ -424,7 +424,7 @@ def test_a_bad_adapter_is_refused_and_the_old_version_serves(remote, bundle, cha
     remote.load_packed(pack_adapter(scaled(bundle, 2.0)), 2)  # and it can be repeated
 
 
-def test_bytes_that_were_damaged_on_the_way_are_refused(server, remote, bundle):
+def test_bytes_that_were_damaged_on_the_way_are_rejected(server, remote, bundle):
     blob = pack_adapter(bundle)
     remote.load_packed(blob, 1)
     digest = hashlib.sha256(blob).hexdigest()
@@ -499,7 +499,7 @@ def test_a_second_trainer_is_told_no_until_the_first_has_gone(server, remote, bu
         remote.claim()
 
 
-def test_what_cannot_be_drawn_is_refused_before_anything_runs(remote):
+def test_what_cannot_be_sampled_is_rejected_before_anything_runs(remote):
     with pytest.raises(PromptTooLongError, match="prompt 1 has 64"):
         remote.generate([[1], [1] * 64])
     with pytest.raises(ConfigConflictError, match="sampling arguments"):
@@ -527,7 +527,7 @@ def test_requests_of_a_client_that_has_gone_are_given_up(server, remote, prompts
     remote.generate(prompts, max_tokens=2)
 
 
-def test_the_version_before_the_newest_is_drawn_with_where_it_is_asked_for(server, remote, adapted, prompts):
+def test_the_version_before_the_newest_is_sampled_with_where_it_is_asked_for(server, remote, adapted, prompts):
     def push(version):
         randomise(adapted, 0.1, seed=version)
         remote.load_packed(pack_adapter(export_adapter(adapted, dtype=torch.bfloat16)), version)
@@ -631,14 +631,14 @@ def test_a_training_through_a_server_is_the_one_in_this_process(server, engine, 
     for row, other in zip(far, local, strict=True):
         assert row == pytest.approx(other, rel=1e-3)
     config = json.loads((tmp_path / "far" / "config.json").read_text())
-    assert (config["rollout"], config["base_proof"]["proven"]) == (server.url, True)
+    assert (config["rollout"], config["base_proof"]["verified"]) == (server.url, True)
     assert config["base_held"] == {"copies": 2, "reason": "share_base=False"}
     assert server.key not in (tmp_path / "far" / "config.json").read_text()
     with ServerEngine(server.url, api_key=server.key) as free:
         free.claim()
 
 
-def test_a_server_on_another_base_is_refused(server, other_model_dir, tmp_path):
+def test_a_server_on_another_base_is_rejected(server, other_model_dir, tmp_path):
     key = tmp_path / "key"
     key.write_text(server.key)
     with pytest.raises(BaseMismatchError):
@@ -709,7 +709,7 @@ def test_nobody_there_is_said_with_the_way_out():
 
 
 @pytest.mark.full  # two servers; one of two killed in a rollout is test_server_faults.py's
-def test_killed_in_the_middle_of_a_rollout_and_started_again_it_is_proven_pushed_to_and_asked_again(
+def test_killed_in_the_middle_of_a_rollout_and_started_again_it_is_verified_pushed_to_and_asked_again(
     base, bundle, prompts
 ):
     """One server of its own: kill -9 in a rollout, restart, another kill, and nobody comes back."""

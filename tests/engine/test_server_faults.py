@@ -37,7 +37,7 @@ from qlora_rl import (
 )
 from qlora_rl.adapter.store import pack_adapter, write_adapter
 from qlora_rl.base.fingerprint import digest_bytes
-from qlora_rl.sync.wire import HttpTransport
+from qlora_rl.sync.http_transport import HttpTransport
 
 OPTIONS = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 64, "timeout_s": 300}
 SAMPLING = {"max_tokens": 12, "seed": 1, "temperature": 0.9}
@@ -170,7 +170,7 @@ def blob(bundle, factor=1.0):
     return pack_adapter(scaled(bundle, factor))
 
 
-def drawn(engine, prompts):
+def sampled(engine, prompts):
     rollout = engine.generate(prompts * 4, **SAMPLING)
     return rollout.completion_ids, rollout.logprobs, rollout.version
 
@@ -185,19 +185,19 @@ def digests(bundle):
 def test_two_replicas_draw_to_the_last_bit_what_one_server_draws(servers, both, bundle, prompts):
     both.close()
     with ServerEngine(servers[1].url, api_key=servers[1].key) as one:
-        bare = drawn(one, prompts)
+        bare = sampled(one, prompts)
         one.load_packed(blob(bundle), 1)
-        expected = drawn(one, prompts)
+        expected = sampled(one, prompts)
         one.drop_adapter()
     both = ServerEngine([each.url for each in servers], api_key=servers[0].key)
-    assert drawn(both, prompts) == bare
+    assert sampled(both, prompts) == bare
     both.load_packed(blob(bundle), 1)
-    assert drawn(both, prompts) == expected
+    assert sampled(both, prompts) == expected
     assert both.held_adapter(8) == digests(bundle)
     both.close()
 
 
-def test_a_push_to_two_is_proven_in_each(both, adapted):
+def test_a_push_to_two_is_verified_in_each(both, adapted):
     canary = Canary(adapted, both)
     canary.calibrate()
     strategy = AdapterSync(adapted, both, HttpTransport(), canary)
@@ -226,11 +226,11 @@ def test_a_training_on_two_replicas(servers, base, tmp_path):
 
 def test_when_the_disk_of_one_replica_is_full_both_serve_the_version_before(servers, both, bundle, prompts):
     both.load_packed(blob(bundle), 1)
-    served = drawn(both, prompts)
+    served = sampled(both, prompts)
     with writing_at_most(servers[1].server.process.pid, 4096), pytest.raises(SyncError, match=servers[1].url):
         both.load_packed(blob(bundle, 2.0), 2)
     assert [each.version for each in both.live] == [1, 1]
-    assert drawn(both, prompts) == served
+    assert sampled(both, prompts) == served
     assert both.held_adapter(8) == digests(bundle)
     both.load_packed(blob(bundle, 2.0), 2)
     assert both.held_adapter(8) == digests(scaled(bundle, 2.0))
@@ -240,14 +240,14 @@ def test_a_replica_killed_in_a_rollout_is_done_without_and_taken_back_when_it_is
     servers, both, bundle, prompts
 ):
     both.load_packed(blob(bundle), 1)
-    served = drawn(both, prompts)
+    served = sampled(both, prompts)
     with servers[1].standing_still():  # its share cannot come to an end before it is killed
         rollout_is_due = time.monotonic() + 1.0
         with InBackground(lambda: (time.sleep(max(0.0, rollout_is_due - time.monotonic())), servers[1].kill())):
-            assert drawn(both, prompts) == served
+            assert sampled(both, prompts) == served
     assert [each.url for each in both.live] == [servers[0].url]
     both.load_packed(blob(bundle, 2.0), 2)
-    alone = drawn(both, prompts)
+    alone = sampled(both, prompts)
     servers[1].start_again()
     incarnation = both.incarnation
     end = time.monotonic() + 120
@@ -257,7 +257,7 @@ def test_a_replica_killed_in_a_rollout_is_done_without_and_taken_back_when_it_is
     assert [each.version for each in both.live] == [2, 2]
     assert both.incarnation > incarnation
     assert both.held_adapter(8) == digests(scaled(bundle, 2.0))
-    assert drawn(both, prompts) == alone
+    assert sampled(both, prompts) == alone
 
 
 # --- the disk ----------------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def tiny_disk(directory, nbytes):
 def test_a_full_adapter_directory_is_said_and_the_old_version_serves(servers, one, bundle, prompts):
     """A file system without room where this process may mount one, and a limit on the size of files in any case."""
     one.load_packed(blob(bundle), 1)
-    served, store = drawn(one, prompts), servers[0].store()
+    served, store = sampled(one, prompts), servers[0].store()
     before = sorted(path.name for path in store.iterdir())
     faults = [(writing_at_most(servers[0].server.process.pid, 4096), "writing adapter version=2.*Free some")]
     if os.geteuid() == 0:
@@ -301,16 +301,16 @@ def test_a_full_adapter_directory_is_said_and_the_old_version_serves(servers, on
         except PermissionError:  # root of a container that may not mount
             continue
         assert one.version == 1
-        assert drawn(one, prompts) == served
+        assert sampled(one, prompts) == served
         assert sorted(path.name for path in store.iterdir()) == before
     one.load_packed(blob(bundle, 2.0), 2)
     assert one.held_adapter(8) == digests(scaled(bundle, 2.0))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_a_directory_that_shows_other_bytes_to_the_server_is_refused(servers, one, bundle, prompts, damage):
+def test_a_directory_that_shows_other_bytes_to_the_server_is_rejected(servers, one, bundle, prompts, damage):
     one.load_packed(blob(bundle), 1)
-    served = drawn(one, prompts)
+    served = sampled(one, prompts)
     directory = servers[0].adapter_dir / f"mine-{damage}"
     directory.mkdir()
     write_adapter(scaled(bundle, 2.0), directory)
@@ -321,7 +321,7 @@ def test_a_directory_that_shows_other_bytes_to_the_server_is_refused(servers, on
     weights.write_bytes(content[: -9 if damage == "cut" else None])
     with pytest.raises(SyncError, match="again"):
         one._change("POST", "/adapter", lambda: {"path": directory.name, "version": 2, "digest": digest})
-    assert drawn(one, prompts) == served
+    assert sampled(one, prompts) == served
     shutil.rmtree(directory)
 
 
@@ -329,28 +329,28 @@ def test_a_directory_that_shows_other_bytes_to_the_server_is_refused(servers, on
 
 
 def test_a_push_into_a_server_that_stands_still_ends_in_time_and_the_old_version_serves(servers, one, bundle, prompts):
-    """It arrives after all, when nobody waits for it any more; then what was proven is served again."""
+    """It arrives after all, when nobody waits for it any more; then what was verified is served again."""
     one.load_packed(blob(bundle), 1)
-    served = drawn(one, prompts)
+    served = sampled(one, prompts)
     one._client.timeout, one.wait_s = httpx.Timeout(3.0), 0.5
     with servers[0].standing_still(), pytest.raises(EngineBrokenError, match="stayed away"):
         one.load_packed(blob(bundle, 2.0), 2)
     one._client.timeout, one.wait_s = httpx.Timeout(300.0), 300.0
-    assert drawn(one, prompts) == served
+    assert sampled(one, prompts) == served
     assert one.held_adapter(8) == digests(bundle)
     one.load_packed(blob(bundle, 2.0), 2)
     assert one.held_adapter(8) == digests(scaled(bundle, 2.0))
 
 
 @pytest.mark.parametrize("version", [1, 5])
-def test_a_rollout_is_never_drawn_with_the_adapter_of_another_trainer(servers, one, bundle, prompts, version):
+def test_a_rollout_is_never_sampled_with_the_adapter_of_another_trainer(servers, one, bundle, prompts, version):
     """Also where both count alike, and after other requests."""
     one.load_packed(blob(bundle), 1)
     with ServerEngine(servers[0].url, api_key=servers[0].key) as second:
         second.claim(force=True)
         second.load_packed(blob(bundle, 2.0), version)
         one.wake()
-        for asked in (lambda: drawn(one, prompts), lambda: one.score(prompts)):
+        for asked in (lambda: sampled(one, prompts), lambda: one.score(prompts)):
             with pytest.raises(ServerTakenError, match="start another server"):
                 asked()
         with pytest.raises(ServerTakenError, match="another trainer"):
@@ -367,9 +367,9 @@ sys.exit(main(["serve", sys.argv[1], "--port", "0", "--max-model-length", "64", 
 """
 BESIDE = """
 import sys
-from qlora_rl.engine.server import ServerBeside
+from qlora_rl.engine.server import LocalServer
 try:
-    ServerBeside(sys.argv[1], max_model_length=64, max_num_seqs=4)
+    LocalServer(sys.argv[1], max_model_length=64, max_num_seqs=4)
 except KeyboardInterrupt:
     print("qlora-rl: interrupted", file=sys.stderr)
     sys.exit(130)
@@ -494,9 +494,9 @@ def test_an_openai_client_chats_while_a_training_runs(servers, base, tmp_path):
     assert all(answer in known.values() for answer in heard)
 
 
-def test_killed_in_the_middle_of_a_push_it_is_waited_for_proven_and_pushed_to_again(servers, one, bundle, prompts):
+def test_killed_in_the_middle_of_a_push_it_is_waited_for_verified_and_pushed_to_again(servers, one, bundle, prompts):
     one.load_packed(blob(bundle), 1)
-    served, store = drawn(one, prompts), servers[0].store()
+    served, store = sampled(one, prompts), servers[0].store()
     with servers[0].standing_still():  # the bytes arrive and are written, and vLLM does not load them
         before = set(store.iterdir())
         with servers[0].replace(lambda: {p for p in set(store.iterdir()) - before if p.name.startswith("v")}):
@@ -504,7 +504,7 @@ def test_killed_in_the_middle_of_a_push_it_is_waited_for_proven_and_pushed_to_ag
     assert (one.version, one.incarnation) == (2, 2)
     assert one.held_adapter(8) == digests(scaled(bundle, 2.0))
     one.load_packed(blob(bundle), 1)
-    assert drawn(one, prompts) == served
+    assert sampled(one, prompts) == served
 
 
 @pytest.mark.full  # two trainings; the test above kills in a push, without a trainer
@@ -548,7 +548,7 @@ def test_a_training_goes_on_after_its_server_was_killed_in_a_push_and_between_tw
 @pytest.mark.full  # starts two servers; unit/test_fleet.py has it without vLLM
 def test_a_replica_that_comes_back_on_another_base_is_left_out(servers, other_model_dir, both, bundle, prompts, caplog):
     both.load_packed(blob(bundle), 1)
-    served, right = drawn(both, prompts), servers[1].base
+    served, right = sampled(both, prompts), servers[1].base
     servers[1].kill()
     both.wake()
     servers[1].base = prepare_base(other_model_dir)
@@ -558,7 +558,7 @@ def test_a_replica_that_comes_back_on_another_base_is_left_out(servers, other_mo
         time.sleep(0.2)
         both.wake()
     assert "another base" in caplog.text
-    assert drawn(both, prompts) == served
+    assert sampled(both, prompts) == served
     assert [each.url for each in both.live] == [servers[0].url]
     servers[1].kill()
     servers[1].base = right

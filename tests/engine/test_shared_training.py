@@ -97,7 +97,7 @@ def test_a_model_that_vllm_runs_with_transformers_code_is_trained_twice_and_its_
     functions, bases = (SmolLM3Model.__init__, SmolLM3Model.__call__, SmolLM3Model.forward), SmolLM3Model.__bases__
     for share in (True, False):  # the model is made after the engine, and before it
         with make(base, tmp_path / str(share), share_base=share) as trainer:
-            assert trainer.admission.is_verified
+            assert trainer.base_check.is_verified
             trainer.train()
         assert held(tmp_path / str(share))["copies"] == 2 - share
         found = lines(tmp_path / str(share))
@@ -112,8 +112,8 @@ def test_one_copy_is_the_default_and_the_run_says_what_was_repaired(base, tmp_pa
     with make(base, tmp_path, save_strategy="steps", save_steps=1) as trainer:
         assert trainer.model.get_base_model().qlora_loan.copied == {}
         assert own(trainer.model, trainer.engine) == set()
-        assert trainer.admission.is_verified
-        assert len(trainer.admission.repaired) == 14
+        assert trainer.base_check.is_verified
+        assert len(trainer.base_check.repaired) == 14
         trainer.train()
         trainer.evaluate(trainer.train_dataset.select(range(8)))
         assert own(trainer.model, trainer.engine) == set()
@@ -188,7 +188,7 @@ def test_an_engine_that_was_passed_lends_when_it_is_asked_to(base, other_model_d
         assert engine.generate(prompts, max_tokens=2).tokens > 0
 
 
-def test_a_base_that_was_changed_in_the_shared_storage_is_refused(base, tmp_path, monkeypatch):
+def test_a_base_that_was_changed_in_the_shared_storage_is_rejected(base, tmp_path, monkeypatch):
     from qlora_rl import BaseMismatchError
 
     real = LocalEngine.lend_base
@@ -263,7 +263,7 @@ def test_a_checkpoint_is_not_written_on_a_base_that_has_changed(base, tmp_path):
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-def test_a_merge_into_the_shared_base_is_refused_at_once_and_changes_nothing(base, tmp_path):
+def test_a_merge_into_the_shared_base_is_rejected_at_once_and_changes_nothing(base, tmp_path):
     with make(base, tmp_path / "run", max_steps=1, share_base=True) as trainer:
         before = fingerprint_base(trainer.model)
         for merge in (trainer.model.merge_adapter, trainer.model.merge_and_unload):

@@ -1,4 +1,4 @@
-"""Two ranks of one real vLLM, each with a part of the base: proven by parts, and as exact as one.
+"""Two ranks of one real vLLM, each with a part of the base: verified by parts, and as exact as one.
 
 On the CPU a rank is a process with a share of the cores. The base is 4-bit with float32 beside it: its baked form is float32 then, where
 trainer and engine differ by 1e-6, so that a wrong part of anything stands out.
@@ -33,10 +33,10 @@ from qlora_rl import (
     verify_base,
 )
 from qlora_rl.base.fingerprint import fingerprint_stored
+from qlora_rl.cpu_features import processor
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.processor import processor
+from qlora_rl.sync.http_transport import HttpTransport
 from qlora_rl.sync.transports import DirectoryTransport
-from qlora_rl.sync.wire import HttpTransport
 
 EXACT = 1e-5
 SIZES = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 16}
@@ -61,7 +61,7 @@ def ranks_of(of):
 
 
 def kl(model, prompts, rollout):
-    """Mean of exp(d) - 1 - d over the drawn tokens, d the trainer's logprob less the engine's; never below 0."""
+    """Mean of exp(d) - 1 - d over the sampled tokens, d the trainer's logprob less the engine's; never below 0."""
     d = score(model, prompts, rollout).double()
     return float((d.exp() - 1 - d).mean())  # of |d|, which is no less
 
@@ -302,7 +302,7 @@ def test_a_rank_that_is_killed_ends_the_call_and_the_engine_comes_back_with_its_
     ("architecture", "tied", "kv_heads"),
     [("qwen3", False, 1), ("llama-bias", False, 4), ("gemma", True, 1), ("mistral", True, 2)],
 )
-def test_other_shapes_are_proven_and_served_in_parts(tmp_path, architecture, tied, kv_heads, prompts):
+def test_other_shapes_are_verified_and_served_in_parts(tmp_path, architecture, tied, kv_heads, prompts):
     source = make_model(tmp_path / "model", architecture=architecture, tied=tied, kv_heads=kv_heads)
     base = prepare_base(source, compute_dtype="float32")
     from peft import LoraConfig, get_peft_model
@@ -348,7 +348,7 @@ def test_a_training_on_two_ranks(base, tmp_path):
     others = children(os.getpid())
     with make(base, tmp_path, max_steps=4, vllm_tensor_parallel_size=2) as trainer:
         trainer.train()
-        assert trainer.admission.is_verified
+        assert trainer.base_check.is_verified
     metrics, pushes = lines(tmp_path), lines(tmp_path, "sync.jsonl")
     assert [push["version"] for push in pushes] == [1, 2, 3, 4]
     assert {push["transport"] for push in pushes} == {"directory"}
@@ -360,7 +360,7 @@ def test_a_training_on_two_ranks(base, tmp_path):
 
 
 @pytest.mark.full  # by default in this process, above
-def test_a_server_of_two_ranks_is_proven_pushed_to_and_ends_whole(exact, trainer, prompts):
+def test_a_server_of_two_ranks_is_verified_pushed_to_and_ends_whole(exact, trainer, prompts):
     with start_server(exact, tensor_parallel_size=2, timeout_s=300, **SIZES) as server:
         running = children(server.process.pid)
         with ServerEngine(server.url, api_key=server.key, wait_s=1.0) as remote:

@@ -122,14 +122,14 @@ def slowly(engine, monkeypatch):
     monkeypatch.setattr(engine.llm.llm_engine, "step", lambda: (time.sleep(0.01), real())[1])
 
 
-def test_a_slot_is_not_written_while_a_rollout_is_drawn_out_of_it(engine, prompts, pushes, slowly):
+def test_a_slot_is_not_written_while_a_rollout_is_sampled_out_of_it(engine, prompts, pushes, slowly):
     versions = [pushes(1), pushes(2)]
     expected = engine.generate(prompts, LONG)
     with ThreadPoolExecutor(1) as pool:
         old = begin(pool, engine, prompts, LONG)
         pushes(3)
         assert not old.done(), "a push into the other slot waits for nobody"
-        pushes(4)  # into the one out of which it is drawn
+        pushes(4)  # into the one out of which it is sampled
         old = old.result()
     assert old.version == versions[1]
     assert old.completion_ids == expected.completion_ids

@@ -105,8 +105,8 @@ def test_a_trainer_of_trl_learns_with_an_engine_attached(kind, config, model_dir
         args=config(**fields(tmp_path, **GROUP, beta=0.0, vllm_max_model_length=32)),
     )
     with attach(trainer) as held:
-        assert held.admission.is_verified
-        assert len(held.admission.repaired) == 14  # vLLM's loader rounds the scales of a doubly quantised base
+        assert held.base_check.is_verified
+        assert len(held.base_check.repaired) == 14  # vLLM's loader rounds the scales of a doubly quantised base
         trainer.train()
         logs = [log for log in trainer.state.log_history if "reward" in log]
         rewards = [log["reward"] for log in logs]

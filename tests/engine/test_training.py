@@ -16,15 +16,15 @@ from qlora_rl import (
     LocalEngine,
     QLoRAGRPOTrainer,
     RewardFunctionError,
+    cpu_matmul,
     load_base,
     prepare_base,
-    products,
 )
 from qlora_rl.adapter.store import default_root
 from qlora_rl.base.decode import uses_avx512
-from qlora_rl.engine.leftovers import trim_memory
+from qlora_rl.cpu_features import SETTING
+from qlora_rl.engine.cleanup import trim_memory
 from qlora_rl.engine.linears.kernels import packs_away
-from qlora_rl.processor import SETTING
 from qlora_rl.sync.transports import DirectoryTransport
 
 OURS = (
@@ -120,14 +120,14 @@ def test_a_hundred_steps_move_the_adapter_and_not_one_bit_of_the_base(base, tmp_
 
 def test_where_bf16_is_slow_trainer_and_engine_multiply_in_float32_while_they_are_open(base, tmp_path, monkeypatch):
     monkeypatch.setenv(SETTING, "float32")
-    rows, product = [], products._product
-    monkeypatch.setattr(products, "_product", lambda a, *rest: rows.append(len(a)) or product(a, *rest))
-    before = set(products._claims[torch.bfloat16])
+    rows, product = [], cpu_matmul._product
+    monkeypatch.setattr(cpu_matmul, "_product", lambda a, *rest: rows.append(len(a)) or product(a, *rest))
+    before = set(cpu_matmul._claims[torch.bfloat16])
     with make(base, tmp_path, max_steps=2) as trainer:
-        assert len(products._claims[torch.bfloat16] - before) == 2  # one of each
+        assert len(cpu_matmul._claims[torch.bfloat16] - before) == 2  # one of each
         trainer.train()
     gc.collect()
-    assert products._claims[torch.bfloat16] <= before
+    assert cpu_matmul._claims[torch.bfloat16] <= before
     assert len(rows) > 100
     assert max(line["mismatch_kl"] for line in lines(tmp_path)) < 5e-3
     machine = json.loads((tmp_path / "config.json").read_text())["machine"]

@@ -24,12 +24,12 @@ from qlora_rl import (
     prepare_base,
     verify_base,
 )
-from qlora_rl.adapter.delta import iter_weights
-from qlora_rl.base.kinds import attends_both_ways, image_tokens_of
+from qlora_rl.adapter.merged_weights import iter_weights
+from qlora_rl.base.model_classes import attends_both_ways, image_tokens_of
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.engine.options import check_both_ways, start_options
 from qlora_rl.sync.in_place import InPlaceTransport
-from qlora_rl.train.rollouts.link import canary_image
+from qlora_rl.train.rollouts.engine_link import canary_image
 
 pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
 TOWERS = ("model.visual.", "model.vision_tower.")

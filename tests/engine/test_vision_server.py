@@ -31,7 +31,7 @@ from qlora_rl import (
     load_base,
     prepare_base,
 )
-from qlora_rl.adapter.delta import iter_weights
+from qlora_rl.adapter.merged_weights import iter_weights
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.engine.images import ImagePrompt, pack, unpack
 from qlora_rl.engine.server import start_server

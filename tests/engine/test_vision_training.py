@@ -29,9 +29,9 @@ from qlora_rl.config.read import read_config
 from qlora_rl.config.write import to_toml
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.export.job import LIMIT, export_run
-from qlora_rl.policy.chat import Conversation
-from qlora_rl.policy.prompts import model_inputs, with_images
-from qlora_rl.policy.trained import open_trained
+from qlora_rl.inference.chat import Conversation
+from qlora_rl.inference.prompts import model_inputs, with_images
+from qlora_rl.inference.trained import open_trained
 
 pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
 LANGUAGE = r"model\.language_model\..*_proj"
@@ -179,7 +179,7 @@ def test_a_run_from_a_file_is_evaluated_and_talked_to_with_images(base, tmp_path
         talk.forget()
         prompt = with_images([{"role": "user", "content": "bright?"}], [image])
         given = model_inputs(talk.tokenizer, prompt)
-        sampled = list(talk._draw(dict(given)))
+        sampled = list(talk._sample(dict(given)))
         # Without a cache: all of it again for each token, the image's positions included.
         ids, types = given["input_ids"], given["mm_token_type_ids"]
         for token in sampled:

@@ -81,7 +81,7 @@ def test_lent_weights_stay_in_place_while_the_engine_sleeps(base):
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_the_ledger_is_right_on_the_card(tmp_path, checkpointing):
+def test_the_estimate_is_right_on_the_card(tmp_path, checkpointing):
     """Within 10 % for what is counted; the peak of a step, an estimate, within a factor of 1.5."""
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -94,10 +94,10 @@ def test_the_ledger_is_right_on_the_card(tmp_path, checkpointing):
     )  # fmt: skip
     source = Qwen2ForCausalLM(config).to(torch.bfloat16)
     base = prepare_base(source, tokenizer=make_tokenizer(), out=tmp_path / "base")
-    ledger = plan_memory(
+    estimate = plan_memory(
         config, spec=base.spec, batch_size=4, max_length=512, gradient_checkpointing=checkpointing, shared=False
     )
-    lines = {line.name: line.nbytes for line in ledger.lines}
+    lines = {line.name: line.nbytes for line in estimate.lines}
     readings = [torch.cuda.memory_allocated()]
     model = load_base(base)
     readings.append(torch.cuda.memory_allocated())
@@ -116,7 +116,7 @@ def test_the_ledger_is_right_on_the_card(tmp_path, checkpointing):
         hidden = model.get_base_model().model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     hidden.backward(torch.ones_like(hidden))
     peak = torch.cuda.max_memory_allocated() - readings[-1]
-    planned = sum(x.nbytes for x in ledger.lines if x.when in ("step", "layer"))
+    planned = sum(x.nbytes for x in estimate.lines if x.when in ("step", "layer"))
     assert peak / 1.5 < planned < peak * 1.5
 
 
@@ -133,18 +133,18 @@ def test_a_push_in_place_is_seen_by_captured_graphs(base, adapted, tmp_path):
         canary = Canary(model, engine)
         canary.calibrate()
         in_place = AdapterSync(model, engine, InPlaceTransport(), canary)
-        drawn = []
+        sampled = []
         for seed in range(4):
             randomise(model.cpu(), seed=seed)
             model.to("cuda")
             in_place.push()
-            drawn.append(engine.generate(PROMPTS, max_tokens=8, temperature=0.0))
+            sampled.append(engine.generate(PROMPTS, max_tokens=8, temperature=0.0))
         AdapterSync(model, engine, DirectoryTransport(tmp_path), canary).push()
         again = engine.generate(PROMPTS, max_tokens=8, temperature=0.0)
         in_place.close()
-    assert again.completion_ids == drawn[-1].completion_ids
-    assert again.logprobs == drawn[-1].logprobs
-    assert drawn[0].logprobs != drawn[1].logprobs
+    assert again.completion_ids == sampled[-1].completion_ids
+    assert again.logprobs == sampled[-1].logprobs
+    assert sampled[0].logprobs != sampled[1].logprobs
 
 
 def test_what_another_thread_generates_is_behind_a_push_of_this_one(base, adapted):

@@ -50,7 +50,7 @@ def test_a_row_gives_what_a_padded_batch_gives(alike, monkeypatch):
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     batch = make_batch(alike)
     padded, padded_gradient = step(model, batch)
-    assert padding.settle_padding(model) == {"removed": True, "shares_prompts": True}
+    assert padding.apply_padding(model) == {"removed": True, "shares_prompts": True}
     rows, of_batch = [], padding.make_row
     monkeypatch.setattr(padding, "make_row", lambda *args, **named: rows.append(of_batch(*args, **named)) or rows[-1])
     found, gradient = step(model, batch)

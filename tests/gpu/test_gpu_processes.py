@@ -50,7 +50,7 @@ def test_two_gpus_train_by_the_command_and_push_once_a_step(way, engine_over, mo
     )
     assert done.returncode == 0, done.stderr[-5000:]
     assert json.loads((out / "summary.json").read_text())["status"] == "finished"
-    assert json.loads((out / "fingerprints.json").read_text())["proven"]
+    assert json.loads((out / "fingerprints.json").read_text())["verified"]
     steps, pushes = lines(out), lines(out, "sync.jsonl")
     assert [step["policy_version"] for step in steps] == [push["version"] for push in pushes] == [1, 2, 3]
     assert all(step["mismatch_kl"] < 5e-3 and step["rollout_tokens"] > 0 for step in steps)

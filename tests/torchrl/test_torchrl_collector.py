@@ -27,7 +27,7 @@ def example():
     spec = importlib.util.spec_from_file_location("torchrl_grpo", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.PROMPTS = module.GROUP = 2  # the fake engine draws them one by one
+    module.PROMPTS = module.GROUP = 2  # the fake engine samples them one by one
     return module
 
 

@@ -90,7 +90,7 @@ def test_a_sender_that_is_killed_in_a_broadcast_is_named(base32, tmp_path):
 
 def lose_a_sender(base, place, stage, said, transfer="directory"):
     settings = settings_of(base, place, transfer)
-    is_served = stage == "end"  # it was proven and committed
+    is_served = stage == "end"  # it was verified and committed
     with Side("receiver", **settings, pushes=2 if is_served else 1) as receiver:
         with Side("sender", **settings, stall_at=stage) as sender:
             sender.wait_for("stalled")

@@ -95,7 +95,7 @@ def test_full_weights_travel_by_each_transfer(base32, baked32, tmp_path):
                 follow(sender, receiver, pushes=2)
 
 
-def test_a_receiver_on_another_base_refuses_at_init_and_so_does_the_sender(base32, other_base32, tmp_path):
+def test_a_receiver_on_another_base_rejects_at_init_and_so_does_the_sender(base32, other_base32, tmp_path):
     settings = {"rpc": "multiprocessing", "transfer": "directory", "place": str(tmp_path)}
     with Side("receiver", base=str(other_base32), **settings) as receiver:
         model = policy(base32)

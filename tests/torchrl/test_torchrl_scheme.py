@@ -88,7 +88,7 @@ def test_a_receiver_may_poll_in_a_thread_of_its_own(model, engine):
     assert agrees(model, engine)
 
 
-def test_another_base_is_refused_on_both_sides(model, other_base32):
+def test_another_base_is_rejected_on_both_sides(model, other_base32):
     scheme = AdapterSyncScheme(timeout_s=20.0)
     receiver = scheme.create_receiver(fake_engine(other_base32))
     receiver.init_all_workers_group()
@@ -106,7 +106,7 @@ def test_a_version_that_is_not_what_was_pushed_is_taken_back(model, engine):
     sender, receiver = joined(model, engine)
     sender.update_weights()
     assert receiver.poll_and_apply(0)
-    proven = engine.score(PROBE)
+    verified = engine.score(PROBE)
     serve = engine._serve
 
     def broken(tensors, version):
@@ -118,7 +118,7 @@ def test_a_version_that_is_not_what_was_pushed_is_taken_back(model, engine):
         engine_serves_wrong_numbers_once(sender, engine, serve)
     assert not receiver.poll_and_apply(0)
     assert (receiver.version, engine.version) == (1, 1)
-    assert engine.score(PROBE) == proven
+    assert engine.score(PROBE) == verified
     sender.update_weights()
     assert receiver.poll_and_apply(0)
     assert agrees(model, engine)
@@ -135,14 +135,14 @@ def engine_serves_wrong_numbers_once(sender, engine, serve):
     sender.update_weights()
 
 
-def test_an_engine_that_refuses_leaves_the_old_version_and_the_reason(model, base32):
+def test_an_engine_that_rejects_leaves_the_old_version_and_the_reason(model, base32):
     small = fake_engine(base32)
     small.max_lora_rank = 4
     with pytest.raises(ConfigConflictError, match="rank=8 > max_lora_rank=4"):
         joined(model, small)
 
 
-def test_what_cannot_travel_is_refused_before_anybody_is_waited_for(base32):
+def test_what_cannot_travel_is_rejected_before_anybody_is_waited_for(base32):
     model = policy(base32)
     sender = AdapterSyncScheme(timeout_s=600.0).create_sender()
     sender.register_model(model)
@@ -156,7 +156,7 @@ def test_full_weights_take_the_dense_path_by_the_same_layers(base32, baked32, tm
     model, engine = policy(base32, modules_to_save=["norm"]), dense_engine(baked32)
     scheme = AdapterSyncScheme(transfer=DirectoryTransfer(tmp_path, shard_bytes=2**16), timeout_s=60.0)
     sender, receiver = joined(model, engine, scheme, get_model_metadata(model, torch.float32))
-    assert (sender.plan.strategy, sender.admission.is_verified) == ("weights", True)
+    assert (sender.plan.strategy, sender.base_check.is_verified) == ("weights", True)
     for version in (1, 2):
         move(model, version)
         report = sender.update_weights()
@@ -176,7 +176,7 @@ def test_metadata_is_what_both_sides_agree_on(model, engine):
         joined(model, engine, metadata=wrong)
 
 
-def test_an_adapter_that_has_changed_its_shape_is_refused_until_both_sides_agree_again(model, engine):
+def test_an_adapter_that_has_changed_its_shape_is_rejected_until_both_sides_agree_again(model, engine):
     sender, receiver = joined(model, engine)
     sender.update_weights()
     model.add_adapter("smaller", LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
@@ -256,7 +256,7 @@ def test_a_sender_that_was_shut_down_pushes_nothing(model, engine):
         receiver.poll_and_apply()
 
 
-def test_a_collective_in_one_process_is_refused():
+def test_a_collective_in_one_process_is_rejected():
     with pytest.raises(ConfigConflictError, match="a collective needs two processes"):
         AdapterSyncScheme(transfer=BroadcastTransfer())
 

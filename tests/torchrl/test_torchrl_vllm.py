@@ -17,7 +17,7 @@ def pushed_three_times(model, engine, scheme, base, directory):
     sender = scheme.create_sender()
     sender.register_model(model)
     sender.init_all_workers_group()
-    assert sender.admission.is_verified
+    assert sender.base_check.is_verified
     bare = engine.score(SEQUENCES)
     beside = FakeEngine(load_base(base))
     for version in (1, 2, 3):

@@ -65,7 +65,7 @@ def test_evaluation_generates_with_the_policy_of_the_last_step(make_trainer, pla
     metrics = trainer.evaluate()
     assert engine.version == version + 1  # the step after the last rollout is in it
     assert 0.0 <= metrics["eval_reward"] <= 1.0
-    assert metrics["eval_qlora_rl/mismatch_kl"] < 1e-4  # the engine draws from what the trainer holds
+    assert metrics["eval_qlora_rl/mismatch_kl"] < 1e-4  # the engine samples from what the trainer holds
 
 
 # --- rewards ---------------------------------------------------------------------------------------------------------------

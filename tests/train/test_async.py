@@ -1,4 +1,4 @@
-"""Rollouts and training at once, on the fake engine: what is drawn, when, by which version, and what is left at the end."""
+"""Rollouts and training at once, on the fake engine: what is sampled, when, by which version, and what is left at the end."""
 
 import collections
 import json
@@ -12,7 +12,7 @@ from test_arguments import Scripted, call, talking  # noqa: F401 - a fixture
 
 from qlora_rl import ConfigConflictError, QLoRAAsyncGRPOTrainer, RewardFunctionError, load_base
 from qlora_rl.contracts import Rollout
-from qlora_rl.train.rollouts.turnstile import Turnstile
+from qlora_rl.train.rollouts.staleness import StalenessLimit
 
 
 def rows(count):
@@ -97,7 +97,7 @@ class Counted(QLoRAAsyncGRPOTrainer):
         (1, {"num_iterations": 2}),
     ],
 )
-def test_every_prompt_of_an_epoch_is_drawn_and_trained_on_exactly_once(make_async, config, staleness, fields):
+def test_every_prompt_of_an_epoch_is_sampled_and_trained_on_exactly_once(make_async, config, staleness, fields):
     epochs = fields.get("num_train_epochs", 1)
     reward = Reward()
     arguments = config(**{"max_steps": -1, "num_train_epochs": 1} | fields)
@@ -285,12 +285,12 @@ def test_a_conversation_ends_with_the_version_it_began_with_and_each_thread_has_
     ("fields", "message"),
     [({"max_staleness": -1}, "max_staleness=-1 < 0"), ({"rollout_threads": 0}, "rollout_threads=0 < 1")],
 )
-def test_what_contradicts_is_refused(make_async, config, fields, message):
+def test_what_contradicts_is_rejected(make_async, config, fields, message):
     with pytest.raises(ConfigConflictError, match=message):
         make_async(args=config(), train_dataset=rows(4), **fields)
 
 
-def test_what_cannot_go_with_overlap_is_refused_at_once(make_async, config, colocate):
+def test_what_cannot_go_with_overlap_is_rejected_at_once(make_async, config, colocate):
     with pytest.raises(ConfigConflictError, match="vllm_enable_sleep_mode=True with overlapping rollouts"):
         make_async(args=config(vllm_enable_sleep_mode=True), train_dataset=rows(4), rollout="colocate")
     assert colocate[-1]._is_closed
@@ -327,7 +327,7 @@ def in_thread(work):
 
 
 def test_a_rollout_that_would_become_too_old_does_not_begin():
-    turnstile = Turnstile(1, lambda: 7, holds_two=True)
+    turnstile = StalenessLimit(1, lambda: 7, holds_two=True)
     turnstile.advance(1)
     turnstile.leave(turnstile.enter(2))
     thread, done = in_thread(lambda: turnstile.enter(3))
@@ -341,7 +341,7 @@ def test_a_rollout_that_would_become_too_old_does_not_begin():
 @pytest.mark.parametrize(("holds_two", "serving", "waits"), [(True, 1, False), (True, 2, True), (False, 1, True)])
 def test_a_push_waits_for_what_it_would_overwrite_and_for_nothing_else(holds_two, serving, waits):
     version = 1
-    turnstile = Turnstile(2, lambda: version, holds_two=holds_two)
+    turnstile = StalenessLimit(2, lambda: version, holds_two=holds_two)
     turnstile.advance(1)
     visit = turnstile.enter(1)
     version = serving
@@ -359,7 +359,7 @@ def test_a_push_waits_for_what_it_would_overwrite_and_for_nothing_else(holds_two
 
 
 def test_nothing_begins_during_a_push():
-    turnstile = Turnstile(0, lambda: 1, holds_two=True)
+    turnstile = StalenessLimit(0, lambda: 1, holds_two=True)
     turnstile.advance(1)
     with turnstile.pushing():
         thread, done = in_thread(lambda: turnstile.enter(1))

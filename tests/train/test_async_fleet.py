@@ -1,4 +1,4 @@
-"""Overlapping rollouts on several engines: what is drawn by whom, when one dies, stands still, comes back, or is slow."""
+"""Overlapping rollouts on several engines: what is sampled by whom, when one dies, stands still, comes back, or is slow."""
 
 import threading
 import time
@@ -45,7 +45,7 @@ def epoch(config, **fields):
 
 
 def check(trainer, reward, staleness, count):
-    """Every prompt of the epoch was drawn, rewarded and trained on once, and none was too old."""
+    """Every prompt of the epoch was sampled, rewarded and trained on once, and none was too old."""
     assert trainer.trained == reward.seen == dict.fromkeys(range(count), 2)
     assert len(trainer.staleness) == count // 2
     assert all(age == pushed - drew <= staleness for pushed, drew, age in trainer.staleness)
@@ -75,7 +75,7 @@ def test_one_that_dies_in_a_rollout_and_comes_back_changes_nothing_that_is_train
     trainer.train()
     thread.join()
     check(trainer, reward, staleness, 32)
-    assert sum(each.drawn for each in replicas) == 64  # what the dead one had begun was drawn by others, once
+    assert sum(each.sampled for each in replicas) == 64  # what the dead one had begun was sampled by others, once
     fleet.wake()
     assert fleet.live == replicas
     assert replicas[1].incarnation == 2
@@ -99,8 +99,8 @@ def test_one_that_stands_still_does_not_stop_the_steps_and_is_not_counted_twice(
     trainer.train()
     check(trainer, reward, 1, 16)
     assert replicas[2] not in fleet.live
-    counted = sum(each.drawn for each in replicas[:2])
-    assert (counted, replicas[2].drawn) == (32, 0)
+    counted = sum(each.sampled for each in replicas[:2])
+    assert (counted, replicas[2].sampled) == (32, 0)
     replicas[2].may_answer.set()
     end = time.monotonic() + 60
     while replicas[2] not in fleet.live:
@@ -109,7 +109,7 @@ def test_one_that_stands_still_does_not_stop_the_steps_and_is_not_counted_twice(
     assert replicas[2].version == fleet.version
 
 
-def test_no_batch_is_drawn_further_ahead_than_the_bound(make_async, config, fleet):
+def test_no_batch_is_sampled_further_ahead_than_the_bound(make_async, config, fleet):
     """Back-pressure: engines that are faster than the trainer wait for it."""
     reward, ahead = Reward(), []
 
@@ -137,4 +137,4 @@ def test_a_replica_that_is_faster_draws_more_of_the_prompts(make_async, config, 
         )
         trainer.train()
         assert trainer.trained == reward.seen == dict.fromkeys(range(96), 2)
-        assert two.drawn > 1.2 * one.drawn  # a busy machine is slower at both
+        assert two.sampled > 1.2 * one.sampled  # a busy machine is slower at both

@@ -32,17 +32,17 @@ def test_generate_gives_trl_what_it_unpacks(parts):
     assert [[t[0] for t in row] for row in tokens] == ids
 
 
-def test_what_is_drawn_depends_on_the_step_and_not_on_evaluations_or_on_what_came_before(parts):
+def test_what_is_sampled_depends_on_the_step_and_not_on_evaluations_or_on_what_came_before(parts):
     straight, resumed = bridge(*parts), bridge(*parts)
-    drawn = {}
+    sampled = {}
     for step in range(3):
         straight.begin(step, is_evaluation=True)
         evaluated = straight.generate(PROMPTS)[1]
         straight.begin(step)
-        drawn[step] = [straight.generate(PROMPTS)[1] for _ in range(2)]
+        sampled[step] = [straight.generate(PROMPTS)[1] for _ in range(2)]
     resumed.begin(2)
-    assert [resumed.generate(PROMPTS)[1] for _ in range(2)] == drawn[2]
-    assert len({str(ids) for pair in [*drawn.values(), [evaluated]] for ids in pair}) == 7
+    assert [resumed.generate(PROMPTS)[1] for _ in range(2)] == sampled[2]
+    assert len({str(ids) for pair in [*sampled.values(), [evaluated]] for ids in pair}) == 7
 
 
 def test_every_call_draws_anew_and_every_run_the_same(parts):
@@ -73,7 +73,7 @@ def test_it_sleeps_between_rollouts_and_proves_the_adapter_after_the_wake(parts,
     assert checks[1:] == [{}, {"scored": True}]  # the push's own proof, which need not score, and that of the wake
 
 
-def test_an_adapter_lost_in_sleep_is_noticed_before_a_token_is_drawn(parts, monkeypatch):
+def test_an_adapter_lost_in_sleep_is_noticed_before_a_token_is_sampled(parts, monkeypatch):
     engine, strategy = parts
     used = bridge(engine, strategy, sleeps=True)
     used.sync_weights()
@@ -132,7 +132,7 @@ def test_the_kv_cache_is_away_while_the_policy_is_trained_and_back_for_each_push
     assert min(naps.values()) > 0
 
 
-def test_images_are_refused(parts):
+def test_images_are_rejected(parts):
     from qlora_rl import NotYetSupportedError
 
     with pytest.raises(NotYetSupportedError, match="images"):

@@ -21,7 +21,7 @@ from qlora_rl.config.schema import Data
 from qlora_rl.config.write import to_toml
 from qlora_rl.engine.fake import FakeEngine
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.policy.trained import open_trained
+from qlora_rl.inference.trained import open_trained
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "train-128.jsonl"
 SYSTEM = "End with #### and the number."
@@ -305,7 +305,7 @@ def test_columns_may_swap_their_names(tmp_path):
 def test_what_is_sampled_is_the_prompt_alone_whatever_else_a_row_has():
     row = {"prompt": "a", "completion": "b"}
     assert _sequences(row) == {"completion": "ab"}
-    assert _sequences(row, draws=True) == {"prompt": "a"}
+    assert _sequences(row, samples=True) == {"prompt": "a"}
     for odd in ({"prompt": None}, {"prompt": "a", "completion": [TURN]}):
         with pytest.raises(ConfigConflictError, match="reading the rows"):
             _sequences(odd)

@@ -16,8 +16,8 @@ from qlora_rl.config.schema import Data
 from qlora_rl.config.write import to_toml
 from qlora_rl.engine.images import ImagePrompt
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.policy.prompts import encode, model_inputs, with_images
-from qlora_rl.policy.rows import open_images
+from qlora_rl.inference.prompts import encode, model_inputs, with_images
+from qlora_rl.inference.rows import open_images
 
 pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
 LANGUAGE = r"model\.language_model\..*_proj"

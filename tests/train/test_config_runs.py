@@ -96,7 +96,7 @@ def test_dpo_trains_the_adapter_of_sft_on(tiny, tmp_path):
         assert (before[name] - after[name]).abs().max() < 1e-4
 
 
-def test_an_adapter_of_another_base_is_refused(tiny, other_model_dir, tmp_path, capsys):
+def test_an_adapter_of_another_base_is_rejected(tiny, other_model_dir, tmp_path, capsys):
     train(ROOT / "examples" / "sft.toml", tmp_path / "sft", *tiny)
     start = f"adapter.start_from={tmp_path / 'sft' / 'adapter'}"
     command = ["train", str(ROOT / "examples" / "dpo.toml"), "--set", start, "--set", f"run.dir={tmp_path / 'dpo'}"]
@@ -105,7 +105,7 @@ def test_an_adapter_of_another_base_is_refused(tiny, other_model_dir, tmp_path, 
     assert not (tmp_path / "dpo").exists()
 
 
-def test_a_run_that_cannot_fit_is_refused_before_a_base_is_made(model_dir, tmp_path, capsys, monkeypatch):
+def test_a_run_that_cannot_fit_is_rejected_before_a_base_is_made(model_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("qlora_rl.base.checkpoint.prepare_base", lambda *_, **__: pytest.fail("a base was made"))
     command = [
         "train",

@@ -185,7 +185,7 @@ def test_prompts_with_tools_are_tokenised_as_trl_does_and_data_shows_them(
     assert ('"name": "guess"' in shown) == ("may add to a prompt" in shown) == (environment is not None)
 
 
-def test_a_template_without_tools_is_refused_before_the_base_is_made(write, source, tmp_path):
+def test_a_template_without_tools_is_rejected_before_the_base_is_made(write, source, tmp_path):
     plain = AutoTokenizer.from_pretrained(source)
     plain.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     (tmp_path / "plain").mkdir()

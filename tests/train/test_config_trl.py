@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from runfile import GOOD, reasons, written
 
-from qlora_rl.adapter.wish import make_lora
+from qlora_rl.adapter.factory import make_lora
 from qlora_rl.config.findings import check_value
-from qlora_rl.config.hints import fits
 from qlora_rl.config.launch import find_trainer, trainer_arguments, trl_config
 from qlora_rl.config.read import read_config
 from qlora_rl.config.schema import ALIASES, ELSEWHERE, IDLE, METHODS, Adapter, default
 from qlora_rl.config.trl_fields import CHOICES, LIMITS, check_train, train_fields
+from qlora_rl.config.type_hints import fits
 from qlora_rl.errors import MissingDependencyError
 from qlora_rl.fidelity import CORRECTION
 from qlora_rl.train.setup.methods import config_class
@@ -32,7 +32,7 @@ def said(file: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_field_of_trl_refuses_a_wrong_type_and_takes_its_default(method):
+def test_every_field_of_trl_rejects_a_wrong_type_and_takes_its_default(method):
     config = config_class(method)
     known = train_fields(config)
     assert len(known) > 100

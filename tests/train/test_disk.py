@@ -71,11 +71,11 @@ def test_only_an_error_about_space_asks_for_space(tmp_path):
 def test_an_adapter_that_could_not_be_saved_is_a_failed_run(make_trainer, config, tmp_path, monkeypatch):
     from qlora_rl.train.run import RunDirectory
 
-    def refuse(*_):
+    def reject(*_):
         raise RunDirectoryError("writing adapter: No space left on device.")
 
     trainer = make_trainer(args=config(save_strategy="no"))
-    monkeypatch.setattr(RunDirectory, "save_adapter", refuse)
+    monkeypatch.setattr(RunDirectory, "save_adapter", reject)
     with pytest.raises(RunDirectoryError, match="writing adapter"):
         trainer.train()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1

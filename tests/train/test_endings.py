@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
 from qlora_rl import FakeEngine, QLoRAAsyncGRPOTrainer, SamplingSpec, attach, load_base
-from qlora_rl.policy.trained import open_trained
-from qlora_rl.train.watch.measure import MeasuredSteps
+from qlora_rl.inference.trained import open_trained
+from qlora_rl.train.metrics.measure import MeasuredSteps
 
 TOKENS = 8
 COLD = 0.1
@@ -16,7 +16,7 @@ COLDEST = SamplingSpec(TOKENS, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def drawn(engine, plain):
+def sampled(engine, plain):
     """What the base says after the prompts of the dataset, nearly as at `COLD`: tokens in the middle of it make good ends."""
     engine.drop_adapter()
     return engine.generate([list(prompt.encode()) for prompt in plain["prompt"]], COLDEST).completion_ids
@@ -51,14 +51,14 @@ def heard(engine, monkeypatch):
     return found
 
 
-def test_a_fake_engine_stops_at_each_of_several_ends(base, plain, drawn):
-    end = common(drawn)
+def test_a_fake_engine_stops_at_each_of_several_ends(base, plain, sampled):
+    end = common(sampled)
     model = load_base(base)
     model.config.eos_token_id = [1, end]
     with FakeEngine(model, max_model_length=64) as engine:
         rollout = engine.generate([list(prompt.encode()) for prompt in plain["prompt"]], COLDEST)
-    expected = [ids[: ids.index(end) + 1] if end in ids else ids for ids in drawn]
-    assert rollout.completion_ids == expected != drawn
+    expected = [ids[: ids.index(end) + 1] if end in ids else ids for ids in sampled]
+    assert rollout.completion_ids == expected != sampled
     assert rollout.has_ended == [ids[-1] in (1, end) for ids in expected]
 
 
@@ -89,8 +89,8 @@ def make(make_trainer, make_online, config, base, engine, plain, lora):
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "online_dpo", "async"])
-def test_rollouts_end_at_the_eos_of_the_processing_class(kind, make, base, drawn, heard):
-    end = common(drawn)
+def test_rollouts_end_at_the_eos_of_the_processing_class(kind, make, base, sampled, heard):
+    end = common(sampled)
     make(kind, processing_class=with_end(base, end)).train()
     completions = [ids for rollout in heard for ids in rollout.completion_ids]
     assert any(ids[-1] == end for ids in completions)
@@ -111,9 +111,9 @@ def batches(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "async", "attached"])
-def test_completions_that_the_engine_has_ended_are_not_masked_as_truncated(kind, make, drawn, heard, batches):
+def test_completions_that_the_engine_has_ended_are_not_masked_as_truncated(kind, make, sampled, heard, batches):
     """TRL looks for the EOS, which a completion does not have that a stop token or text ends."""
-    fields = {"mask_truncated_completions": True, "generation_kwargs": {"stop_token_ids": [common(drawn)]}}
+    fields = {"mask_truncated_completions": True, "generation_kwargs": {"stop_token_ids": [common(sampled)]}}
     trainer = make(kind, fields)
     trainer.train()
     has_ended = torch.tensor(heard[0].has_ended)
@@ -143,8 +143,8 @@ def test_a_rollout_func_is_masked_by_trls_own_rule(make, heard, batches):
     assert batches[0]["completion_mask"].tolist() == [[1, 1], [0, 0]] * 2
 
 
-def test_a_run_records_its_ends(make, base, drawn):
-    end = common(drawn)
+def test_a_run_records_its_ends(make, base, sampled):
+    end = common(sampled)
     trainer = make("grpo", processing_class=with_end(base, end))
     trainer.train()
     assert set(open_trained(trainer.args.output_dir).ends) == {1, end}

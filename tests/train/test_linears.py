@@ -10,11 +10,11 @@ from support import fused, make_model
 
 from qlora_rl import load_base, prepare_base
 from qlora_rl.base.quant import dequantised_weight, require_bitsandbytes
-from qlora_rl.engine.linears import native
+from qlora_rl.cpu_features import SETTING, processor
+from qlora_rl.engine.linears import cpu_kernel
+from qlora_rl.engine.linears.cpu_kernel import codes_kernel
 from qlora_rl.engine.linears.decoded import SLICE, DecodedLinear
-from qlora_rl.engine.linears.native import codes_kernel
-from qlora_rl.processor import SETTING, processor
-from qlora_rl.train.setup.linears import coded_weight, has_kernel, settle_linears
+from qlora_rl.train.setup.linears import apply_linears, coded_weight, has_kernel
 
 BF16 = torch.bfloat16
 # Where it is written for the processor and cannot be built, the tests fail.
@@ -37,7 +37,7 @@ def linear(rows=96, columns=128, blocksize=64, nested=False, bias=True, quant="n
 
 
 def settled(made):
-    return settle_linears(torch.nn.Sequential(made))
+    return apply_linears(torch.nn.Sequential(made))
 
 
 @needs_kernel
@@ -163,7 +163,7 @@ def test_the_forward_of_somebody_else_stays():
     own, other = linear(), linear(seed=1)
     own.__class__ = Doubled
     other.forward = mine = lambda x: "mine"
-    assert settle_linears(torch.nn.Sequential(own, other))["linears"] == 0
+    assert apply_linears(torch.nn.Sequential(own, other))["linears"] == 0
     assert other.forward is mine
     assert not has_kernel(own)
 
@@ -215,8 +215,8 @@ def test_what_the_kernel_does_not_take_bitsandbytes_multiplies(fault, monkeypatc
 @needs_kernel
 @pytest.mark.parametrize("wrong", ["multiply", "multiply_back"])
 def test_a_kernel_that_is_wrong_for_a_shape_is_not_used(monkeypatch, wrong):
-    right = getattr(native.CodesKernel, wrong)
-    monkeypatch.setattr(native.CodesKernel, wrong, lambda self, *given: torch.zeros_like(right(self, *given)))
+    right = getattr(cpu_kernel.CodesKernel, wrong)
+    monkeypatch.setattr(cpu_kernel.CodesKernel, wrong, lambda self, *given: torch.zeros_like(right(self, *given)))
     made = linear()
     assert settled(made) == {"kernel": codes_kernel().instructions, "linears": 0, "of": 1}
     assert not has_kernel(made)
@@ -224,7 +224,7 @@ def test_a_kernel_that_is_wrong_for_a_shape_is_not_used(monkeypatch, wrong):
 
 
 def test_every_reason_why_there_is_no_kernel_is_told(monkeypatch):
-    assert settle_linears(torch.nn.Linear(4, 4)) == {"reason": "the base has no 4-bit linears"}
+    assert apply_linears(torch.nn.Linear(4, 4)) == {"reason": "the base has no 4-bit linears"}
     made = linear()
     settled(made)
     monkeypatch.setenv(SETTING, "native")
@@ -249,7 +249,7 @@ def test_all_linears_of_a_base_have_it_and_its_logits_differ_by_the_order_of_sum
     ids = torch.arange(12)[None]
     with torch.no_grad():
         before = model(ids).logits.float()
-        found = settle_linears(model)
+        found = apply_linears(model)
         after = model(ids).logits.float()
     assert found["linears"] == found["of"] > 0
     assert (after - before).norm() / before.norm() < 2**-6

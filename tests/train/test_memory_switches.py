@@ -14,16 +14,16 @@ from peft import LoraConfig
 from recorded import Recorded
 from support import STEPS, make_model, randomise
 from test_arguments import Scripted, add, call
-from test_one_pass import offset
+from test_single_forward import offset
 from transformers import AutoTokenizer
 from trl.chat_template_utils import qwen3_chat_template
 
 from qlora_rl import load_base, prepare_base
 from qlora_rl.contracts import Rollout
 from qlora_rl.train import online
-from qlora_rl.train.one_pass import OnePass
-from qlora_rl.train.setup import tiles as tiles_module
+from qlora_rl.train.setup import tiled_mlp as tiles_module
 from qlora_rl.train.setup.layer_inputs import keep_on_host
+from qlora_rl.train.single_forward import SingleForward
 
 ALL = ("no padding", "tiles", "layer inputs", "sleep")
 MIXED = Dataset.from_list([{"prompt": "+".join(str(n) for n in range(1, 2 + i % 5)) + "="} for i in range(40)])
@@ -79,8 +79,8 @@ def test_a_switch_changes_no_run_with_alarm_one_pass_and_importance_sampling(
     base = prepare_base(model_dir, "none", compute_dtype="float32")
     monkeypatch.setattr(Recorded, "generate", offset(Recorded.generate, lambda i, j: 5e-4 * ((i + j) % 3 - 1)))
     once = []
-    asks = OnePass._scores_once
-    monkeypatch.setattr(OnePass, "_scores_once", lambda self: once.append(asks(self)) or once[-1])
+    asks = SingleForward._scores_once
+    monkeypatch.setattr(SingleForward, "_scores_once", lambda self: once.append(asks(self)) or once[-1])
     fields = {"max_steps": steps, "max_completion_length": 12, "vllm_importance_sampling_clip_max": 1.0002}
     fields["vllm_importance_sampling_mode"] = "token_truncate"
     run = partial(switched, fields=fields, model=base, rollout="colocate", train_dataset=MIXED)

@@ -197,7 +197,7 @@ def test_every_form_of_model_is_taken(kind, form, make, base, model_dir):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_base_that_somebody_has_written_into_is_refused(kind, make, base):
+def test_a_base_that_somebody_has_written_into_is_rejected(kind, make, base):
     model = load_base(base)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.data[7] += 1

@@ -23,7 +23,7 @@ from qlora_rl import (
 from qlora_rl.config.launch import launch
 from qlora_rl.config.read import read_config
 from qlora_rl.config.write import to_toml
-from qlora_rl.policy.prompts import model_inputs, with_images
+from qlora_rl.inference.prompts import model_inputs, with_images
 
 pytest.importorskip("torchvision", reason="set-up installs it where the package index has it")
 LANGUAGE = r"model\.language_model\..*_proj"

@@ -125,7 +125,7 @@ def test_every_form_of_model_is_taken(kind, form, make_online, base, model_dir, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_base_a_frozen_adapter_and_a_second_run_are_refused(kind, make_online, base, other_model_dir):
+def test_another_base_a_frozen_adapter_and_a_second_run_are_rejected(kind, make_online, base, other_model_dir):
     with pytest.raises(BaseMismatchError):
         make_online(kind, model=str(other_model_dir))
     frozen = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj"]))
@@ -272,7 +272,7 @@ def test_attach_gives_an_engine_to_a_trainer_of_trl_and_takes_it_back(kind, buil
         assert isinstance(trainer, kind)
         trainer.train()
         assert engine_in_flight.version == version + 2
-        assert held.admission.is_verified
+        assert held.base_check.is_verified
         assert held.plan.strategy == "lora_adapter"
         assert len(held.fidelity.history) == 2
         assert held.fidelity.last.mismatch_kl < 1e-4
@@ -286,7 +286,7 @@ def test_attach_gives_an_engine_to_a_trainer_of_trl_and_takes_it_back(kind, buil
     assert_same(before, bytes_of_the_base(trainer.model))
     assert set(vars(trainer)) >= set(state)
     held.close()
-    # It draws by itself again, and what it has learnt is still there.
+    # It samples by itself again, and what it has learnt is still there.
     version = engine_in_flight.version
     trainer.train()
     assert engine_in_flight.version == version
@@ -313,7 +313,7 @@ def test_attach_to_a_peft_model_and_a_rollout_func(built, engine, adapted, base)
         assert held.fidelity.last.mismatch_kl < 1e-4
 
 
-def test_attach_refuses_what_it_cannot_serve(built, engine_in_flight, make_online, model_dir):
+def test_attach_rejects_what_it_cannot_serve(built, engine_in_flight, make_online, model_dir):
     with pytest.raises(ConfigConflictError, match="has an engine of ours already"):
         attach(make_online("rloo"), rollout=engine_in_flight)
     with pytest.raises(ConfigConflictError, match="it is a str"):

@@ -33,7 +33,7 @@ IDLE_IN_GROUPS = {
     "transformers_continuous_batching_config": {"block_size": 16},
 }
 PLAIN = {"use_vllm": True, "learning_rate": 1e-3, "disable_dropout": True, "reward_weights": [2.0]}
-# FakeEngine draws by temperature alone; these reach a stand-in for LocalEngine, which notes them.
+# FakeEngine samples by temperature alone; these reach a stand-in for LocalEngine, which notes them.
 FILTERS = {"top_p": 0.9, "top_k": 8, "min_p": 0.05, "repetition_penalty": 1.1}
 IN_GROUPS = [
     PLAIN

@@ -15,8 +15,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from qlora_rl import ConfigConflictError, FakeEngine, QLoRADPOTrainer, QLoRASFTTrainer, load_base, prepare_base
 from qlora_rl.base.attention import attend as attention
-from qlora_rl.base.attention.choice import settle_attention
-from qlora_rl.train.scoring.padding import micro_batches, remove_padding, settle_padding
+from qlora_rl.base.attention.choice import apply_attention
+from qlora_rl.train.scoring.padding import apply_padding, micro_batches, remove_padding
 from qlora_rl.train.scoring.row import make_row
 
 WORDS, LONGEST = 97, 24
@@ -47,7 +47,7 @@ def make_model(kind="Llama", **fields):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3 if parameter.ndim > 1 else 1)
-    settle_attention(model)
+    apply_attention(model)
     add_fused_lm_head(model, temperature=0.8, outputs=("log_probs", "entropy", "is_top1"))
     return model
 
@@ -205,7 +205,7 @@ def test_with_dropout_each_sequence_has_a_mask_of_its_own(kind):
         model.lm_head.drop = torch.nn.Dropout(0.1)
     else:
         model.model.layers[0].self_attn.attention_dropout = 0.1
-    assert settle_padding(model) == {
+    assert apply_padding(model) == {
         "removed": True, "shares_prompts": False, "prompts_reason": "with dropout each sequence has a mask of its own",
     }  # fmt: skip
 
@@ -218,7 +218,7 @@ def test_a_model_that_takes_other_positions_shares_no_prompt(monkeypatch):
     monkeypatch.setattr(
         rotary, "forward", lambda self, x, position_ids: of_rotary(self, x, torch.arange(x.shape[1])[None])
     )
-    found = settle_padding(model)
+    found = apply_padding(model)
     assert (found["removed"], found["shares_prompts"]) == (True, False)
     assert "hidden states" in found["prompts_reason"]
 

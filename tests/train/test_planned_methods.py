@@ -14,7 +14,7 @@ from qlora_rl import QLoRADPOTrainer, QLoRASFTTrainer, plan_memory, prepare_base
 from qlora_rl.base.experts import ATTENTION
 from qlora_rl.bench.live import Live
 from qlora_rl.bench.shapes import Shape, make_model
-from qlora_rl.ledger.shape import read_config
+from qlora_rl.memory.shape import read_config
 
 TOKENS = 640
 

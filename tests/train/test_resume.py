@@ -1,4 +1,4 @@
-"""A run goes on from its last whole checkpoint as if it had never been stopped; another run is refused. `FakeEngine`, one process."""
+"""A run goes on from its last whole checkpoint as if it had never been stopped; another run is rejected. `FakeEngine`, one process."""
 
 import json
 import shutil
@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(case, base, tmp_pa
     killed(base, tmp_path / "killed", stop, **fields)
     with make(base, tmp_path / "killed", "fake", **fields) as trainer:
         result = trainer.train()
-        assert trainer.fidelity.history  # it has drawn again
+        assert trainer.fidelity.history  # it has sampled again
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
     assert result.training_loss == whole.training_loss
     versions = [line["version"] for line in lines(tmp_path / "killed", "sync.jsonl")]
@@ -113,7 +113,7 @@ def test_the_words_of_transformers_work_too(base, tmp_path):
     assert [d.name for d in checkpoints.numbered(tmp_path / "killed")] == [f"checkpoint-{n}" for n in (2, 3, 4)]
 
     # Into a new directory: the lines there begin where it began.
-    with make(base, tmp_path / "new", "fake", existing="refuse", **fields) as trainer:
+    with make(base, tmp_path / "new", "fake", existing="reject", **fields) as trainer:
         trainer.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
     assert [line["step"] for line in lines(tmp_path / "new")] == [3, 4]
     assert all(
@@ -183,7 +183,7 @@ def test_a_training_without_an_engine_goes_on_too(kind, base, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "killed")] == [1, 2, 3, 4, 5]
 
 
-def test_another_run_is_refused_by_name_and_nothing_is_touched(base, apart, other_model_dir, tmp_path):
+def test_another_run_is_rejected_by_name_and_nothing_is_touched(base, apart, other_model_dir, tmp_path):
     from peft import LoraConfig
 
     from qlora_rl import prepare_base
@@ -214,7 +214,7 @@ def test_another_run_is_refused_by_name_and_nothing_is_touched(base, apart, othe
         with pytest.raises(ConfigConflictError, match=r"args\.seed was 42 and is 7"):
             trainer.train(resume_from_checkpoint=True)
         assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == unchanged
-    # "continue" writes what it is; "resume" had refused before that.
+    # "continue" writes what it is; "resume" had rejected before that.
     assert {f for f in before if unchanged[f] != before[f]} <= {
         tmp_path / "config.json",
         tmp_path / "fingerprints.json",

@@ -50,19 +50,19 @@ def test_without_staleness_it_goes_on_bit_for_bit_and_is_grpo(case, base, tmp_pa
 
 
 class Noted(QLoRAAsyncGRPOTrainer):
-    """Notes what every step is computed from, and with which seeds it was drawn."""
+    """Notes what every step is computed from, and with which seeds it was sampled."""
 
     def __init__(self, *args, **kwargs):
         self.trained, self.seeds = [], {}
         super().__init__(*args, **kwargs)
-        real = self.bridge.draw
+        real = self.bridge.sample
 
-        def draw(prompts, images=None, *, seed, **more):
+        def sample(prompts, images=None, *, seed, **more):
             text = self.processing_class.decode(prompts[0])
             self.seeds.setdefault(text, []).append(seed)
             return real(prompts, images, seed=seed, **more)
 
-        self.bridge.draw = draw
+        self.bridge.sample = sample
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)

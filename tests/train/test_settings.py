@@ -1,4 +1,4 @@
-"""Every `vllm_*` field of GRPOConfig is honoured or refused, and the caller's config is not changed."""
+"""Every `vllm_*` field of GRPOConfig is honoured or rejected, and the caller's config is not changed."""
 
 import dataclasses
 from dataclasses import replace
@@ -33,7 +33,7 @@ READ_BY_TRL = {
     "vllm_importance_sampling_clip_min": (0.5, "vllm_importance_sampling_clip_min"),
     "vllm_importance_sampling_cap": (2.5, "vllm_importance_sampling_clip_max"),
 }
-REFUSED = {
+REJECTED = {
     "vllm_mode": "server",
     "vllm_server_base_url": "http://localhost:8000",
     "vllm_server_host": "10.0.0.1",
@@ -46,7 +46,7 @@ SAMPLED = {"vllm_structured_outputs_regex": "[0-9]+"}
 
 def test_no_vllm_field_of_trl_is_unknown_here():
     fields = {f.name for f in dataclasses.fields(GRPOConfig) if f.name.startswith("vllm_")}
-    known = [ARRIVES, READ_BY_TRL, REFUSED, SAMPLED]
+    known = [ARRIVES, READ_BY_TRL, REJECTED, SAMPLED]
     assert fields == set().union(*known)
     assert len(fields) == sum(len(table) for table in known)
 
@@ -59,7 +59,7 @@ def test_a_field_about_the_engine_arrives_in_its_options(field, make_trainer, co
 
 
 @pytest.mark.parametrize("field", ARRIVES)
-def test_a_field_about_the_engine_is_refused_beside_an_engine_object(field, make_trainer, config):
+def test_a_field_about_the_engine_is_rejected_beside_an_engine_object(field, make_trainer, config):
     with pytest.raises(ConfigConflictError, match=rf"{field}=.* with an engine object"):
         make_trainer(args=config(**{field: ARRIVES[field][0]}))
 
@@ -81,10 +81,10 @@ def test_a_field_that_trl_reads_is_where_trl_reads_it(field, make_trainer, confi
 
 
 @pytest.mark.parametrize("use_vllm", [True, False])
-@pytest.mark.parametrize("field", REFUSED)
-def test_a_field_about_a_server_is_refused(field, use_vllm, make_trainer, config):
+@pytest.mark.parametrize("field", REJECTED)
+def test_a_field_about_a_server_is_rejected(field, use_vllm, make_trainer, config):
     with pytest.raises(ConfigConflictError, match=field):
-        make_trainer(args=config(use_vllm=use_vllm, **{field: REFUSED[field]}))
+        make_trainer(args=config(use_vllm=use_vllm, **{field: REJECTED[field]}))
 
 
 def test_the_regex_and_all_other_sampling_fields_reach_every_request(make_trainer, config, colocate):
@@ -137,7 +137,7 @@ def test_an_engine_that_cannot_sleep_is_reported(make_trainer, config, colocate,
 # --- what TRL checks only under use_vllm=True ------------------------------------------------------------------------------
 
 
-def test_vespo_with_a_sequence_correction_is_refused_as_under_use_vllm(make_trainer, config):
+def test_vespo_with_a_sequence_correction_is_rejected_as_under_use_vllm(make_trainer, config):
     with pytest.raises(ConfigConflictError, match=r"vespo.*token_truncate"):
         make_trainer(args=config(loss_type="vespo", vllm_importance_sampling_mode="sequence_mask"))
 
@@ -161,7 +161,7 @@ def test_vespo_with_a_token_correction_trains(make_trainer, config):
         ({"generation_kwargs": {"seed": 1}}, r"GRPOConfig\(seed"),
     ],
 )
-def test_a_setting_that_cannot_be_met_is_refused_before_anything_is_loaded(fields, named, make_trainer, config):
+def test_a_setting_that_cannot_be_met_is_rejected_before_anything_is_loaded(fields, named, make_trainer, config):
     with pytest.raises(ConfigConflictError, match=named):
         make_trainer(model="/nowhere", args=config(**fields))
 
@@ -205,7 +205,7 @@ def two_processes(config):
 
 
 @pytest.mark.parametrize("shared", [{"rollout": "http://127.0.0.1:9"}, {"engine_options": {"tensor_parallel_size": 2}}])
-def test_tools_on_an_engine_that_processes_share_are_refused_before_anything_is_loaded(
+def test_tools_on_an_engine_that_processes_share_are_rejected_before_anything_is_loaded(
     shared, two_processes, base, plain, lora
 ):
     given = {"model": base, "reward_funcs": print, "train_dataset": plain, "peft_config": lora, "args": two_processes}
@@ -213,14 +213,14 @@ def test_tools_on_an_engine_that_processes_share_are_refused_before_anything_is_
         QLoRAGRPOTrainer(**given, **shared, rollout_func=print)
 
 
-def test_a_way_to_spread_a_trainer_that_is_not_there_is_refused_with_those_that_are(two_processes, monkeypatch):
+def test_a_way_to_spread_a_trainer_that_is_not_there_is_rejected_with_those_that_are(two_processes, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     two_processes.deepspeed_plugin = SimpleNamespace(zero_stage=1, deepspeed_config={})
     with pytest.raises(NotYetSupportedError, match=r"2 processes under zero1: .*ZeRO-2 and ZeRO-3.*zero3.yaml"):
         check_processes(two_processes, "choosing the engine")
 
 
-def test_deepspeed_in_one_process_is_refused(config):
+def test_deepspeed_in_one_process_is_rejected(config):
     args = config()
     args.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
     with pytest.raises(NotYetSupportedError, match=r"one process under DeepSpeed, .* plain python"):
@@ -237,7 +237,7 @@ def test_what_deepspeeds_config_leaves_open_is_trls(two_processes, monkeypatch):
     assert stated["zero_optimization"]["memory_efficient_linear"] is False
 
 
-def test_what_of_deepspeed_is_not_proven_is_refused_by_name(two_processes, monkeypatch):
+def test_what_of_deepspeed_is_not_verified_is_rejected_by_name(two_processes, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     stated = {
         "optimizer": {"type": "AdamW"},
@@ -255,7 +255,7 @@ def test_under_deepspeed_bf16_would_cast_another_base(two_processes):
         zero.check_dtype(two_processes, "float32")
 
 
-def test_an_engine_that_each_of_several_processes_would_own_is_refused(two_processes, engine, monkeypatch):
+def test_an_engine_that_each_of_several_processes_would_own_is_rejected(two_processes, engine, monkeypatch):
     settings.check(two_processes, engine)
     monkeypatch.setattr(type(engine), "url", "http://127.0.0.1:8000", raising=False)
     with pytest.raises(ConfigConflictError, match="Pass the URL"):
@@ -271,7 +271,7 @@ def test_an_engine_that_each_of_several_processes_would_own_is_refused(two_proce
         (42, ConfigConflictError),
     ],
 )
-def test_another_rollout_is_refused(rollout, error, make_trainer):
+def test_another_rollout_is_rejected(rollout, error, make_trainer):
     with pytest.raises(error, match="'colocate'"):
         make_trainer(rollout=rollout)
 
@@ -389,7 +389,7 @@ def test_without_a_config_the_correction_is_ours_and_a_config_that_is_given_is_n
     assert settings.own_copy(given).vllm_importance_sampling_clip_max == 3.0
 
 
-def test_an_engine_of_several_ranks_is_refused_where_there_is_none(monkeypatch):
+def test_an_engine_of_several_ranks_is_rejected_where_there_is_none(monkeypatch):
     from types import SimpleNamespace
 
     from qlora_rl.train.rollouts import engines

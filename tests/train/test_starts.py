@@ -14,7 +14,7 @@ def test_lora_plus_trains_b_with_its_own_learning_rate_and_the_adapter_is_synced
     model = get_peft_model(load_base(base), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0)
     with make(
-        base, tmp_path / "run", "fake", existing="refuse", model=model, peft_config=None, max_steps=2,
+        base, tmp_path / "run", "fake", existing="reject", model=model, peft_config=None, max_steps=2,
         optimizers=(optimizer, None), lr_scheduler_type="constant_with_warmup", warmup_steps=warmup, save_strategy="no",
     ) as trainer:  # fmt: skip
         trainer.train()
@@ -31,7 +31,7 @@ def test_rslora_under_a_schedule_is_plain_lora_with_alpha_times_the_root_of_its_
     trained = {}
     for name, factor in (("rslora", {"lora_alpha": 8, "use_rslora": True}), ("plain", {"lora_alpha": 16})):
         config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **factor)
-        with make(base, tmp_path / name, "fake", existing="refuse", peft_config=config, **asked) as trainer:
+        with make(base, tmp_path / name, "fake", existing="reject", peft_config=config, **asked) as trainer:
             trainer.train()
             assert trainer.plan.strategy == "lora_adapter"
         trained[name] = adapter(tmp_path / name)

@@ -15,7 +15,7 @@ from trl import DPOConfig
 from qlora_rl import QLoRADPOTrainer, prepare_base
 from qlora_rl.train import offline, online
 from qlora_rl.train.run import trained_run
-from qlora_rl.train.setup import tiles as tiles_module
+from qlora_rl.train.setup import tiled_mlp as tiles_module
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 
 CHECKPOINTED = {"gradient_checkpointing": True, "max_steps": 4, "save_steps": 2, "max_completion_length": 8}

@@ -40,13 +40,13 @@ def test_the_engines_own_limit_counts(plain):
     assert "rank=9 > 8" in judge_adapter(plain(lora(r=9)), ENGINE).reasons[0]
 
 
-def test_a_model_without_an_adapter_is_refused(model_dir):
+def test_a_model_without_an_adapter_is_rejected(model_dir):
     from transformers import AutoModelForCausalLM
 
-    assert judge_adapter(AutoModelForCausalLM.from_pretrained(model_dir)).kind == "refuse"
+    assert judge_adapter(AutoModelForCausalLM.from_pretrained(model_dir)).kind == "reject"
 
 
-def test_merged_disabled_and_broken_adapters_are_refused(plain):
+def test_merged_disabled_and_broken_adapters_are_rejected(plain):
     model = plain(lora())
     model.merge_adapter()
     reason = judge_adapter(model).reasons[0]
@@ -191,13 +191,13 @@ def test_what_a_killed_process_has_stored_goes_with_the_next_store(tmp_path, mon
 def test_a_version_appears_whole_or_not_at_all(adapted, tmp_path, monkeypatch):
     store, bundle = AdapterStore(tmp_path), export_adapter(adapted)
     good = store.publish(bundle, 1)
-    monkeypatch.setattr(os, "rename", _refuse)
+    monkeypatch.setattr(os, "rename", _reject)
     with pytest.raises(SyncError, match="No space left"):
         store.publish(bundle, 2)
     assert list(store.root.iterdir()) == [good]
 
 
-def _refuse(*_):
+def _reject(*_):
     raise OSError(28, "No space left on device")
 
 
@@ -231,6 +231,6 @@ def test_what_is_trained_is_found_again_in_the_file_that_peft_writes(base, field
     assert all(torch.equal(live[name], saved[of_file]) for name, of_file in names.items())
 
 
-def test_a_ring_of_one_is_refused():
+def test_a_ring_of_one_is_rejected():
     with pytest.raises(ValueError, match="keep=1 < 2"):
         AdapterStore(keep=1)

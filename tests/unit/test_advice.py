@@ -9,8 +9,8 @@ from qlora_rl import ConfigConflictError, recommend
 from qlora_rl.advice.settings import learning_rate
 from qlora_rl.cli import main
 from qlora_rl.fidelity import CORRECTION
-from qlora_rl.ledger.cards import ROOM
-from qlora_rl.ledger.pace import pace_of
+from qlora_rl.memory.cards import ROOM
+from qlora_rl.memory.pace import pace_of
 
 SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
@@ -55,9 +55,9 @@ def test_a_smaller_card_gets_a_smaller_batch_or_a_shorter_length(config_of, task
     for gib in (80, 24, 16, 12, 10):
         advice = recommend(config_of("8b"), task, gib, max_length=4096)
         batches.append(advice.config["per_device_train_batch_size"])
-        lengths.append(advice.ledger.request.max_length)
+        lengths.append(advice.estimate.request.max_length)
         if advice.fits:
-            assert advice.ledger.peak_bytes <= gib * 2**30
+            assert advice.estimate.peak_bytes <= gib * 2**30
     assert (batches[0], lengths[0], batches[-1]) == (8, 4096, 1)
     if task == "sft":  # in grpo the fastest step counts
         assert batches == sorted(batches, reverse=True)
@@ -68,16 +68,16 @@ def test_a_smaller_card_gets_a_smaller_batch_or_a_shorter_length(config_of, task
 
 def test_the_micro_batch_leaves_the_rollouts_the_memory_with_which_a_step_is_fastest(config_of):
     advice = recommend(config_of("8b"), "grpo", 24, max_length=4096)
-    ledger = advice.ledger
-    assert advice.config["per_device_train_batch_size"] == ledger.request.batch_size < 8
-    large = ledger.changed(batch_size=8, sleeps=False, offload=False)
+    estimate = advice.estimate
+    assert advice.config["per_device_train_batch_size"] == estimate.request.batch_size < 8
+    large = estimate.changed(batch_size=8, sleeps=False, offload=False)
     assert large.fits
-    assert large.cache_sequences < ledger.cache_sequences / 4  # the largest that fits starves them
+    assert large.cache_sequences < estimate.cache_sequences / 4  # the largest that fits starves them
     for batch in (8, 4, 2, 1):
         for sleeps in (False, True):
-            other = pace_of(ledger.changed(batch_size=batch, sleeps=sleeps, offload=False), 64)
+            other = pace_of(estimate.changed(batch_size=batch, sleeps=sleeps, offload=False), 64)
             assert advice.pace.step_s <= other.step_s * 1.06
-    assert ledger.budget_bytes - ledger.peak_bytes >= int(ROOM * ledger.budget_bytes) > 2**28
+    assert estimate.budget_bytes - estimate.peak_bytes >= int(ROOM * estimate.budget_bytes) > 2**28
     assert advice.pace.step_s == advice.pace.rollout_s + advice.pace.train_s
     assert advice.pace.tokens_per_s * advice.pace.rollout_s == pytest.approx(64 * 2048)
     assert "tokens/s" in str(advice)
@@ -85,14 +85,14 @@ def test_the_micro_batch_leaves_the_rollouts_the_memory_with_which_a_step_is_fas
 
 
 def test_a_step_takes_longer_on_a_slower_card_with_longer_sequences_and_with_what_saves_memory(config_of):
-    ledger = recommend(config_of("8b"), "grpo", 24).ledger
-    usual = pace_of(ledger).step_s
+    estimate = recommend(config_of("8b"), "grpo", 24).estimate
+    usual = pace_of(estimate).step_s
     for change in ({"max_length": 4096}, {"gradient_checkpointing": True, "offload": True}, {"sequences": 128}):
-        assert pace_of(ledger.changed(**change)).step_s > usual
-    assert pace_of(ledger.changed(gpu_memory_gib=80)).step_s < usual
-    assert pace_of(ledger.changed(gpu_memory_gib=22.5)).card == pace_of(ledger).card
-    assert pace_of(ledger.changed(device="cpu")) is None
-    assert pace_of(ledger.changed(gpu_memory_gib=None)) is None
+        assert pace_of(estimate.changed(**change)).step_s > usual
+    assert pace_of(estimate.changed(gpu_memory_gib=80)).step_s < usual
+    assert pace_of(estimate.changed(gpu_memory_gib=22.5)).card == pace_of(estimate).card
+    assert pace_of(estimate.changed(device="cpu")) is None
+    assert pace_of(estimate.changed(gpu_memory_gib=None)) is None
     sft = recommend(config_of("8b"), "sft", 24)
     assert (sft.pace.rollout_s, sft.pace.tokens_per_s) == (0, 0)
     assert "tokens/s" not in str(sft.pace)
@@ -116,11 +116,11 @@ def test_what_only_costs_time_is_turned_on_before_the_length_is_lowered(config_o
 
 def test_the_command_and_the_function_plan_the_same_for_a_card_and_pass_its_size_on(config_of, capsys):
     path = str(config_of("8b"))
-    budgets = [recommend(path, "grpo", 24).ledger.budget_bytes]
+    budgets = [recommend(path, "grpo", 24).estimate.budget_bytes]
     for command in ("recommend", "plan"):
         main([command, path, "--gpu-memory", "24", "--json"])
         said = json.loads(capsys.readouterr().out)
-        budgets.append(said.get("ledger", said)["budget_bytes"])
+        budgets.append(said.get("estimate", said)["budget_bytes"])
     assert len(set(budgets)) == 1
     assert budgets[0] < 23.64 * 2**30  # what an RTX 4090 reports
     advice = recommend(path, "grpo", 24)
@@ -130,7 +130,7 @@ def test_the_command_and_the_function_plan_the_same_for_a_card_and_pass_its_size
     for command in ("recommend", "plan"):
         main([command, path, "--gpu-memory", "24GB", "--json"])
         said = json.loads(capsys.readouterr().out)
-        assert said.get("ledger", said)["budget_bytes"] == budgets[0]
+        assert said.get("estimate", said)["budget_bytes"] == budgets[0]
     assert recommend(path, "grpo", "24GiB").trainer["gpu_memory"] == 24
     with pytest.raises(ConfigConflictError, match="gpu_memory='24TB' is not a size"):
         recommend(path, "grpo", "24TB")
@@ -189,7 +189,7 @@ def test_the_command_says_what_and_why_and_whether_it_fits(config_of, capsys):
     assert json.loads(capsys.readouterr().out)["lora"]["r"] == 16
 
 
-def test_another_task_is_refused(config_of):
+def test_another_task_is_rejected(config_of):
     with pytest.raises(ConfigConflictError, match="task='ppo' is not one of"):
         recommend(config_of("8b"), "ppo")
 
@@ -202,7 +202,7 @@ def test_experts_are_4_bit_where_they_do_not_fit_in_16(tmp_path):
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     small, large = (recommend(str(tmp_path / "config.json"), gpu_memory=size) for size in (24, 192))
-    assert small.ledger.fits
+    assert small.estimate.fits
     assert small.base == {"quant": "nf4", "double_quant": True, "quantize_experts": True}
-    assert large.ledger.fits
+    assert large.estimate.fits
     assert "quantize_experts" not in large.base

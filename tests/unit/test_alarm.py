@@ -10,8 +10,8 @@ import torch
 from qlora_rl import PolicyMismatchError, SamplingSpec
 from qlora_rl.errors import ConfigConflictError
 from qlora_rl.fidelity import measure
-from qlora_rl.sync.diagnosis import Diagnosis, Drawn, Examiner, _first_seen, _is_nearer
-from qlora_rl.train.watch.alarm import MismatchAlarm, drawn_from, filters_of, merged
+from qlora_rl.sync.mismatch_debugger import Diagnosis, MismatchDebugger, Sampled, _first_seen, _is_nearer
+from qlora_rl.train.metrics.alarm import MismatchAlarm, filters_of, merged, sampled_from
 
 LIKE = measure(torch.zeros(2, 8), torch.zeros(2, 8), torch.ones(2, 8))
 
@@ -22,7 +22,7 @@ class Examined:
     def __init__(self, cause="noise", is_verified=False):
         self.cause, self.is_verified, self.limits = cause, is_verified, []
 
-    def __call__(self, drawn, limit):
+    def __call__(self, sampled, limit):
         self.limits.append(limit)
         module = "layers.0" if self.cause == "layer" else None
         return Diagnosis(self.cause, f"it is {self.cause}", module, is_verified=self.is_verified)
@@ -37,7 +37,7 @@ def alarm_that_saw(*distances, cause="noise", is_verified=False, **arguments):
 
 
 def see(alarm, distance):
-    return alarm.observe(dataclasses.replace(LIKE, scaled_diff=distance), lambda: Drawn([], [], []))
+    return alarm.observe(dataclasses.replace(LIKE, scaled_diff=distance), lambda: Sampled([], [], []))
 
 
 def test_the_first_batch_calibrates_and_what_is_near_it_is_not_examined():
@@ -137,7 +137,7 @@ def test_one_token_is_no_evidence_and_many_are():
     assert not _is_nearer(there, here, every)
     assert _is_nearer(here * 0.3, here, every)
     assert not _is_nearer(here * 0.3, here, torch.arange(64) < 8)  # too few of them
-    copies = Drawn([[1], [1], [2]], [[5, 6], [5, 7], [5, 6]], [[-1.0, -1.0]] * 3)
+    copies = Sampled([[1], [1], [2]], [[5, 6], [5, 7], [5, 6]], [[-1.0, -1.0]] * 3)
     assert _first_seen(copies).tolist() == [True, True, False, True, True, True]
 
 
@@ -202,31 +202,31 @@ def test_tokens_without_a_logprob_stop_in_the_second_step_in_a_row(fields, said,
         assert [seen(alarm, **fields).cause for _ in range(3)] == ["nan"] * 3
 
 
-def test_what_is_scored_anew_without_gaps_does_not_speak_for_what_was_drawn():
-    """NaN where tokens are drawn one by one, and none where all are scored at once."""
-    drawn = Drawn([[1]], [[4, 5]], [[-1.0, -1.0]])
-    alarm = MismatchAlarm(Examined("noise", False), lambda _: (drawn, 1e-4))
+def test_what_is_scored_anew_without_gaps_does_not_speak_for_what_was_sampled():
+    """NaN where tokens are sampled one by one, and none where all are scored at once."""
+    sampled = Sampled([[1]], [[4, 5]], [[-1.0, -1.0]])
+    alarm = MismatchAlarm(Examined("noise", False), lambda _: (sampled, 1e-4))
     gaps = dataclasses.replace(LIKE, masked_share=0.3)
     assert alarm.observe_gaps(gaps).cause == "nan"
-    assert alarm.observe_again(drawn)[1] is None
+    assert alarm.observe_again(sampled)[1] is None
     with pytest.raises(PolicyMismatchError, match="for 30 % of the sampled tokens"):
         alarm.observe_gaps(gaps)
 
 
 @pytest.mark.parametrize("completions", [[[4, 5]], [[]]])
 def test_what_is_scored_anew_and_has_no_logprob_is_no_agreement(completions):
-    drawn = Drawn([[1]], completions, [[None] * len(completions[0])])
-    alarm = MismatchAlarm(Examined("noise", False), lambda _: (drawn, float("nan")))
-    _, found = alarm.observe_again(drawn)
+    sampled = Sampled([[1]], completions, [[None] * len(completions[0])])
+    alarm = MismatchAlarm(Examined("noise", False), lambda _: (sampled, float("nan")))
+    _, found = alarm.observe_again(sampled)
     if not completions[0]:
         assert found is None
         return
     assert found.cause == "nan"
     with pytest.raises(PolicyMismatchError):
-        alarm.observe_again(drawn)
+        alarm.observe_again(sampled)
 
 
-def test_nothing_drawn_is_no_distance():
+def test_nothing_sampled_is_no_distance():
     alarm, examined = alarm_that_saw()
     nothing = measure(torch.zeros(2, 8), torch.zeros(2, 8), torch.zeros(2, 8))
     assert [alarm.observe(nothing, lambda: None) for _ in range(3)] == [None] * 3
@@ -242,7 +242,7 @@ def test_filters_are_what_the_trainer_does_not_know():
     )
 
 
-def test_drawn_takes_padding_tools_and_missing_logprobs_out():
+def test_sampled_takes_padding_tools_and_missing_logprobs_out():
     output = {
         "prompt_ids": torch.tensor([[0, 5, 6], [7, 8, 9]]),
         "prompt_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
@@ -250,15 +250,15 @@ def test_drawn_takes_padding_tools_and_missing_logprobs_out():
         "sampling_per_token_logps": torch.tensor([[-1.0, -2.0, -3.0, 0.0], [-1.0, float("nan"), -3.0, -4.0]]),
     }
     mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]])
-    drawn = drawn_from(output, mask, 0.7, ("top_k=5",))
-    assert drawn.prompts == [[5, 6], [7, 8, 9]]
-    assert drawn.completions == [[1, 2, 3], [4, 5, 6, 7]]
-    assert drawn.logprobs == [[-1.0, None, -3.0], [-1.0, None, -3.0, -4.0]]
-    assert (drawn.temperature, drawn.filters) == (0.7, ("top_k=5",))
+    sampled = sampled_from(output, mask, 0.7, ("top_k=5",))
+    assert sampled.prompts == [[5, 6], [7, 8, 9]]
+    assert sampled.completions == [[1, 2, 3], [4, 5, 6, 7]]
+    assert sampled.logprobs == [[-1.0, None, -3.0], [-1.0, None, -3.0, -4.0]]
+    assert (sampled.temperature, sampled.filters) == (0.7, ("top_k=5",))
     many = {k: v.repeat(50, 1) for k, v in output.items()}
-    assert len(drawn_from(many, mask.repeat(50, 1), 1.0).prompts) == 2  # each text once
+    assert len(sampled_from(many, mask.repeat(50, 1), 1.0).prompts) == 2  # each text once
     many["prompt_ids"] = many["prompt_ids"] + torch.arange(100)[:, None]
-    assert 8 <= len(drawn_from(many, mask.repeat(50, 1), 1.0).prompts) <= 16
+    assert 8 <= len(sampled_from(many, mask.repeat(50, 1), 1.0).prompts) <= 16
 
 
 def test_prompts_with_images_are_not_scored_again_without_them():
@@ -269,11 +269,11 @@ def test_prompts_with_images_are_not_scored_again_without_them():
         "sampling_per_token_logps": torch.zeros(1, 1),
     }
     seen = {
-        name: drawn_from(output | more, torch.ones(1, 1), 1.0)
+        name: sampled_from(output | more, torch.ones(1, 1), 1.0)
         for name, more in {"none": {}, "pixels": {"pixel_values": torch.zeros(1)}, "said": {"has_images": True}}.items()
     }
-    assert {name: drawn.has_images for name, drawn in seen.items()} == {"none": False, "pixels": True, "said": True}
+    assert {name: sampled.has_images for name, sampled in seen.items()} == {"none": False, "pixels": True, "said": True}
     assert merged([seen["none"], seen["said"]]).has_images
-    found = Examiner(None, None, None, None)._tried(seen["said"], 0.1)
+    found = MismatchDebugger(None, None, None, None)._tried(seen["said"], 0.1)
     assert found.cause == "unknown"
     assert "images are not scored again" in found.sentence

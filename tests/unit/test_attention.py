@@ -14,7 +14,7 @@ from qlora_rl import ConfigConflictError, NotYetSupportedError
 from qlora_rl.base.attention import attend as attending
 from qlora_rl.base.attention import softcap as capped
 from qlora_rl.base.attention.attend import NAME, attend, without_masks
-from qlora_rl.base.attention.choice import attention_for, settle_attention
+from qlora_rl.base.attention.choice import apply_attention, attention_for
 from qlora_rl.train.scoring.row import row_inputs
 
 WORDS, LENGTH = 97, 40
@@ -121,12 +121,12 @@ def test_a_model_that_was_loaded_with_sdpa_computes_with_the_bound_from_now_on(c
     wanted = copy.deepcopy(model)
     wanted.set_attn_implementation("eager")
     with caplog.at_level(logging.WARNING):
-        settle_attention(model)
+        apply_attention(model)
     assert "attn_logit_softcapping=50.0" in caplog.text
     torch.testing.assert_close(scored(model)[0], scored(wanted)[0], rtol=0, atol=1e-4)
     caplog.clear()
-    settle_attention(model)
-    settle_attention(wanted)
+    apply_attention(model)
+    apply_attention(wanted)
     assert not caplog.text
     assert wanted.config._attn_implementation == "eager"
 

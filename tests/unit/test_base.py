@@ -279,12 +279,12 @@ def _tokenizer(base):
 
 
 @pytest.mark.parametrize("quant", ["int8", "8bit"])
-def test_8_bits_are_refused_with_the_way_out(model_dir, quant):
+def test_8_bits_are_rejected_with_the_way_out(model_dir, quant):
     with pytest.raises(UnsupportedQuantError, match="use quant='nf4'"):
         prepare_base(model_dir, quant)
 
 
-def test_an_8_bit_model_object_is_refused(model_dir):
+def test_an_8_bit_model_object_is_rejected(model_dir):
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     config = BitsAndBytesConfig(load_in_8bit=True)
@@ -293,7 +293,7 @@ def test_an_8_bit_model_object_is_refused(model_dir):
         prepare_base(model)
 
 
-def test_an_odd_blocksize_and_dtype_are_refused():
+def test_an_odd_blocksize_and_dtype_are_rejected():
     with pytest.raises(UnsupportedQuantError, match="blocksize=48"):
         QuantSpec(blocksize=48)
     with pytest.raises(UnsupportedQuantError, match="compute_dtype='int8'"):
@@ -356,7 +356,7 @@ def test_a_model_that_is_nowhere_is_a_clear_error(tmp_path):
         prepare_base("nobody/nothing")
 
 
-def test_another_quantiser_is_refused(model_dir, tmp_path):
+def test_another_quantiser_is_rejected(model_dir, tmp_path):
     shutil.copytree(model_dir, tmp_path / "gptq")
     config = json.loads((model_dir / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
@@ -452,7 +452,7 @@ def test_a_4_bit_checkpoint_keeps_its_own_quantisation(model_dir, tmp_path):
     assert "fp4-64" in written.path.name
 
 
-def test_blocks_that_would_span_rows_are_refused(model_dir):
+def test_blocks_that_would_span_rows_are_rejected(model_dir):
     """bitsandbytes 0.50's CPU kernel dequantises them with the wrong scales where it runs with AVX-512; this documents it."""
     import bitsandbytes.functional as functional
 
@@ -508,7 +508,7 @@ def test_a_directory_without_weights_is_said(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_model_whose_blocks_span_rows_is_refused_on_every_device(device):
+def test_a_model_whose_blocks_span_rows_is_rejected_on_every_device(device):
     """As on a GPU, whose kernel is right: the base would be served, and compared, on CPUs whose kernel is not."""
     import bitsandbytes as bnb
 

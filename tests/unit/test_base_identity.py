@@ -27,8 +27,8 @@ from qlora_rl.adapter.store import ORIGIN, write_origin
 from qlora_rl.base import checkpoint
 from qlora_rl.base.checkpoint import MANIFEST, open_base
 from qlora_rl.base.quant import QuantSpec, exact_absmax, quantize_linear
-from qlora_rl.policy.trained import open_trained
-from qlora_rl.processor import processor
+from qlora_rl.cpu_features import processor
+from qlora_rl.inference.trained import open_trained
 
 TESTS = Path(__file__).parent.parent
 
@@ -257,7 +257,7 @@ def test_an_adapter_of_the_other_base_is_rejected_with_the_way_out(base, apart, 
     write_origin(tmp_path, base.identity)
     assert judge_adapter(tmp_path, base=base.path).kind == "adapter"
     verdict = judge_adapter(tmp_path, base=apart.path)
-    assert verdict.kind == "refuse"
+    assert verdict.kind == "reject"
     assert base.identity[:16] in verdict.reasons[0]
     assert apart.identity[:16] in verdict.reasons[0]
     assert "copy" in verdict.reasons[0]
@@ -267,7 +267,7 @@ def test_an_adapter_of_an_earlier_version_is_rejected_with_the_way_on(base, adap
     adapted.save_pretrained(tmp_path)
     (tmp_path / ORIGIN).write_text(json.dumps({"base_digest": "0" * 64}))
     verdict = judge_adapter(tmp_path, base=base.path)
-    assert verdict.kind == "refuse"
+    assert verdict.kind == "reject"
     assert "earlier version" in verdict.reasons[0]
     assert f"remove {ORIGIN}" in verdict.reasons[0]
     (tmp_path / ORIGIN).unlink()

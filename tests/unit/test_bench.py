@@ -59,7 +59,7 @@ def test_a_sample_counts_once_for_the_first_of_the_parts():
         loop + made + scores + " 3000",
         loop + "GRPOTrainer.compute_loss;" + scores + " 5000",
         loop + "GRPOTrainer.compute_loss 1000",
-        loop + "Examiner.examine 1000000",  # left out
+        loop + "MismatchDebugger.examine 1000000",  # left out
         loop + "somewhere 2000",
     ]
     found = profile_step.milliseconds("\n".join(lines), steps=2)

@@ -67,7 +67,7 @@ def test_the_architecture_names_every_folder_and_its_modules():
         for folder in re.findall(r"`([^`]+)`", folders)
     }
     assert set(named) == {file.parent for file in home.rglob("*.py")}
-    rooms = ("train", "engine", "sync", "adapter", "base", "ledger", "rewards")
+    rooms = ("train", "engine", "sync", "adapter", "base", "memory", "rewards")
     for folder, modules in named.items():
         there = {file.stem for file in folder.glob("*.py")} - (set() if folder == home else {"__init__"})
         listed = folder == home or folder.relative_to(home).parts[0] in rooms

@@ -16,7 +16,7 @@ import torch
 from qlora_rl import errors
 from qlora_rl.adapter.store import write_adapter
 from qlora_rl.contracts import AdapterBundle, BaseFingerprint
-from qlora_rl.engine.client import answers
+from qlora_rl.engine.client import http_errors
 from qlora_rl.engine.client.engine import PREFIX, START, VERSION, ServerEngine
 from qlora_rl.engine.client.state import Phase, ServerState
 
@@ -77,38 +77,38 @@ def server():
 
 @pytest.fixture
 def engine(server, monkeypatch):
-    monkeypatch.setattr("qlora_rl.engine.client.answers.time.sleep", lambda s: None)
+    monkeypatch.setattr("qlora_rl.engine.client.http_errors.time.sleep", lambda s: None)
     with ServerEngine("http://server", api_key=KEY, wait_s=5.0, transport=httpx.MockTransport(server)) as engine:
         server.asked.clear()
         yield engine
 
 
-def refusal(kind, message="because"):
+def rejection(kind, message="because"):
     return {"error": {"kind": kind, "message": message, "reasons": ["one", "two"]}}
 
 
 @pytest.mark.parametrize(
     ("status", "content", "error"),
     [
-        (400, refusal("ConfigConflictError"), errors.ConfigConflictError),
-        (400, refusal("PromptTooLongError"), errors.PromptTooLongError),
-        (401, refusal("AccessDeniedError"), errors.AccessDeniedError),
+        (400, rejection("ConfigConflictError"), errors.ConfigConflictError),
+        (400, rejection("PromptTooLongError"), errors.PromptTooLongError),
+        (401, rejection("AccessDeniedError"), errors.AccessDeniedError),
         (401, "", errors.AccessDeniedError),
-        (403, refusal("AccessDeniedError"), errors.AccessDeniedError),
+        (403, rejection("AccessDeniedError"), errors.AccessDeniedError),
         (403, "<html>proxy</html>", errors.AccessDeniedError),
         (404, {"detail": "Not Found"}, errors.EngineUnsupportedError),
-        (409, refusal("ServerTakenError"), errors.ServerTakenError),
-        (413, refusal("SyncError"), errors.SyncError),
-        (422, refusal("SyncError"), errors.SyncError),
+        (409, rejection("ServerTakenError"), errors.ServerTakenError),
+        (413, rejection("SyncError"), errors.SyncError),
+        (422, rejection("SyncError"), errors.SyncError),
         (500, "boom", errors.EngineBrokenError),
-        (500, refusal("nonsense"), errors.EngineBrokenError),
-        (500, refusal("Sequence"), errors.EngineBrokenError),
-        (503, refusal("EngineBrokenError"), errors.EngineBrokenError),
+        (500, rejection("nonsense"), errors.EngineBrokenError),
+        (500, rejection("Sequence"), errors.EngineBrokenError),
+        (503, rejection("EngineBrokenError"), errors.EngineBrokenError),
         (301, "", errors.EngineBrokenError),
         (418, [], errors.EngineBrokenError),
     ],
 )
-def test_a_refusal_is_an_error_of_its_own_and_is_not_asked_again(engine, server, status, content, error):
+def test_a_rejection_is_an_error_of_its_own_and_is_not_asked_again(engine, server, status, content, error):
     server.answers = [
         httpx.Response(status, json=content) if not isinstance(content, str) else httpx.Response(status, text=content)
     ]
@@ -121,7 +121,7 @@ def test_a_refusal_is_an_error_of_its_own_and_is_not_asked_again(engine, server,
 
 
 def test_a_wrong_key_is_answered_with_the_field_of_a_runs_file(engine, server):
-    server.answers = [httpx.Response(401, json=refusal("AccessDeniedError"))]
+    server.answers = [httpx.Response(401, json=rejection("AccessDeniedError"))]
     with pytest.raises(errors.AccessDeniedError, match=r"\[rollout\] api_key_file in a run's file"):
         engine.generate([[1, 2]], max_tokens=1)
 
@@ -146,7 +146,7 @@ def test_a_server_that_stays_away_is_an_error_that_says_what_to_do(engine, serve
 
 
 def test_a_server_that_is_away_is_asked_again_and_again_and_said_to_be_away_once(engine, server, caplog, monkeypatch):
-    monkeypatch.setattr(answers, "SAID_EVERY_S", 3600.0)
+    monkeypatch.setattr(http_errors, "SAID_EVERY_S", 3600.0)
     server.answers = [None, None, None]
     assert engine.generate([[1, 2]], max_tokens=1).completion_ids
     assert not server.answers
@@ -155,20 +155,20 @@ def test_a_server_that_is_away_is_asked_again_and_again_and_said_to_be_away_once
 
 def given_up():
     error = {"error": {"kind": "", "message": "vLLM has given up 1 of 1 requests before their end"}}
-    return httpx.Response(503, json=error, headers={answers.GAVE_UP: "1"})
+    return httpx.Response(503, json=error, headers={http_errors.GAVE_UP: "1"})
 
 
 def test_a_request_that_a_living_server_gives_up_is_asked_again_but_not_for_ever(engine, server):
     engine.wait_s = 3600.0
-    server.answers = [given_up() for _ in range(answers.GIVEN_UP_AT_MOST - 1)]
+    server.answers = [given_up() for _ in range(http_errors.GIVEN_UP_AT_MOST - 1)]
     assert engine.generate([[1, 2]], max_tokens=1).completion_ids == [[1]]
     server.answers = [given_up() for _ in range(100)]
     with pytest.raises(errors.EngineBrokenError, match=r"given up 1 of 1 requests.*5 times in turn, and goes on"):
         engine.generate([[1, 2]], max_tokens=1)
-    assert len(server.answers) == 100 - answers.GIVEN_UP_AT_MOST
+    assert len(server.answers) == 100 - http_errors.GIVEN_UP_AT_MOST
 
 
-def test_after_a_restart_the_base_is_proven_and_the_adapter_pushed_before_anything_is_asked(engine, server):
+def test_after_a_restart_the_base_is_verified_and_the_adapter_pushed_before_anything_is_asked(engine, server):
     engine._base = server.about["base"] = BaseFingerprint({}).digest
     engine.load_packed(b"bytes", 4)
     server.asked.clear()
@@ -180,7 +180,7 @@ def test_after_a_restart_the_base_is_proven_and_the_adapter_pushed_before_anythi
     assert (rollout.version, engine.version, engine.incarnation) == (4, 4, 2)
 
 
-def test_while_a_restarted_server_is_proven_other_threads_ask_it_nothing(engine, server):
+def test_while_a_restarted_server_is_verified_other_threads_ask_it_nothing(engine, server):
     engine._base = server.about["base"] = BaseFingerprint({}).digest
     engine.load_packed(b"bytes", 4)
     server.asked.clear()
@@ -197,8 +197,8 @@ def test_while_a_restarted_server_is_proven_other_threads_ask_it_nothing(engine,
     with ThreadPoolExecutor(1) as pool:
         engine.wake()
         assert seen[0].result(30).version == 4
-    proven = [("GET", "/state"), ("GET", "/state"), ("GET", "/base"), ("PUT", "/adapter")]
-    assert server.asked[:4] == proven
+    verified = [("GET", "/state"), ("GET", "/state"), ("GET", "/base"), ("PUT", "/adapter")]
+    assert server.asked[:4] == verified
     assert sorted(server.asked[4:]) == [("GET", "/state"), ("POST", "/generate")]  # whichever thread is quicker
     assert engine.incarnation == 2
 
@@ -226,7 +226,7 @@ def test_the_version_before_the_newest_is_asked_for_by_its_digest_and_an_older_o
 
 def test_another_thread_ends_what_waits_on_a_connection_whichever_request_has_opened_it():
     """A real server, that answers everything but rollouts, and closes the first connection as if it had idled for too long."""
-    answers, arrived, is_over = Server(), threading.Event(), threading.Event()
+    http_errors, arrived, is_over = Server(), threading.Event(), threading.Event()
     opened = {}
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -243,7 +243,7 @@ def test_another_thread_ends_what_waits_on_a_connection_whichever_request_has_op
             if what == "generate":
                 arrived.set()
                 is_over.wait(60)
-            answer = answers(request)
+            answer = http_errors(request)
             self.send_response(answer.status_code)
             for name, value in {
                 **answer.headers,
@@ -292,7 +292,7 @@ def test_the_answer_to_a_rollout_that_is_read_after_a_push_does_not_turn_the_ver
 
 
 @pytest.mark.parametrize("before", [b"old", None])
-def test_a_push_without_an_answer_is_undone_before_anything_is_drawn(engine, server, before):
+def test_a_push_without_an_answer_is_undone_before_anything_is_sampled(engine, server, before):
     engine._base = server.about["base"] = BaseFingerprint({}).digest
     if before:
         engine.load_packed(before, 1)
@@ -311,8 +311,8 @@ def test_a_push_without_an_answer_is_undone_before_anything_is_drawn(engine, ser
     ]  # fmt: skip
 
 
-def test_a_refused_push_leaves_no_doubt(engine, server):
-    server.answers = [httpx.Response(422, json=refusal("SyncError"))]
+def test_a_rejected_push_leaves_no_doubt(engine, server):
+    server.answers = [httpx.Response(422, json=rejection("SyncError"))]
     with pytest.raises(errors.SyncError):
         engine.load_packed(b"new", 2)
     server.asked.clear()
@@ -323,15 +323,15 @@ def test_a_refused_push_leaves_no_doubt(engine, server):
 def test_what_was_withdrawn_is_not_asked_until_the_next_push(engine, server):
     engine._base = server.about["base"] = BaseFingerprint({}).digest
     engine.load_packed(b"bytes", 4)
-    engine.withdraw_adapter("version 4 was not proven")
+    engine.withdraw_adapter("version 4 was not verified")
     server.asked.clear()
     for ask in (engine.generate, engine.score):
-        with pytest.raises(errors.EngineBrokenError, match=r"version 4 was not proven\. Push again"):
+        with pytest.raises(errors.EngineBrokenError, match=r"version 4 was not verified\. Push again"):
             ask([[1, 2]])
     server.answers = [httpx.Response(500, text="boom")]
     with pytest.raises(errors.EngineBrokenError):
         engine.drop_adapter()  # it may serve what was withdrawn still
-    with pytest.raises(errors.EngineBrokenError, match="not proven"):
+    with pytest.raises(errors.EngineBrokenError, match="not verified"):
         engine.generate([[1, 2]])
     assert server.asked == [("DELETE", "/adapter")]
     engine.drop_adapter()
@@ -341,7 +341,7 @@ def test_what_was_withdrawn_is_not_asked_until_the_next_push(engine, server):
     engine.generate([[1, 2]], max_tokens=1)
 
 
-def test_a_restart_on_another_base_is_refused_each_time(engine, server):
+def test_a_restart_on_another_base_is_rejected_each_time(engine, server):
     server.start = "two"
     for _ in range(2):
         with pytest.raises(errors.BaseMismatchError, match="another base"):
@@ -399,7 +399,7 @@ def test_full_weights_that_a_restarted_server_has_lost_are_never_silently_the_ba
     assert len([path for _, path in server.asked if path == "/generate"]) == 1  # the new server was not asked
 
 
-def test_full_weights_without_an_answer_are_taken_back_before_anything_is_proven(engine, server):
+def test_full_weights_without_an_answer_are_taken_back_before_anything_is_verified(engine, server):
     """They may have arrived: then what the server holds is not the base."""
     server.about |= {"base": BaseFingerprint({}).digest, "takes_dense": True}
     engine._base, engine.wait_s = server.about["base"], 0.0
@@ -413,7 +413,7 @@ def test_full_weights_without_an_answer_are_taken_back_before_anything_is_proven
     assert server.asked == [("POST", "/generate"), ("GET", "/state"), ("DELETE", "/adapter"), ("GET", "/base")]
 
 
-def test_a_first_push_that_arrives_late_is_undone_before_anything_is_drawn(engine, server):
+def test_a_first_push_that_arrives_late_is_undone_before_anything_is_sampled(engine, server):
     """It still stands before the server's lock when the state is read: only a request behind it can undo it."""
     engine._base = server.about["base"] = BaseFingerprint({}).digest
     engine.wait_s = 0.0
@@ -426,8 +426,8 @@ def test_a_first_push_that_arrives_late_is_undone_before_anything_is_drawn(engin
     assert engine._expected() == {"version": 0, "digest": ""}
 
 
-def test_after_a_refused_first_push_it_follows_the_server_as_before(engine, server):
-    server.answers = [httpx.Response(422, json=refusal("SyncError"))]
+def test_after_a_rejected_first_push_it_follows_the_server_as_before(engine, server):
+    server.answers = [httpx.Response(422, json=rejection("SyncError"))]
     with pytest.raises(errors.SyncError):
         engine.load_packed(b"new", 2)
     assert engine._expected() == {"version": 0, "digest": None}
@@ -436,7 +436,7 @@ def test_after_a_refused_first_push_it_follows_the_server_as_before(engine, serv
 @pytest.mark.parametrize(
     "key", ["two words of a key", "line\nbreak-in-a-key", "a-key-with-\x00-inside", "schlüssel-schlüssel"]
 )
-def test_a_key_that_cannot_be_sent_is_refused_and_never_shown(key, tmp_path, monkeypatch):
+def test_a_key_that_cannot_be_sent_is_rejected_and_never_shown(key, tmp_path, monkeypatch):
     monkeypatch.delenv("QLORA_RL_API_KEY", raising=False)
     file = tmp_path / "key"
     file.write_bytes(key.encode("latin-1"))
@@ -459,12 +459,12 @@ def test_what_cannot_be_sent_is_not_tried_again_and_shows_no_header(engine, serv
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "127.0.0.1:8000", "ftp://server", "http://", "http://server:port"])
-def test_what_is_no_url_of_a_server_is_refused_at_once(url):
+def test_what_is_no_url_of_a_server_is_rejected_at_once(url):
     with pytest.raises(errors.ConfigConflictError, match="http://host:port"):
         ServerEngine(url, api_key=KEY, wait_s=3600.0)
 
 
-def test_an_answer_by_another_version_than_was_asked_for_is_refused(engine, server):
+def test_an_answer_by_another_version_than_was_asked_for_is_rejected(engine, server):
     engine.load_packed(b"adapter", 3)
     content = {"completion_ids": [[1]], "logprobs": [[-1.0]], "version": 4, "seconds": 0.0}
     server.answers = [httpx.Response(200, json=content, headers=server.marks())]
@@ -530,18 +530,18 @@ def test_a_recovery_lasts_until_the_base_is_verified_and_the_policy_pushed_again
 
 @pytest.mark.parametrize(
     ("fault", "error"),
-    [("other base", errors.BaseMismatchError), ("refused", errors.SyncError), ("away", errors.EngineBrokenError)],
+    [("other base", errors.BaseMismatchError), ("rejected", errors.SyncError), ("away", errors.EngineBrokenError)],
 )
 def test_a_recovery_that_fails_leaves_doubt_and_the_next_request_begins_another(own, server, fault, error):
     own.load_packed(b"old", 1)
     own.wait_s, server.start, server.version = 0.0, "two", 0
     base, real = server.about["base"], server.content
-    answers = {"refused": httpx.Response(422, json=refusal("SyncError")), "away": None}
+    http_errors = {"rejected": httpx.Response(422, json=rejection("SyncError")), "away": None}
 
     def content(request):
         found = real(request)
-        if request.url.path.endswith("/base") and fault in answers:
-            server.answers = [answers[fault]]  # to the push that comes next
+        if request.url.path.endswith("/base") and fault in http_errors:
+            server.answers = [http_errors[fault]]  # to the push that comes next
         return found
 
     server.content = content
@@ -587,8 +587,8 @@ def test_an_engine_that_is_closed_during_a_recovery_stays_closed(own, server):
     assert server.asked[-1] == ("DELETE", "/lease")
 
 
-def test_a_refused_push_stays_out_of_the_phases(own, server):
-    server.answers = [httpx.Response(422, json=refusal("SyncError"))]
+def test_a_rejected_push_stays_out_of_the_phases(own, server):
+    server.answers = [httpx.Response(422, json=rejection("SyncError"))]
     with pytest.raises(errors.SyncError):
         own.load_packed(b"new", 2)
     assert own._state.phase is Phase.KNOWN
@@ -634,7 +634,7 @@ def test_a_recovery_that_is_interrupted_as_it_begins_verifies_nothing_and_the_ne
 def test_who_asks_for_nothing_pushes_nothing_to_a_restarted_server(own, server, before):
     if before == "withdrawn":
         own.load_packed(b"old", 1)
-        own.withdraw_adapter("version 1 was not proven")
+        own.withdraw_adapter("version 1 was not verified")
     server.start, server.version = "two", 0
     server.asked.clear()
     own.wake()
@@ -642,7 +642,7 @@ def test_who_asks_for_nothing_pushes_nothing_to_a_restarted_server(own, server, 
     assert (own._state.phase, own._state.withdrawn != "") == (Phase.KNOWN, before == "withdrawn")
 
 
-def test_a_push_by_name_that_is_refused_after_a_restart_leaves_the_version_before_asked_for(server, tmp_path):
+def test_a_push_by_name_that_is_rejected_after_a_restart_leaves_the_version_before_asked_for(server, tmp_path):
     """It was brought back by its bytes, which have another digest than its files."""
     server.about |= {"base": BaseFingerprint({}).digest, "max_body_bytes": 10**6}
     for version in (1, 2):
@@ -658,7 +658,7 @@ def test_a_push_by_name_that_is_refused_after_a_restart_leaves_the_version_befor
             server.version, held["digest"] = asked["version"], asked["digest"]
         if request.method == "PUT":
             held["digest"] = request.url.params["digest"]
-            server.answers = [httpx.Response(422, json=refusal("SyncError"))]  # to the push that is asked again
+            server.answers = [httpx.Response(422, json=rejection("SyncError"))]  # to the push that is asked again
         if request.url.path.endswith("/generate"):
             assert asked["digest"] == held["digest"]
         return real(request)

@@ -186,7 +186,7 @@ def test_ranks_that_a_trainer_process_starts_see_its_groups_gpus_and_nothing_of_
     for name, value in {**told, "CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": local_rank}.items():
         monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
     envs = pytest.importorskip("vllm.envs")
-    assert envs.VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME  # a name that vLLM draws, and sets, when it is first asked for it
+    assert envs.VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME  # a name that vLLM samples, and sets, when it is first asked for it
     before = dict(os.environ)
     with compat.room_for(2):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == seen

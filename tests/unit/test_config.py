@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runfile import GOOD, ROOT, reasons, with_field, written
 
-from qlora_rl.config.contradictions import check_directory
+from qlora_rl.config.cross_checks import check_directory
 from qlora_rl.config.describe import example, markdown
 from qlora_rl.config.launch import record
 from qlora_rl.config.read import read_config, resolved
@@ -131,7 +131,7 @@ WRONG = {
 EVERY_FIELD = [(table, each.name) for table, kind in TABLES.items() for each in fields(kind)]
 
 
-def check_read_or_refused(directory: Path, document: dict) -> None:
+def check_read_or_rejected(directory: Path, document: dict) -> None:
     """Any other exception comes out."""
     config, said = None, ()
     try:
@@ -267,7 +267,7 @@ def test_everything_is_said_at_once(tmp_path):
         ({"rewards": {"use": "exact_match"}}, "[[rewards]]", "is a list of tables"),
     ],
 )  # fmt: skip
-def test_what_contradicts_is_refused_with_the_way_out(changes, place, said, tmp_path):
+def test_what_contradicts_is_rejected_with_the_way_out(changes, place, said, tmp_path):
     document = {name: value for name, value in {**GOOD, **changes}.items() if value is not None}
     found = reasons(written(tmp_path, document))
     assert any(reason.startswith(f"{place}: ") and said in reason for reason in found), found
@@ -326,7 +326,7 @@ def test_the_usual_run_directory_is_looked_at_too(tmp_path, monkeypatch):
     taken.mkdir(parents=True)
     assert read_config(file, asks_trl=False, trains=True).run.dir == str(taken)
     (taken / "metrics.jsonl").write_text("{}\n")
-    said = reasons(file, "run.existing=refuse")[0]
+    said = reasons(file, "run.existing=reject")[0]
     assert said.startswith(f"[run] dir: {taken} holds a run. Choose another (--set run.dir={taken}-2)")
 
 
@@ -336,7 +336,7 @@ def test_a_second_run_of_a_file_takes_the_next_free_name_and_what_goes_on_takes_
 
     def place(*overrides, trains=True):
         run = read_config(file, overrides, asks_trl=False, trains=trains).run
-        assert run.existing == (overrides[0].partition("=")[2] if overrides else "refuse")
+        assert run.existing == (overrides[0].partition("=")[2] if overrides else "reject")
         return Path(run.dir).relative_to(tmp_path / "runs").name
 
     for wanted in ("some", "some-2", "some-3"):
@@ -385,7 +385,7 @@ def test_a_run_directory_that_is_taken_is_no_matter_where_nothing_is_trained(tmp
     ("content", "said"),
     [("method = grpo", "it is not valid TOML"), (b"\xff\xfe", "it is not valid TOML"), (None, "No such file")],
 )
-def test_what_is_no_toml_is_refused(content, said, tmp_path):
+def test_what_is_no_toml_is_rejected(content, said, tmp_path):
     file = tmp_path / "some.toml"
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -486,9 +486,9 @@ ODD = ["a" * 5000 + ".jsonl", "/" + "b" * 5000, "a" * 5000 + ".py:f", "~nobody/x
 @pytest.mark.parametrize(
     ("table", "name"), [each for each in EVERY_FIELD if options(TABLES[each[0]])[each[1]][0] is not bool]
 )
-def test_odd_texts_are_read_or_refused(table, name, tmp_path):
+def test_odd_texts_are_read_or_rejected(table, name, tmp_path):
     for value in [*ODD, ODD]:
-        check_read_or_refused(tmp_path, with_field(table, name, value))
+        check_read_or_rejected(tmp_path, with_field(table, name, value))
 
 
 PATHS = st.sampled_from(
@@ -507,14 +507,14 @@ ANYTHING = st.one_of(
     ),
     st.dictionaries(st.sampled_from([*TABLES, "train", "x"]), ANYTHING, max_size=1),
 )
-def test_whatever_stands_in_the_file_is_read_or_refused_with_reasons(method, changes, tables):
+def test_whatever_stands_in_the_file_is_read_or_rejected_with_reasons(method, changes, tables):
     document = {**json.loads(json.dumps(GOOD)), "method": method}
     for (table, name), value in changes:
         held = document.setdefault(table, [{}] if table == "rewards" else {})
         (held[0] if table == "rewards" else held)[name] = value
     document |= tables
     with tempfile.TemporaryDirectory() as directory:
-        check_read_or_refused(Path(directory), document)
+        check_read_or_rejected(Path(directory), document)
 
 
 @settings(deadline=None)

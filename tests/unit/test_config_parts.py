@@ -19,7 +19,7 @@ from qlora_rl.config.rewards import load_reward
 from qlora_rl.config.schema import METHODS, Data, Reward
 from qlora_rl.engine.server import serve
 from qlora_rl.errors import ConfigConflictError, RewardFunctionError
-from qlora_rl.policy.evaluation import read_rows
+from qlora_rl.inference.evaluation import read_rows
 from qlora_rl.rewards.load import BUILT_IN
 
 # --- data and rewards -----------------------------------------------------------------------------------------------

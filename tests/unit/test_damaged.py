@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from qlora_rl import judge_adapter, load_base, prepare_base
+from qlora_rl.adapter.factory import open_adapter
 from qlora_rl.adapter.store import write_adapter
-from qlora_rl.adapter.wish import open_adapter
 from qlora_rl.base.checkpoint import open_base
 from qlora_rl.config.check import check_field
 from qlora_rl.config.schema import Adapter
@@ -24,7 +24,7 @@ from qlora_rl.errors import (
     RunDirectoryError,
 )
 from qlora_rl.export.gguf import check_gguf
-from qlora_rl.policy.trained import open_trained
+from qlora_rl.inference.trained import open_trained
 from qlora_rl.report import write_report
 from qlora_rl.report.run import read_run
 from qlora_rl.train.run import RunDirectory, checkpoints
@@ -86,7 +86,7 @@ def adapter_at(place):
 
 
 @pytest.mark.parametrize("content", [b"", PICKLE])
-def test_a_pickled_adapter_is_refused_wherever_it_is_asked_for(base, tmp_path, content):
+def test_a_pickled_adapter_is_rejected_wherever_it_is_asked_for(base, tmp_path, content):
     place = adapter_at(tmp_path / "adapter")
     (place / "adapter_model.safetensors").unlink()
     (place / "adapter_model.bin").write_bytes(content)
@@ -135,7 +135,7 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "summary.json"])
-def test_a_run_whose_files_are_damaged_is_reported_and_refused_by_name(run, name):
+def test_a_run_whose_files_are_damaged_is_reported_and_rejected_by_name(run, name):
     content = json.loads((run.path / name).read_text())
     for damaged in variants(content):
         (run.path / name).write_bytes(damaged)

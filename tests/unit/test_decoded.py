@@ -248,7 +248,7 @@ def test_auto_bakes_only_where_it_is_faster_and_a_fifth_of_the_memory_stays_free
     assert said in reason
 
 
-def test_another_word_is_refused_with_those_that_there_are():
+def test_another_word_is_rejected_with_those_that_there_are():
     with pytest.raises(ConfigConflictError, match=r"base_compute='int8' is not one of .*baked.*auto"):
         check_wish("int8")
 

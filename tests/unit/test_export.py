@@ -28,7 +28,7 @@ from qlora_rl import (
 )
 from qlora_rl.base.quant import require_bitsandbytes
 from qlora_rl.cli import main
-from qlora_rl.engine.linears.native import codes_kernel
+from qlora_rl.engine.linears.cpu_kernel import codes_kernel
 from qlora_rl.export.job import LIMIT, LIMIT_FLOAT32, LIMITS, Distance, _model_name, export_run
 from qlora_rl.sync.forward import in_float32
 from qlora_rl.train.setup.linears import has_kernel
@@ -81,9 +81,9 @@ def test_a_wrong_weight_shows_in_the_distance(run, tmp_path, monkeypatch):
 
 def test_what_16_bits_cost_the_policy_moves_the_limit(run, tmp_path, monkeypatch):
     """A policy that is far from its own float32 pass: so is each 16-bit computation of it."""
-    from qlora_rl.export import proof
+    from qlora_rl.export import check
 
-    real = proof.Witness
+    real = check.Witness
 
     class Rounded(real):
         def __init__(self, *arguments, **named):
@@ -135,7 +135,7 @@ def test_an_original_of_pickled_weights_is_read_as_prepare_reads_it(run, tmp_pat
 
 
 def test_what_a_checkpoint_says_of_sampling_does_not_reach_the_comparison(run):
-    from qlora_rl.export.proof import Witness
+    from qlora_rl.export.check import Witness
 
     policy = open_trained(run).load()
     plain = Witness(policy, [[40, 41], [42]])
@@ -155,7 +155,7 @@ def test_a_policy_is_loaded_with_the_kernel_that_a_trainer_multiplies_with(run):
 
 
 def test_sequences_of_several_lengths_are_scored_together_as_each_alone(run):
-    from qlora_rl.export.proof import _logprobs
+    from qlora_rl.export.check import _logprobs
 
     policy = open_trained(run).load()
     cases = [([40, 41, 42, 43], 1), ([50, 51, 52, 53, 54, 55, 56], 5), ([44, 45, 46], 1)]
@@ -208,7 +208,7 @@ def test_a_checkpoint_is_exported_as_a_run_is(run, tmp_path):
     assert done.distance == export(run, out=tmp_path / "other").distance
 
 
-def test_another_base_is_refused_and_a_moved_one_is_named(run, base, other_model_dir, tmp_path):
+def test_another_base_is_rejected_and_a_moved_one_is_named(run, base, other_model_dir, tmp_path):
     with pytest.raises(BaseMismatchError, match="it was trained on the base with identity"):
         export(run, out=tmp_path / "a", base=prepare_base(other_model_dir))
     copy = tmp_path / "run"
@@ -221,7 +221,7 @@ def test_another_base_is_refused_and_a_moved_one_is_named(run, base, other_model
     assert export(copy, out=tmp_path / "a", base=base).distance.kl_mean < LIMIT
 
 
-def test_an_adapter_of_another_base_is_refused(run, tmp_path):
+def test_an_adapter_of_another_base_is_rejected(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     (copy / "adapter" / "qlora_adapter.json").write_text(json.dumps({"base_identity": "0" * 64}))
@@ -345,7 +345,7 @@ def test_the_card_of_a_run_without_rewards_shows_its_loss_and_of_a_checkpoint_it
         ({"to": "merged", "shard_gb": 0.0}, "must be above 0"),
     ],
 )
-def test_arguments_that_contradict_are_refused(run, tmp_path, fields, says):
+def test_arguments_that_contradict_are_rejected(run, tmp_path, fields, says):
     with pytest.raises(ConfigConflictError, match=says):
         export(run, out=tmp_path / "a", **fields)
 
@@ -565,7 +565,7 @@ def test_what_a_file_cannot_say_of_a_tokenizer_ends_the_export(tmp_path, change)
     assert not (tmp_path / "a").exists()
 
 
-def test_gguf_of_what_is_not_known_is_refused_with_the_way_out(run, tmp_path):
+def test_gguf_of_what_is_not_known_is_rejected_with_the_way_out(run, tmp_path):
     pytest.importorskip("gguf")
     with pytest.raises(NotYetSupportedError, match=r"no merges.*convert_hf_to_gguf\.py"):
         export(run, "gguf", out=tmp_path / "a")
@@ -675,7 +675,7 @@ def test_llama_cpp_applies_the_adapter_and_another_base_is_told_apart(bpe_run, t
     assert "Warning" not in (near.path / "README.md").read_text()
 
 
-def test_a_base_of_another_vocabulary_is_refused_by_its_size(bpe_run, tmp_path):
+def test_a_base_of_another_vocabulary_is_rejected_by_its_size(bpe_run, tmp_path):
     pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which compiles llama.cpp")
     architecture = open_trained(bpe_run).load().config.model_type

@@ -78,7 +78,7 @@ def test_the_profile_says_where_in_a_completion_the_sides_part():
     assert len(measure(engine[:, :3], engine[:, :3], torch.ones(2, 3)).by_position) == 8
 
 
-def test_shapes_that_differ_are_refused():
+def test_shapes_that_differ_are_rejected():
     with pytest.raises(ValueError, match="three \\[B, T\\] tensors"):
         measure(torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3))
 

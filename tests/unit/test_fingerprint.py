@@ -83,7 +83,7 @@ def test_any_flip_that_changes_a_dequantised_value_is_named(base, loaded, data):
     import bitsandbytes.functional as functional
 
     before = fingerprint_base(loaded)
-    name = data.draw(st.sampled_from(sorted(before.leaves)))
+    name = data.sample(st.sampled_from(sorted(before.leaves)))
     parameter = loaded.get_parameter(name)
     state = getattr(parameter, "quant_state", None)
     parts = {"values": parameter.data}
@@ -101,9 +101,9 @@ def test_any_flip_that_changes_a_dequantised_value_is_named(base, loaded, data):
         )
 
     old = values()
-    part = parts[data.draw(st.sampled_from(sorted(parts)))]
+    part = parts[data.sample(st.sampled_from(sorted(parts)))]
     raw = part.view(torch.uint8).flatten()
-    position, bit = data.draw(st.integers(0, raw.numel() - 1)), 1 << data.draw(st.integers(0, 7))
+    position, bit = data.sample(st.integers(0, raw.numel() - 1)), 1 << data.sample(st.integers(0, 7))
     raw[position] ^= bit
     try:
         changed = not torch.equal(torch.nan_to_num(values()), torch.nan_to_num(old))
@@ -138,13 +138,13 @@ def test_any_single_bit_of_any_stored_tensor_fails_the_file_digest(base, tmp_pat
 
 
 def test_training_on_an_equal_base_is_admitted(base, loaded):
-    admission = verify_base(loaded, FakeEngine(load_base(base)))
-    assert admission.is_verified
-    assert admission.repaired == {}
-    assert admission.as_dict()["proven"] is True
+    base_check = verify_base(loaded, FakeEngine(load_base(base)))
+    assert base_check.is_verified
+    assert base_check.repaired == {}
+    assert base_check.as_dict()["verified"] is True
 
 
-def test_another_base_is_refused_with_name_values_and_way_out(model_dir, loaded):
+def test_another_base_is_rejected_with_name_values_and_way_out(model_dir, loaded):
     engine = FakeEngine(load_base(prepare_base(model_dir, "fp4")))
     with pytest.raises(BaseMismatchError) as caught:
         verify_base(loaded, engine)
@@ -155,9 +155,9 @@ def test_another_base_is_refused_with_name_values_and_way_out(model_dir, loaded)
     assert "allow_base_mismatch=True" in text
     assert caught.value.module == "model.layers.0.mlp.down_proj.weight"
     assert len(caught.value.reasons) == 14
-    admission = verify_base(loaded, engine, allow_base_mismatch=True)
-    assert not admission.is_verified
-    assert admission.as_dict()["differences"]
+    base_check = verify_base(loaded, engine, allow_base_mismatch=True)
+    assert not base_check.is_verified
+    assert base_check.as_dict()["differences"]
 
 
 def test_where_vllm_holds_the_same_base_otherwise_the_advice_is_another_model(base, loaded):

@@ -17,7 +17,7 @@ from qlora_rl.engine.client.engine import PREFIX, START, VERSION, ServerEngine
 from qlora_rl.engine.fleet import Fleet, ray_replica
 from qlora_rl.engine.fleet import engine as module
 from qlora_rl.engine.fleet import replicas as team
-from qlora_rl.engine.fleet.shares import Shares
+from qlora_rl.engine.fleet.load_balancer import LoadBalancer
 
 KEY = "a-key-of-some-length"
 BASE = BaseFingerprint({}).digest
@@ -31,11 +31,11 @@ def blob(value=1.0):
 
 
 class Replica:
-    """A server as the client sees it; what it draws depends on seed, place and adapter alone."""
+    """A server as the client sees it; what it samples depends on seed, place and adapter alone."""
 
     def __init__(self, name):
         self.name, self.starts, self.asked, self.base, self.dtype = name, 0, [], BASE, "bfloat16"
-        self.refuses, self.breaks_at, self.lies, self.is_away = "", "", False, False
+        self.rejects, self.breaks_at, self.lies, self.is_away = "", "", False, False
         self.lock, self.has_other_key = threading.Lock(), False
         self.holds_two, self.before, self.rate, self.may_answer = False, ("", -1), 0.0, threading.Event()
         self.may_answer.set()
@@ -70,7 +70,7 @@ class Replica:
         self.asked.append((request.method, path))
         if request.headers.get(START, self.start) != self.start:
             return httpx.Response(412, headers=self.marks())
-        if path == self.refuses:
+        if path == self.rejects:
             body = {"error": {"kind": "SyncError", "message": "no.", "reasons": ["one", "two"]}}
             return httpx.Response(422, json=body, headers=self.marks())
         return httpx.Response(200, json=self.content(request, path), headers=self.marks())
@@ -86,8 +86,8 @@ class Replica:
         if path == "/generate":
             wanted = asked["digest"] or "", asked["version"]
             assert wanted == (self.digest, self.version) or (asked.get("held") and wanted == self.before)
-            drawn = [f"{asked['sampling']['seed']}{p}{wanted[0]}" for p in asked["places"]]
-            return {"completion_ids": [list(d.encode()) for d in drawn], "logprobs": [[-1.0] for _ in drawn],
+            sampled = [f"{asked['sampling']['seed']}{p}{wanted[0]}" for p in asked["places"]]
+            return {"completion_ids": [list(d.encode()) for d in sampled], "logprobs": [[-1.0] for _ in sampled],
                     "version": wanted[1], "has_ended": [place % 2 == 0 for place in asked["places"]]}  # fmt: skip
         if path == "/score":
             return {"logprobs": [[-1.0 - self.lies] for _ in asked["sequences"]]}
@@ -128,7 +128,7 @@ def names(fleet):
     return [each.url.removeprefix("http://") for each in fleet.live]
 
 
-def drawn(fleet, prompts=PROMPTS, seed=5):
+def sampled(fleet, prompts=PROMPTS, seed=5):
     return fleet.generate(prompts, seed=seed).completion_ids
 
 
@@ -141,8 +141,8 @@ def test_several_urls_make_a_fleet_that_is_an_engine(connect):
     assert not fleet.capabilities().takes_dense
 
 
-def test_what_is_drawn_does_not_depend_on_the_number_of_replicas(connect, replicas):
-    one, three = drawn(connect("a")), drawn(connect("abc"))
+def test_what_is_sampled_does_not_depend_on_the_number_of_replicas(connect, replicas):
+    one, three = sampled(connect("a")), sampled(connect("abc"))
     assert one == three
     assert len({tuple(row) for row in one}) == len(PROMPTS)
     assert connect("abc").generate(PROMPTS, seed=5).has_ended == [place % 2 == 0 for place in range(len(PROMPTS))]
@@ -150,8 +150,8 @@ def test_what_is_drawn_does_not_depend_on_the_number_of_replicas(connect, replic
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
-def test_every_prompt_is_drawn_once_whatever_their_number(connect, count):
-    assert drawn(connect(), PROMPTS[:count]) == drawn(connect("b"), PROMPTS[:count])
+def test_every_prompt_is_sampled_once_whatever_their_number(connect, count):
+    assert sampled(connect(), PROMPTS[:count]) == sampled(connect("b"), PROMPTS[:count])
 
 
 def test_a_version_is_live_when_all_hold_it(connect, replicas):
@@ -164,19 +164,19 @@ def test_a_version_is_live_when_all_hold_it(connect, replicas):
 
 
 @pytest.mark.parametrize("before", [None, 1])
-def test_a_push_that_one_refuses_is_taken_back_from_all(connect, replicas, before):
+def test_a_push_that_one_rejects_is_taken_back_from_all(connect, replicas, before):
     fleet = connect()
     if before:
         fleet.load_packed(blob(), before)
-    expected, held = drawn(fleet), [each.digest for each in replicas.values()]
-    replicas["b"].refuses = "/adapter"
+    expected, held = sampled(fleet), [each.digest for each in replicas.values()]
+    replicas["b"].rejects = "/adapter"
     with pytest.raises(errors.SyncError, match=r"no\..*Said by http://b") as caught:
         fleet.load_packed(blob(2.0), 2)
     assert caught.value.reasons == ("one", "two")
-    replicas["b"].refuses = ""
+    replicas["b"].rejects = ""
     assert fleet.version == (before or 0)
     assert [each.digest for each in replicas.values()] == held
-    assert drawn(fleet) == expected
+    assert sampled(fleet) == expected
     fleet.load_packed(blob(2.0), 2)
     assert fleet.version == 2
 
@@ -189,19 +189,19 @@ def test_a_replica_that_dies_in_a_push_is_dropped_and_the_others_serve_the_versi
     assert "http://b is dropped, 2 replicas are left" in caplog.text
 
 
-def test_a_replica_that_dies_in_a_rollout_is_dropped_and_its_share_drawn_by_the_others(connect, replicas):
+def test_a_replica_that_dies_in_a_rollout_is_dropped_and_its_share_sampled_by_the_others(connect, replicas):
     fleet = connect()
     fleet.load_packed(blob(), 1)
-    expected = drawn(fleet)
+    expected = sampled(fleet)
     replicas["a"].breaks_at = "/generate"
-    assert drawn(fleet) == expected
+    assert sampled(fleet) == expected
     assert names(fleet) == ["b", "c"]
 
 
-def test_one_that_was_started_again_is_taken_back_proven_and_pushed_to(connect, replicas, caplog):
+def test_one_that_was_started_again_is_taken_back_verified_and_pushed_to(connect, replicas, caplog):
     fleet, first = connect(), blob()  # packing it again gives other bytes: metadata has no order
     fleet.load_packed(first, 1)
-    expected, incarnation = drawn(fleet), fleet.incarnation
+    expected, incarnation = sampled(fleet), fleet.incarnation
     replicas["b"].is_away = True
     fleet.wake()
     assert names(fleet) == ["a", "c"]
@@ -214,7 +214,7 @@ def test_one_that_was_started_again_is_taken_back_proven_and_pushed_to(connect, 
     assert ("GET", "/base") in replicas["b"].asked
     assert (replicas["b"].version, replicas["b"].digest) == (1, replicas["a"].digest)
     assert fleet.incarnation > incarnation
-    assert drawn(fleet) == expected
+    assert sampled(fleet) == expected
     assert "is back" in caplog.text
 
 
@@ -235,7 +235,7 @@ def test_one_that_was_only_out_of_reach_gets_the_version_that_it_has_missed(conn
     assert (names(fleet), replicas["c"].version) == (["a", "b", "c"], 0)
 
 
-def test_one_that_was_dropped_without_a_word_of_why_is_not_taken_back_unproven(connect, replicas, caplog):
+def test_one_that_was_dropped_without_a_word_of_why_is_not_taken_back_unverified(connect, replicas, caplog):
     fleet = connect()
     (away,) = (each for each in fleet.replicas if each.url.endswith("b"))
     replicas["b"].is_away = True
@@ -249,14 +249,14 @@ def test_one_that_was_dropped_without_a_word_of_why_is_not_taken_back_unproven(c
 def test_one_that_comes_back_as_another_is_left_out_and_the_others_go_on(connect, replicas, how, caplog):
     fleet = connect()
     fleet.load_packed(blob(), 1)
-    expected = drawn(fleet)
+    expected = sampled(fleet)
     replicas["b"].start_again()
     replicas["b"].is_away = True
     fleet.wake()
     replicas["b"].is_away = False
     replicas["b"].base, replicas["b"].lies = ("other" if how == "base" else BASE), how == "lie"
     fleet.wake()
-    assert drawn(fleet) == expected
+    assert sampled(fleet) == expected
     assert names(fleet) == ["a", "c"]
     assert "http://b is not taken back" in caplog.text
 
@@ -264,19 +264,19 @@ def test_one_that_comes_back_as_another_is_left_out_and_the_others_go_on(connect
 def test_when_all_are_away_one_that_comes_back_in_time_draws_everything(connect, replicas):
     fleet = connect(wait_s=60.0)
     fleet.load_packed(blob(), 1)
-    expected = drawn(fleet)
+    expected = sampled(fleet)
     for each in replicas.values():
         each.is_away = True
     timer = threading.Timer(0.3, replicas["c"].start_again)
     timer.start()
-    assert drawn(fleet) == expected
+    assert sampled(fleet) == expected
     assert names(fleet) == ["c"]
     timer.join()
 
 
 def test_all_that_die_in_a_rollout_longer_than_wait_s_are_waited_for(connect, replicas):
-    """What they have drawn with until then was no waiting for them."""
-    whole = drawn(connect("c"))
+    """What they have sampled with until then was no waiting for them."""
+    whole = sampled(connect("c"))
     fleet = connect("ab", wait_s=1.0)
     for each in (replicas["a"], replicas["b"]):
         each.rate, each.breaks_at = 0.5, "/generate"  # 3 prompts and more in each
@@ -294,7 +294,7 @@ def test_all_that_die_in_a_rollout_longer_than_wait_s_are_waited_for(connect, re
             start_again()
 
     fleet._team.drop = drop
-    assert drawn(fleet) == whole
+    assert sampled(fleet) == whole
 
 
 def test_when_all_stay_away_the_error_names_each_and_what_to_do(connect, replicas):
@@ -302,7 +302,7 @@ def test_when_all_stay_away_the_error_names_each_and_what_to_do(connect, replica
     for each in replicas.values():
         each.is_away = True
     with pytest.raises(errors.EngineBrokenError, match=r"all stayed away.*Start one of them again") as caught:
-        drawn(fleet)
+        sampled(fleet)
     assert [url in reason for url, reason in zip(("//a", "//b", "//c"), caught.value.reasons, strict=True)] == [
         True
     ] * 3
@@ -316,17 +316,17 @@ def test_replicas_that_answer_and_fail_each_time_do_not_keep_it_busy_for_ever(co
         each.answer = lambda r, answer=answer: broken if r.url.path.endswith("/generate") else answer(r)
     started = time.monotonic()
     with pytest.raises(errors.EngineBrokenError):
-        drawn(fleet)
+        sampled(fleet)
     assert time.monotonic() - started < 120
 
 
-def test_another_base_is_refused_and_named(connect, replicas):
+def test_another_base_is_rejected_and_named(connect, replicas):
     replicas["b"].base = "other"
     with pytest.raises(errors.BaseMismatchError, match=r"http://b holds base=other != base=.* of http://a"):
         connect()
 
 
-def test_replicas_that_cannot_stand_for_one_another_are_refused(connect, replicas):
+def test_replicas_that_cannot_stand_for_one_another_are_rejected(connect, replicas):
     replicas["b"].dtype = "float32"
     with pytest.raises(errors.ConfigConflictError, match="http://b serves adapters in float32"):
         connect()
@@ -347,14 +347,14 @@ def test_replicas_that_hold_different_adapters_do_not_pass(connect, replicas):
     assert fleet.score_each([[1, 2]]) == [[[-1.0]], [[-1.0]], [[-2.0]]]
 
 
-def test_what_was_withdrawn_is_not_drawn_with(connect):
+def test_what_was_withdrawn_is_not_sampled_with(connect):
     fleet = connect()
     fleet.load_packed(blob(), 1)
-    fleet.withdraw_adapter("not proven")
-    with pytest.raises(errors.EngineBrokenError, match=r"not proven.*Push the adapter again"):
-        drawn(fleet)
+    fleet.withdraw_adapter("not verified")
+    with pytest.raises(errors.EngineBrokenError, match=r"not verified.*Push the adapter again"):
+        sampled(fleet)
     fleet.load_packed(blob(), 2)
-    assert drawn(fleet)
+    assert sampled(fleet)
 
 
 def test_a_closed_fleet_says_so_and_gives_all_servers_free(connect, replicas):
@@ -362,41 +362,41 @@ def test_a_closed_fleet_says_so_and_gives_all_servers_free(connect, replicas):
     fleet.close()
     assert all(("DELETE", "/lease") in each.asked for each in replicas.values())
     with pytest.raises(errors.EngineClosedError):
-        drawn(fleet)
+        sampled(fleet)
 
 
 def test_one_with_another_key_is_done_without_and_if_all_have_one_it_is_said(connect, replicas):
     fleet = connect()
-    expected = drawn(fleet)
+    expected = sampled(fleet)
     replicas["b"].has_other_key = True
-    assert drawn(fleet) == expected
+    assert sampled(fleet) == expected
     assert names(fleet) == ["a", "c"]
     for each in replicas.values():
         each.has_other_key = True
     with pytest.raises(errors.AccessDeniedError):
-        drawn(fleet)
+        sampled(fleet)
 
 
 def test_replicas_that_serve_different_versions_draw_nothing_until_a_push(connect, replicas):
     replicas["b"].version, replicas["b"].digest = 3, "of-another"
     fleet = connect()
     with pytest.raises(errors.EngineBrokenError, match=r"do not serve the same.*//b version 3.*Push"):
-        drawn(fleet)
+        sampled(fleet)
     fleet.load_packed(blob(), 1)
-    assert drawn(fleet)
+    assert sampled(fleet)
     assert {each.version for each in replicas.values()} == {1}
 
 
-def test_after_a_push_that_one_refuses_what_nobody_here_knows_is_not_drawn_with(connect, replicas):
-    """Another trainer had pushed version 4 to all; one takes ours, one refuses it."""
+def test_after_a_push_that_one_rejects_what_nobody_here_knows_is_not_sampled_with(connect, replicas):
+    """Another trainer had pushed version 4 to all; one takes ours, one rejects it."""
     for each in replicas.values():
         each.version, each.digest = 4, "of-another"
     fleet = connect()
-    replicas["b"].refuses = "/adapter"
+    replicas["b"].rejects = "/adapter"
     with pytest.raises(errors.SyncError):
         fleet.load_packed(blob(), 4)
     assert names(fleet) == ["b"]
-    replicas["b"].refuses = ""
+    replicas["b"].rejects = ""
     fleet.load_packed(blob(), 5)
     fleet.wake()
     assert names(fleet) == ["a", "b", "c"]
@@ -414,7 +414,7 @@ def test_without_a_seed_replicas_draw_with_one_seed_that_is_new_each_time(connec
 
 
 def test_equal_replicas_get_equal_shares_and_one_twice_as_fast_about_twice_the_prompts():
-    shares, rows = Shares(), list(range(64))
+    shares, rows = LoadBalancer(), list(range(64))
     assert [len(share) for share in shares.out(rows, "abc").values()] == [21, 22, 21]
     for _ in range(12):  # each is measured with the share that it was given
         for each, share in shares.out(rows, "abc").items():
@@ -427,7 +427,7 @@ def test_equal_replicas_get_equal_shares_and_one_twice_as_fast_about_twice_the_p
 
 def test_a_share_that_chance_has_made_evens_out_where_time_does_not_depend_on_it():
     """As with few sequences, where a step of vLLM takes as long for one as for ten."""
-    shares, rows = Shares(), list(range(40))
+    shares, rows = LoadBalancer(), list(range(40))
     shares.note("a", 300, 1.0)
     shares.note("b", 100, 1.0)
     for _ in range(40):
@@ -437,7 +437,7 @@ def test_a_share_that_chance_has_made_evens_out_where_time_does_not_depend_on_it
 
 
 def test_with_fewer_prompts_than_replicas_the_fastest_draw_and_a_new_one_counts_as_the_mean():
-    shares = Shares()
+    shares = LoadBalancer()
     for each, speed in zip("abc", (1, 3, 2), strict=True):
         shares.note(each, speed, 1.0)
     assert shares.out([0, 1], "abcd") in ({"b": [0], "c": [1]}, {"b": [0], "d": [1]})
@@ -445,12 +445,12 @@ def test_with_fewer_prompts_than_replicas_the_fastest_draw_and_a_new_one_counts_
     assert shares.speed("b") is None
 
 
-def test_prompts_go_where_they_are_drawn_faster_and_the_result_is_the_same(connect, replicas):
-    expected = drawn(connect("a"), PROMPTS * 6)
+def test_prompts_go_where_they_are_sampled_faster_and_the_result_is_the_same(connect, replicas):
+    expected = sampled(connect("a"), PROMPTS * 6)
     replicas["a"].rate, replicas["b"].rate = 0.04, 0.01
     fleet = connect("ab")
     assert fleet.speeds == {"http://a": None, "http://b": None}
-    found = [drawn(fleet, PROMPTS * 6) for _ in range(4)]
+    found = [sampled(fleet, PROMPTS * 6) for _ in range(4)]
     assert found == [expected] * 4
     assert fleet.speeds["http://b"] > fleet.speeds["http://a"]
 
@@ -460,13 +460,13 @@ def test_a_straggler_is_done_without_what_it_says_later_is_not_counted_and_it_is
 ):
     fleet = connect("ab")
     fleet.load_packed(blob(), 1)
-    expected = drawn(fleet)
+    expected = sampled(fleet)
     replicas["b"].may_answer.clear()
     patience = (
         team._STRAGGLES_AFTER_S
     )  # on a busy machine the other one may be slow, too, where nobody waits for anything
     monkeypatch.setattr(team, "_STRAGGLES_AFTER_S", 0.2)
-    assert drawn(fleet) == expected
+    assert sampled(fleet) == expected
     monkeypatch.setattr(team, "_STRAGGLES_AFTER_S", patience)
     assert names(fleet) == ["a"]
     assert "not done long after the others" in caplog.text
@@ -479,7 +479,7 @@ def test_a_straggler_is_done_without_what_it_says_later_is_not_counted_and_it_is
         assert time.monotonic() < end
         fleet.wake()
     assert (replicas["b"].version, replicas["b"].digest) == (2, replicas["a"].digest)
-    assert drawn(fleet) == drawn(fleet)
+    assert sampled(fleet) == sampled(fleet)
 
 
 @pytest.mark.parametrize("named", [{"version": 1}, {}], ids=["asked for", "that serves"])
@@ -489,7 +489,7 @@ def test_what_has_begun_with_a_version_ends_with_it_while_the_next_is_pushed(nam
     fleet = connect("ab")
     assert fleet.capabilities().holds_two
     fleet.load_packed(blob(), 1)
-    expected = drawn(fleet)
+    expected = sampled(fleet)
     replicas["b"].may_answer.clear()
     found = []
     thread = threading.Thread(target=lambda: found.append(fleet.generate(PROMPTS, seed=5, **named)))
@@ -501,7 +501,7 @@ def test_what_has_begun_with_a_version_ends_with_it_while_the_next_is_pushed(nam
     thread.join(60)
     assert (found[0].version, found[0].completion_ids) == (1, expected)
     assert fleet.generate(PROMPTS, seed=5, version=1).completion_ids == expected
-    assert fleet.generate(PROMPTS, seed=5, version=2).completion_ids == drawn(fleet) != expected
+    assert fleet.generate(PROMPTS, seed=5, version=2).completion_ids == sampled(fleet) != expected
 
 
 def test_one_that_came_back_with_the_newest_version_alone_leaves_the_one_before_it_to_the_others(connect, replicas):
@@ -509,7 +509,7 @@ def test_one_that_came_back_with_the_newest_version_alone_leaves_the_one_before_
         each.holds_two = True
     fleet = connect("ab")
     fleet.load_packed(blob(), 1)
-    expected = drawn(fleet)
+    expected = sampled(fleet)
     fleet.load_packed(blob(2.0), 2)
     replicas["b"].start_again()
     fleet.wake()
@@ -524,7 +524,7 @@ def test_one_that_came_back_with_the_newest_version_alone_leaves_the_one_before_
         fleet.generate(PROMPTS, seed=5, version=1)
 
 
-def test_several_threads_draw_while_one_replica_dies_and_every_prompt_is_drawn_once(connect, replicas, monkeypatch):
+def test_several_threads_draw_while_one_replica_dies_and_every_prompt_is_sampled_once(connect, replicas, monkeypatch):
     monkeypatch.setattr(
         team, "_LOOK_AGAIN_S", 600.0
     )  # a busy machine takes longer than five seconds, and it would be back
@@ -532,10 +532,10 @@ def test_several_threads_draw_while_one_replica_dies_and_every_prompt_is_drawn_o
         each.holds_two = True
     fleet = connect()
     fleet.load_packed(blob(), 1)
-    expected = [drawn(fleet, seed=seed) for seed in range(8)]
+    expected = [sampled(fleet, seed=seed) for seed in range(8)]
     found = {}
     threads = [
-        threading.Thread(target=lambda seed=seed: found.update({seed: drawn(fleet, seed=seed)})) for seed in range(8)
+        threading.Thread(target=lambda seed=seed: found.update({seed: sampled(fleet, seed=seed)})) for seed in range(8)
     ]
     replicas["b"].breaks_at = "/generate"
     for each in threads:
@@ -551,7 +551,7 @@ def test_one_that_is_still_drawing_is_not_asked_for_a_sign_of_life(connect, repl
     monkeypatch.setattr(team, "_STRAGGLES_AFTER_S", 0.2)
     fleet = connect("ab")
     replicas["b"].may_answer.clear()
-    drawn(fleet)
+    sampled(fleet)
     assert names(fleet) == ["a"]
     (busy,) = (each for each in fleet.replicas if each.url.endswith("b"))
     monkeypatch.setattr(busy, "is_there", lambda _: pytest.fail("it was asked"))
@@ -562,7 +562,7 @@ def test_one_that_is_still_drawing_is_not_asked_for_a_sign_of_life(connect, repl
 
 
 def test_an_actor_is_known_to_be_starting_before_anybody_can_ask_it(monkeypatch):
-    """Otherwise the request of another thread would be answered by one that was not proven."""
+    """Otherwise the request of another thread would be answered by one that was not verified."""
     seen, made = [], []
 
     def actor():
@@ -618,7 +618,7 @@ class Actor:
 
 
 @pytest.mark.parametrize("holds", [BASE, "another"], ids=["the same base", "another base"])
-def test_one_in_the_place_of_another_of_which_nobody_has_heard_is_proven_when_it_is_woken(holds):
+def test_one_in_the_place_of_another_of_which_nobody_has_heard_is_verified_when_it_is_woken(holds):
     first, second = Actor("a"), Actor("b")
     with Fleet([first, second], wait_s=0.1) as fleet:
         fleet.load_packed(blob(), 3)
@@ -651,7 +651,7 @@ def test_several_that_are_others_at_once_are_not_compared_with_one_another(count
 
 
 @pytest.mark.parametrize("fault", [errors.ServerTakenError("no."), KeyboardInterrupt()])
-def test_one_in_the_place_of_another_is_proven_later_where_waking_was_broken_off(fault):
+def test_one_in_the_place_of_another_is_verified_later_where_waking_was_broken_off(fault):
     class Faulty(Actor):
         fault = None
 

@@ -7,7 +7,7 @@ from transformers import Qwen3Config
 
 from qlora_rl import ConfigConflictError, MemoryBudgetError, plan_memory
 from qlora_rl.cli import main
-from qlora_rl.ledger.plan import GIB, largest_length
+from qlora_rl.memory.plan import GIB, largest_length
 
 FIELDS = {
     "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -23,8 +23,8 @@ def plan(**request):
     return plan_memory(Qwen3Config(**FIELDS), **request)
 
 
-def named(ledger):
-    return {line.name: line for line in ledger.lines}
+def named(estimate):
+    return {line.name: line for line in estimate.lines}
 
 
 def test_layer_inputs_have_a_line_of_the_host_that_is_no_part_of_the_cards_peak():
@@ -45,22 +45,22 @@ def test_pinned_blocks_are_powers_of_two_and_all_of_them_are_kept():
     ("host", "chosen"), [(None, ["offload"]), (INPUTS_GIB, ["offload"]), (INPUTS_GIB - 0.1, ["sleeps"])]
 )
 def test_the_plan_moves_layer_inputs_only_where_they_have_room(host, chosen):
-    ledger = plan(**LONG, host_memory_gib=host)
-    assert [way.field for way in ledger.chosen] == chosen
-    assert ledger.fits == (chosen == ["offload"])
-    assert ("36.00 GiB > 35.90 GiB of host memory" in str(ledger)) == (not ledger.fits)
-    if not ledger.fits:
-        assert not any("offload" in saving.advice for saving in ledger.savings())
+    estimate = plan(**LONG, host_memory_gib=host)
+    assert [way.field for way in estimate.chosen] == chosen
+    assert estimate.fits == (chosen == ["offload"])
+    assert ("36.00 GiB > 35.90 GiB of host memory" in str(estimate)) == (not estimate.fits)
+    if not estimate.fits:
+        assert not any("offload" in saving.advice for saving in estimate.savings())
         with pytest.raises(MemoryBudgetError, match="layer inputs stay on the GPU"):
-            ledger.raise_if_too_big()
+            estimate.raise_if_too_big()
 
 
 def test_layer_inputs_that_the_user_wants_in_host_memory_and_that_have_no_room_are_an_error():
-    ledger = plan(**LONG, sleeps=True, offload=True, host_memory_gib=4)
-    assert not ledger.fits
+    estimate = plan(**LONG, sleeps=True, offload=True, host_memory_gib=4)
+    assert not estimate.fits
     with pytest.raises(MemoryBudgetError, match=r"need 36.00 GiB of host memory > 4.00 GiB, which are free. Leave out"):
-        ledger.raise_if_too_big()
-    assert ledger.changed(max_length=4096).fits
+        estimate.raise_if_too_big()
+    assert estimate.changed(max_length=4096).fits
     assert plan(
         **LONG | {"gpu_memory_gib": None}, offload=True, device="cpu", host_memory_gib=4
     ).fits  # no limit of a CPU
@@ -76,13 +76,13 @@ def test_the_longest_length_counts_the_host_memory():
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_a_method_without_an_engine_has_no_lines_of_one(method):
-    ledger = plan(method=method, batch_size=4)
+    estimate = plan(method=method, batch_size=4)
     grpo = plan(batch_size=8 if method == "dpo" else 4, sleeps=True)
-    assert ledger.step_bytes == grpo.step_bytes  # DPO computes two sequences for a row
-    assert not any("engine" in name or "rollout" in name or "vLLM" in name for name in named(ledger))
-    assert named(ledger)["CUDA"].nbytes < named(grpo)["CUDA and vLLM"].nbytes
-    assert (ledger.cache_bytes, ledger.chosen) == (0, ())
-    assert f"{method}, " in str(ledger)
+    assert estimate.step_bytes == grpo.step_bytes  # DPO computes two sequences for a row
+    assert not any("engine" in name or "rollout" in name or "vLLM" in name for name in named(estimate))
+    assert named(estimate)["CUDA"].nbytes < named(grpo)["CUDA and vLLM"].nbytes
+    assert (estimate.cache_bytes, estimate.chosen) == (0, ())
+    assert f"{method}, " in str(estimate)
     assert [way.field for way in plan(method=method, max_length=65_536, batch_size=1, gpu_memory_gib=24).chosen] == [
         "offload"
     ]

@@ -12,13 +12,13 @@ import qlora_rl
 
 PACKAGE = Path(qlora_rl.__file__).parent
 LAYERS = {
-    "errors": 0, "contracts": 0, "distributed": 0, "pieces": 0, "held": 0, "processor": 0, "products": 0, "fidelity": 0, "rewards": 0,
-    "pictures": 0, "versions": 0, "letters": 0, "documents": 0, "stages": 0,
+    "errors": 0, "contracts": 0, "distributed": 0, "sharded_tensors": 0, "locks": 0, "cpu_features": 0, "cpu_matmul": 0, "fidelity": 0, "rewards": 0,
+    "image_io": 0, "versions": 0, "store_messages": 0, "documents": 0, "stages": 0,
     "base": 1,
-    "adapter": 2, "ledger": 2,
+    "adapter": 2, "memory": 2,
     "engine": 3, "sync": 3,
     "train": 4, "torchrl": 4,
-    "advice": 5, "bench": 5, "config": 5, "demo": 5, "doctor": 5, "report": 5, "policy": 5, "export": 5,
+    "advice": 5, "bench": 5, "config": 5, "demo": 5, "doctor": 5, "report": 5, "inference": 5, "export": 5,
     "commands": 6, "cli": 6, "__main__": 6,
 }  # fmt: skip
 # Which package may import which outside library (at any depth of a function).
@@ -46,7 +46,7 @@ VLLM_PRIVATE = {
 # The subpackages of a package, each of which imports only those before it; "" are the modules beside them.
 ORDER = {
     "engine": ["", "linears", "worker", "local", "fleet", "client", "server"],
-    "train": ["ranks", "scoring", "setup", "run", "rollouts", "watch", ""],
+    "train": ["ranks", "scoring", "setup", "run", "rollouts", "metrics", ""],
 }
 # Of these, other packages import what their `__init__` hands on; but for what measures them.
 HANDED_ON = {"local", "fleet", "client", "server", "run"}

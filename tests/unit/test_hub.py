@@ -112,14 +112,14 @@ def test_a_mixture_is_planned_with_adapters_on_attention(name, tmp_path, capsys)
     from runfile import GOOD, written
 
     from qlora_rl.cli import main
-    from qlora_rl.ledger.plan import plan_memory
-    from qlora_rl.ledger.shape import skeleton
+    from qlora_rl.memory.plan import plan_memory
+    from qlora_rl.memory.shape import skeleton
 
     config = getattr(transformers, name)(num_hidden_layers=2)
     config.save_pretrained(tmp_path)
-    ledger = plan_memory(config)
-    assert {key.split(".")[-4] for key in ledger.adapter} == {"k_proj", "o_proj", "q_proj", "v_proj"}
-    experts = next(line for line in ledger.lines if line.name == "base, trainer's experts")
+    estimate = plan_memory(config)
+    assert {key.split(".")[-4] for key in estimate.adapter} == {"k_proj", "o_proj", "q_proj", "v_proj"}
+    experts = next(line for line in estimate.lines if line.name == "base, trainer's experts")
     assert experts.nbytes == 2 * sum(
         parameter.numel() for key, parameter in skeleton(config).named_parameters() if ".mlp." in key
     )
@@ -182,7 +182,7 @@ def test_a_check_says_what_it_did_not_look_at(asked, tmp_path, capsys):
 
 def test_a_model_whose_shape_is_shipped_is_planned_without_network_and_that_is_said(asked, caplog):
     from qlora_rl.cli import main
-    from qlora_rl.ledger.shape import _say_shipped
+    from qlora_rl.memory.shape import _say_shipped
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -10,7 +10,7 @@ from copiers import LateCopier
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from qlora_rl.bench.live import Live
-from qlora_rl.ledger import lines as count
+from qlora_rl.memory import lines as count
 from qlora_rl.train.setup.layer_inputs import SMALLEST, LayerInputs, keep_on_host
 
 LAYERS, B, T = 4, 2, 24

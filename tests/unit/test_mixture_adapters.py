@@ -139,7 +139,7 @@ ON_LINEARS = {
     "patterns of ranks": (dict(target_modules=MLP, rank_pattern={"experts.1.up_proj": 8}), ALL),
     "rslora": (dict(target_modules=MLP, use_rslora=True), ALL),
     "dora": (dict(target_modules=MLP, use_dora=True), "full_weights"),
-    "bias": (dict(target_modules=MLP, lora_bias=True), "refuse"),
+    "bias": (dict(target_modules=MLP, lora_bias=True), "reject"),
     "parameters": (dict(target_modules=["q_proj"], target_parameters=["down_proj.weight"]), "full_weights"),
     "saved experts": (dict(target_modules=["q_proj"], modules_to_save=["experts"]), "full_weights"),
     "saved router": (dict(target_modules=MLP, modules_to_save=["gate"]), "full_weights"),
@@ -172,7 +172,7 @@ def test_adapters_on_experts_that_are_linears_are_where_they_were_asked_for(plac
             return
         model = get_peft_model(model, config)
     verdict = judge_adapter(model)
-    if expected in ("full_weights", "refuse"):
+    if expected in ("full_weights", "reject"):
         assert verdict.kind == expected
         return
     assert verdict.kind == "adapter", verdict.reasons

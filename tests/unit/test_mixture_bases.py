@@ -16,7 +16,7 @@ from qlora_rl.adapter.load import load_adapter
 from qlora_rl.base.experts import ATTENTION, mix, naming_of
 from qlora_rl.base.fingerprint import fingerprint_stored, linear_names
 from qlora_rl.base.quant import dequantised_weight
-from qlora_rl.base.stored import StoredTensors
+from qlora_rl.base.reader import StoredTensors
 from qlora_rl.errors import AdapterRejectedError, ConfigConflictError, NotYetSupportedError, UnsupportedQuantError
 from qlora_rl.export.job import LIMIT, export_run
 from qlora_rl.train.setup.processes import fit_for_sharding

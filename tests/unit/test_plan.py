@@ -10,7 +10,7 @@ from qlora_rl.errors import EngineUnsupportedError
 
 GOOD = Verdict("adapter", (), 8)
 DORA = Verdict("full_weights", ("It is DoRA.",), 8)
-PROMPT = Verdict("refuse", ("It is a prompt.", "And merged."), 0)
+PROMPT = Verdict("reject", ("It is a prompt.", "And merged."), 0)
 ENGINE = EngineCapabilities("test", True, False, 16, 64, "bfloat16", False)
 
 

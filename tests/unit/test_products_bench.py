@@ -12,7 +12,7 @@ from qlora_rl.engine.linears.gpu_compute import key_of
 ROOT = Path(__file__).parents[2]
 
 
-def test_without_a_gpu_it_refuses():
+def test_without_a_gpu_it_rejects():
     if torch.cuda.is_available():
         return
     command = [sys.executable, ROOT / "benchmarks" / "nf4_gemm.py", "--models", "qwen3-0.6b"]

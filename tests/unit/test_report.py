@@ -22,7 +22,7 @@ from statistics import fmean
 import pytest
 
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
-from qlora_rl.held import hold
+from qlora_rl.locks import hold
 from qlora_rl.report import read_run, summarise, write_report
 from qlora_rl.report.charts import Line, Reference, draw_chart, linear_axis, log_axis, smooth, thin_out
 from qlora_rl.report.live import HOST, LiveReport
@@ -179,7 +179,7 @@ def test_empty_directory_gives_a_page_that_says_so(tmp_path):
     assert "<svg" not in page
 
 
-def test_directory_that_is_not_there_is_refused(tmp_path):
+def test_directory_that_is_not_there_is_rejected(tmp_path):
     with pytest.raises(RunDirectoryError, match="is not a directory"):
         write_report(make_run(tmp_path / "a"), [tmp_path / "b"])
     assert not (tmp_path / "a" / "report.html").exists()
@@ -192,11 +192,11 @@ def test_nan_null_and_nonsense_values_become_gaps(tmp_path):
     assert read_run(path).values("reward") == [0.5]
     page = read_page(path)
     shown = re.sub(r"<[^>]*>", " ", page[page.index("<main>") : page.index("</main>")])
-    drawn = " ".join(re.findall(r' d="([^"]*)"', page))
-    assert not re.search(r"nan|inf(inity)?\b|\bnone\b|\bnull\b", shown + drawn, re.IGNORECASE)
+    sampled = " ".join(re.findall(r' d="([^"]*)"', page))
+    assert not re.search(r"nan|inf(inity)?\b|\bnone\b|\bnull\b", shown + sampled, re.IGNORECASE)
 
 
-def test_series_that_are_only_zero_or_constant_are_drawn(tmp_path):
+def test_series_that_are_only_zero_or_constant_are_sampled(tmp_path):
     lines = "".join(
         json.dumps({"step": i, "reward": 0, "mismatch_kl": 0, "ratio_p01": 1, "ratio_p99": 1}) + "\n" for i in range(3)
     )
@@ -205,7 +205,7 @@ def test_series_that_are_only_zero_or_constant_are_drawn(tmp_path):
     assert "exactly the same probability: the mismatch KL was 0 throughout" in page
 
 
-def test_other_runs_are_tabled_and_drawn_beside(tmp_path):
+def test_other_runs_are_tabled_and_sampled_beside(tmp_path):
     slow = "".join(json.dumps({"step": i, "reward": 0.5, **METRIC, "sync_seconds": 0.6}) + "\n" for i in range(30))
     page = read_page(make_run(tmp_path / "ours"), (make_run(tmp_path / "merge", metrics=slow, sync=None),))
     table = page[page.index("Side by side") :]
@@ -368,7 +368,7 @@ def test_lone_point_between_gaps_is_a_dot():
     assert re.search(r'<path d="M500 [\d.]+h0" class="bold s0">', chart)
 
 
-def test_chart_without_a_value_is_not_drawn():
+def test_chart_without_a_value_is_not_sampled():
     assert draw_chart("t", "y", [Line("ours", [1, 2], [None, float("nan")])]) is None
 
 
@@ -417,7 +417,7 @@ def test_rollouts_are_shown_with_their_rewards(tmp_path):
 def test_images_of_a_prompt_are_shown_small_and_nothing_else_is_shown_as_an_image(tmp_path):
     from PIL import Image
 
-    from qlora_rl.pictures import as_thumbnails
+    from qlora_rl.image_io import as_thumbnails
 
     def prompt(*images):
         return [
@@ -458,7 +458,7 @@ def test_memory_and_proof_of_the_base_are_in_the_details(tmp_path):
             7,
         ]
     }
-    config = {"memory": memory | {"kv_cache_bytes": 5e6}, "base_proof": {"proven": True, "repaired": 21}}
+    config = {"memory": memory | {"kv_cache_bytes": 5e6}, "base_proof": {"verified": True, "repaired": 21}}
     page = read_page(make_run(tmp_path / "a", config=config))
     details = page[page.index("How it was run") :]
     assert details.index(">base<") < details.index(">adapter<")  # the largest first

@@ -74,7 +74,7 @@ def test_a_step_is_taken_apart_with_the_sleep_of_its_engine(tmp_path):
 
 
 def test_a_run_that_draws_ahead_is_charged_with_its_waits_and_says_how_old_its_answers_were(tmp_path):
-    ahead = {"trainer_wait_seconds": 0.01, "staleness_mean": 1, "staleness_max": 1, "rollout_drawn_seconds": 0.9}
+    ahead = {"trainer_wait_seconds": 0.01, "staleness_mean": 1, "staleness_max": 1, "rollout_sampled_seconds": 0.9}
     lines = "".join(
         json.dumps({"step": i, "reward": 0.5, **METRIC, "rollout_seconds": 0.9, "rollouts_ready": i % 2, **ahead})
         + "\n"

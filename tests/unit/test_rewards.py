@@ -113,7 +113,7 @@ def test_exact_format_and_length():
 def test_trl_takes_them_and_names_them():
     from trl.trainer.utils import get_callable_name
 
-    from qlora_rl.train.watch.rewards import guard
+    from qlora_rl.train.metrics.rewards import guard
 
     assert get_callable_name(partial(numeric_match, column="a")) == "numeric_match"
     assert guard(numeric_match)(completions=["2"], answer=["2"], prompts=[""], completion_ids=[[1]]) == [1.0]
@@ -220,6 +220,6 @@ def test_weighted_sums_what_each_part_says():
 
 
 @pytest.mark.parametrize("parts", [(), (numeric_match,), ((1.0, numeric_match),)])
-def test_weighted_of_no_pairs_is_refused(parts):
+def test_weighted_of_no_pairs_is_rejected(parts):
     with pytest.raises(ConfigConflictError, match=r"weighted\(\(numeric_match, 1.0\)"):
         weighted(*parts)

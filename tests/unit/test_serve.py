@@ -1,4 +1,4 @@
-"""What `qlora-rl serve` refuses before anything is started."""
+"""What `qlora-rl serve` rejects before anything is started."""
 
 import asyncio
 import hashlib
@@ -29,14 +29,14 @@ from qlora_rl import (
 )
 from qlora_rl.adapter.store import AdapterStore, pack_adapter, write_adapter
 from qlora_rl.contracts import AdapterBundle
-from qlora_rl.engine.client.answers import AwayError, refusal
+from qlora_rl.engine.client.http_errors import AwayError, rejection
 from qlora_rl.engine.sampling import as_received, sampling_params
-from qlora_rl.engine.server import policy
-from qlora_rl.engine.server.gate import Visits
-from qlora_rl.engine.server.policy import misfits, read_allowed
-from qlora_rl.engine.server.routes import PREFIX, Api, Lease
-from qlora_rl.engine.server.start import check_adapter_dir, read_or_make_key
-from qlora_rl.engine.stage import open_regular
+from qlora_rl.engine.server import served_adapter
+from qlora_rl.engine.server.auth import Visits
+from qlora_rl.engine.server.launch import check_adapter_dir, read_or_make_key
+from qlora_rl.engine.server.routes import PREFIX, Api, TrainerLock
+from qlora_rl.engine.server.served_adapter import misfits, read_allowed
+from qlora_rl.engine.staging import open_regular
 
 SIZES = {"model.q_proj": [4, 6]}
 
@@ -60,7 +60,7 @@ def test_a_key_is_made_once_and_only_its_owner_can_read_it(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "short", "two words in one key here", "schlüssel-mit-umlaut-x"])
-def test_what_is_no_key_is_refused(content, tmp_path):
+def test_what_is_no_key_is_rejected(content, tmp_path):
     path = tmp_path / "key"
     path.touch(mode=0o600)
     path.write_text(content)
@@ -68,7 +68,7 @@ def test_what_is_no_key_is_refused(content, tmp_path):
         read_or_make_key(path)
 
 
-def test_an_adapter_directory_that_others_can_write_into_is_refused(tmp_path):
+def test_an_adapter_directory_that_others_can_write_into_is_rejected(tmp_path):
     assert check_adapter_dir(tmp_path / "new").stat().st_mode & 0o777 == 0o700
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -114,7 +114,7 @@ def test_every_misfit_is_said():
     )
 
 
-def test_a_4_bit_base_without_lora_is_refused_since_nothing_could_be_pushed(base):
+def test_a_4_bit_base_without_lora_is_rejected_since_nothing_could_be_pushed(base):
     pytest.importorskip("vllm")
     with pytest.raises(ConfigConflictError, match="bake_base"):
         serve(base, max_lora_rank=0)
@@ -130,17 +130,17 @@ def test_a_directory_exchanged_for_a_link_while_it_is_read_is_not_followed(tmp_p
         directory.mkdir(parents=True)
         write_adapter(bundle(), directory)
     assert read_allowed(root, "mine/deep", 10**6)[0].rank == 2
-    found = policy._resolve(root, "mine/deep")
+    found = served_adapter._resolve(root, "mine/deep")
     (root / "mine").rename(root / "moved")
     (root / "mine").symlink_to(outside)
-    monkeypatch.setattr(policy, "_resolve", lambda *_: found)  # what it had found a moment before
+    monkeypatch.setattr(served_adapter, "_resolve", lambda *_: found)  # what it had found a moment before
     with pytest.raises(AccessDeniedError):
         read_allowed(root, "mine/deep", 10**6)
-    assert policy.read_probe(root, "mine/deep/adapter_config.json") == ""
+    assert served_adapter.read_probe(root, "mine/deep/adapter_config.json") == ""
 
 
 def test_a_trainer_with_a_long_request_open_is_not_silent():
-    lease = Lease(0.001)
+    lease = TrainerLock(0.001)
     lease.claim("first")
     with lease.hearing("first"):
         time.sleep(0.01)
@@ -156,7 +156,7 @@ def descriptors():
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="Linux lists the descriptors of a process")
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda place: os.symlink("/etc/passwd", place)])
-def test_what_is_no_regular_file_is_refused_and_leaves_no_descriptor_open(tmp_path, make):
+def test_what_is_no_regular_file_is_rejected_and_leaves_no_descriptor_open(tmp_path, make):
     """Whoever may write into the adapter directory puts something else where a file is looked for."""
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         place = tmp_path / name / "adapter"
@@ -169,7 +169,7 @@ def test_what_is_no_regular_file_is_refused_and_leaves_no_descriptor_open(tmp_pa
             with pytest.raises((SyncError, AccessDeniedError), match=name):
                 read_allowed(tmp_path, f"{name}/adapter", 10**6)
             try:
-                assert policy.read_probe(tmp_path, f"{name}/adapter/{name}") == ""
+                assert served_adapter.read_probe(tmp_path, f"{name}/adapter/{name}") == ""
             except AccessDeniedError:
                 assert (place / name).is_symlink()
             with pytest.raises(OSError, match=r"regular|symbolic"):
@@ -241,7 +241,7 @@ BAD = [
 def answered(served, *asked, session="somebody", lease=None):
     """The answers of a server's own routes, without a server."""
     app = FastAPI()
-    app.include_router(Api(served, {}, 10**7, lease or Lease(60.0)).router())
+    app.include_router(Api(served, {}, 10**7, lease or TrainerLock(60.0)).router())
 
     async def run():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
@@ -268,17 +268,17 @@ class Idle:
         return [{"repaired": 0.5}]
 
     async def generate(self, *_, **__):
-        yield SimpleNamespace(outputs=[drawn_token(-1.0, "length")], prompt_logprobs=[None, {}])
+        yield SimpleNamespace(outputs=[sampled_token(-1.0, "length")], prompt_logprobs=[None, {}])
 
 
 def policy_in(place):
     (place / "adapters").mkdir(exist_ok=True)
-    return policy.ServedPolicy(Idle(), {}, AdapterStore(place / "adapters"), SIZES, 8, 64, Visits())
+    return served_adapter.ServedPolicy(Idle(), {}, AdapterStore(place / "adapters"), SIZES, 8, 64, Visits())
 
 
 def test_bad_input_is_the_clients_fault_and_said_in_a_sentence(tmp_path):
     pytest.importorskip("vllm")
-    lease = Lease(60.0)
+    lease = TrainerLock(60.0)
     for asked, answer in zip(BAD, answered(policy_in(tmp_path), *BAD, lease=lease), strict=True):
         assert 400 <= answer.status_code < 500, (str(asked)[:200], answer.text)
         error = answer.json()["error"]
@@ -295,7 +295,7 @@ def test_names_of_tokens_in_a_json_object_are_numbers_again():
 
 def test_what_changes_a_server_needs_its_lease_and_who_is_rejected_does_not_get_it(tmp_path):
     pytest.importorskip("vllm")
-    served, lease = policy_in(tmp_path), Lease(60.0)
+    served, lease = policy_in(tmp_path), TrainerLock(60.0)
     good = pack_adapter(bundle())
     right = ("PUT", f"/adapter?version=1&digest={hashlib.sha256(good).hexdigest()}", good)
     changing = [
@@ -330,7 +330,7 @@ def test_what_changes_a_server_needs_its_lease_and_who_is_rejected_does_not_get_
 
 
 def test_a_rejected_change_does_not_take_the_server_from_one_of_the_same_trainer_that_was_taken():
-    lease = Lease(60.0)
+    lease = TrainerLock(60.0)
 
     def both():
         with lease.trying("first"):
@@ -344,7 +344,7 @@ def test_a_rejected_change_does_not_take_the_server_from_one_of_the_same_trainer
         lease.claim("second")
 
 
-def test_options_that_contradict_each_other_are_refused_before_anything_starts(tmp_path):
+def test_options_that_contradict_each_other_are_rejected_before_anything_starts(tmp_path):
     for options in ({"ready_file": "x"}, {"key": "a-key-of-some-length", "api_key_file": "x"}):
         with pytest.raises(ConfigConflictError, match="Leave one out"):
             start_server(tmp_path, **options)
@@ -366,11 +366,11 @@ def test_the_trainers_ends_are_added_to_those_that_the_user_names(extra, stops):
     assert params.stop_token_ids == stops
 
 
-def drawn_token(logprob, finish_reason="length"):
+def sampled_token(logprob, finish_reason="length"):
     return SimpleNamespace(token_ids=[1], logprobs=[{1: SimpleNamespace(logprob=logprob)}], finish_reason=finish_reason)
 
 
-@pytest.mark.parametrize("cut", ["aborted", "without a word", "refused"])
+@pytest.mark.parametrize("cut", ["aborted", "without a word", "rejected"])
 @pytest.mark.parametrize(
     ("path", "asked"),
     [
@@ -379,7 +379,7 @@ def drawn_token(logprob, finish_reason="length"):
     ],
 )
 def test_what_an_ending_engine_gives_up_is_no_answer_and_the_next_server_is_waited_for(tmp_path, path, asked, cut):
-    """vLLM answers a request that it aborts like any other: with what was drawn so far, or nothing."""
+    """vLLM answers a request that it aborts like any other: with what was sampled so far, or nothing."""
     pytest.importorskip("vllm")
 
     class Engine:
@@ -388,14 +388,14 @@ def test_what_an_ending_engine_gives_up_is_no_answer_and_the_next_server_is_wait
         async def generate(self, *_, **__):
             self.asked += 1
             reason = "length" if self.asked == 1 else "abort"
-            if self.asked == 2 and cut == "refused":
+            if self.asked == 2 and cut == "rejected":
                 raise RuntimeError("Call to generate method failed: Server shutting down")
             if self.asked == 1 or cut == "aborted":
-                yield SimpleNamespace(outputs=[drawn_token(-1.0, reason)], prompt_logprobs=[None, {}])
+                yield SimpleNamespace(outputs=[sampled_token(-1.0, reason)], prompt_logprobs=[None, {}])
 
-    served = policy.ServedPolicy(Engine(), {}, SimpleNamespace(root=tmp_path / "store"), {}, 8, 64, Visits())
+    served = served_adapter.ServedPolicy(Engine(), {}, SimpleNamespace(root=tmp_path / "store"), {}, 8, 64, Visits())
     app = FastAPI()
-    app.include_router(Api(served, {}, 1000, Lease(60.0)).router())
+    app.include_router(Api(served, {}, 1000, TrainerLock(60.0)).router())
 
     async def run():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
@@ -403,21 +403,21 @@ def test_what_an_ending_engine_gives_up_is_no_answer_and_the_next_server_is_wait
 
     answer = asyncio.run(run())
     assert answer.status_code == 503
-    fault = refusal(answer, "http://server")
+    fault = rejection(answer, "http://server")
     assert isinstance(fault, AwayError)
-    assert fault.gave_up == (cut != "refused")
-    assert ("given up 1 of 2 requests" in str(fault)) == (cut != "refused")
+    assert fault.gave_up == (cut != "rejected")
+    assert ("given up 1 of 2 requests" in str(fault)) == (cut != "rejected")
 
 
-def test_after_nan_the_servers_cache_is_cleared_before_anything_else_is_drawn(tmp_path):
+def test_after_nan_the_servers_cache_is_cleared_before_anything_else_is_sampled(tmp_path):
     pytest.importorskip("vllm")
     values, done = [float("nan"), -1.0], []
 
     class Engine:
         async def generate(self, *_, **__):
-            done.append("drawn")
-            drawn = drawn_token(values.pop(0))
-            yield SimpleNamespace(outputs=[drawn], prompt_logprobs=None)
+            done.append("sampled")
+            sampled = sampled_token(values.pop(0))
+            yield SimpleNamespace(outputs=[sampled], prompt_logprobs=None)
 
         async def collective_rpc(self, name):
             done.append(name)
@@ -429,16 +429,16 @@ def test_after_nan_the_servers_cache_is_cleared_before_anything_else_is_drawn(tm
         async def reset_encoder_cache(self):
             pass
 
-    served = policy.ServedPolicy(Engine(), {}, SimpleNamespace(root=tmp_path / "store"), {}, 8, 64, Visits())
+    served = served_adapter.ServedPolicy(Engine(), {}, SimpleNamespace(root=tmp_path / "store"), {}, 8, 64, Visits())
 
     async def run():
         return [(await served.generate([[1, 2]], {"max_tokens": 1}))["logprobs"] for _ in range(2)]
 
     assert asyncio.run(run()) == [[[None]], [[-1.0]]]
-    assert done == ["drawn", "qlora_clear_cache", "reset", "drawn"]
+    assert done == ["sampled", "qlora_clear_cache", "reset", "sampled"]
 
 
-def test_the_directory_of_a_version_stays_while_a_rollout_is_drawn_with_it(tmp_path):
+def test_the_directory_of_a_version_stays_while_a_rollout_is_sampled_with_it(tmp_path):
     """vLLM may have let go of an adapter in between, and reads it again."""
     pytest.importorskip("vllm")
 
@@ -452,10 +452,10 @@ def test_the_directory_of_a_version_stays_while_a_rollout_is_drawn_with_it(tmp_p
             async def generate(self, *_, **__):
                 begun.set()
                 await may_end.wait()
-                yield SimpleNamespace(outputs=[drawn_token(-1.0)], prompt_logprobs=None)
+                yield SimpleNamespace(outputs=[sampled_token(-1.0)], prompt_logprobs=None)
 
         store, visits = AdapterStore(tmp_path), Visits()
-        served = policy.ServedPolicy(Engine(), {}, store, SIZES, 8, 64, visits)
+        served = served_adapter.ServedPolicy(Engine(), {}, store, SIZES, 8, 64, visits)
 
         async def push(version):
             await served._take(bundle(), version, f"digest-{version}")
@@ -480,7 +480,7 @@ def test_the_directory_of_a_version_stays_while_a_rollout_is_drawn_with_it(tmp_p
 
 STOPPED = """
 import signal, time
-from qlora_rl.engine.interrupt import interrupts_for_sure
+from qlora_rl.engine.signals import interrupts_for_sure
 with interrupts_for_sure(lambda: False, lambda: None):
     print("ready", flush=True)
     time.sleep(5)
@@ -500,10 +500,10 @@ def test_a_process_that_was_stopped_and_goes_on_was_not_interrupted():
     assert job.returncode == 0
 
 
-def test_replicas_inside_one_vllm_are_refused_with_the_way_out(base):
-    """Of its answers vLLM returns the first replica's alone: the others could not be proven."""
+def test_replicas_inside_one_vllm_are_rejected_with_the_way_out(base):
+    """Of its answers vLLM returns the first replica's alone: the others could not be verified."""
     pytest.importorskip("vllm")
-    for refused in (
+    for rejected in (
         lambda: serve(base, vllm_options=["--data-parallel-size", "2"]),
         lambda: serve(base, data_parallel_size=2),
         lambda: LocalEngine(base, data_parallel_size=2),
@@ -511,7 +511,7 @@ def test_replicas_inside_one_vllm_are_refused_with_the_way_out(base):
         with pytest.raises(
             EngineUnsupportedError, match=r"data_parallel_size=2.*2 servers.*rollout='ray' with replicas=2"
         ):
-            refused()
+            rejected()
 
 
 @pytest.mark.parametrize("name", ["logprobs_mode", "dtype", "load_format", "worker_extension_cls"])

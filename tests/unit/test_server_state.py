@@ -2,7 +2,7 @@
 
 import pytest
 
-from qlora_rl.engine.client.state import UNPROVEN, Phase, ServerState
+from qlora_rl.engine.client.state import UNVERIFIED, Phase, ServerState
 from qlora_rl.errors import EngineBrokenError, EngineClosedError, RolloutCancelledError, SyncError
 
 NEW, KNOWN, IN_DOUBT, RECOVERING, CLOSED = Phase
@@ -28,25 +28,25 @@ def in_phase(phase):
     [
         (NEW, ("answer", "new"), KNOWN, "new"),
         (KNOWN, ("answer", "new"), KNOWN, "one"),
-        (IN_DOUBT, ("answer", "new"), IN_DOUBT, UNPROVEN),
+        (IN_DOUBT, ("answer", "new"), IN_DOUBT, UNVERIFIED),
         (RECOVERING, ("answer", "new"), RECOVERING, "two"),
         (CLOSED, ("answer", "new"), CLOSED, "one"),
-        (NEW, ("doubt",), IN_DOUBT, UNPROVEN),
-        (KNOWN, ("doubt",), IN_DOUBT, UNPROVEN),
-        (IN_DOUBT, ("doubt",), IN_DOUBT, UNPROVEN),
-        (RECOVERING, ("doubt",), RECOVERING, UNPROVEN),
-        (CLOSED, ("doubt",), CLOSED, UNPROVEN),
+        (NEW, ("doubt",), IN_DOUBT, UNVERIFIED),
+        (KNOWN, ("doubt",), IN_DOUBT, UNVERIFIED),
+        (IN_DOUBT, ("doubt",), IN_DOUBT, UNVERIFIED),
+        (RECOVERING, ("doubt",), RECOVERING, UNVERIFIED),
+        (CLOSED, ("doubt",), CLOSED, UNVERIFIED),
         (NEW, ("begin_recovery", "new"), RECOVERING, "new"),
         (KNOWN, ("begin_recovery", "new"), RECOVERING, "new"),
         (IN_DOUBT, ("begin_recovery", "new"), RECOVERING, "new"),
         (NEW, ("end_recovery",), NEW, ""),
         (KNOWN, ("end_recovery",), KNOWN, "one"),
-        (IN_DOUBT, ("end_recovery",), IN_DOUBT, UNPROVEN),
+        (IN_DOUBT, ("end_recovery",), IN_DOUBT, UNVERIFIED),
         (RECOVERING, ("end_recovery",), KNOWN, "two"),
         (CLOSED, ("end_recovery",), CLOSED, "one"),
         (NEW, ("close",), CLOSED, ""),
         (KNOWN, ("close",), CLOSED, "one"),
-        (IN_DOUBT, ("close",), CLOSED, UNPROVEN),
+        (IN_DOUBT, ("close",), CLOSED, UNVERIFIED),
         (RECOVERING, ("close",), CLOSED, "two"),
         (CLOSED, ("close",), CLOSED, "one"),
     ],
@@ -56,7 +56,7 @@ def test_a_transition_leads_from_each_phase_to_one_other(phase, transition, lead
     name, *arguments = transition
     getattr(state, name)(*arguments)
     assert (state.phase, state.start) == (leads_to, start)
-    assert state.is_in_doubt == (start == UNPROVEN)
+    assert state.is_in_doubt == (start == UNVERIFIED)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_doubt_during_a_recovery_is_there_after_it():
     state = in_phase(RECOVERING)
     state.doubt()
     state.end_recovery()
-    assert (state.phase, state.start) == (IN_DOUBT, UNPROVEN)
+    assert (state.phase, state.start) == (IN_DOUBT, UNVERIFIED)
 
 
 @pytest.mark.parametrize("has_pushed", [False, True])
@@ -105,7 +105,7 @@ def test_only_a_push_without_an_answer_leaves_doubt(has_pushed, error, leads_to)
         push()
     assert seen == [during]
     assert state.phase is leads_to
-    # Undone, a first push leaves the bare base; refused, it leaves whatever serves.
+    # Undone, a first push leaves the bare base; rejected, it leaves whatever serves.
     assert state.asked == (during if has_pushed or leads_to is IN_DOUBT else ())
     assert state.pushed == ((b"bytes", 3) if has_pushed else None)
 
@@ -118,9 +118,9 @@ def test_what_was_asked_for_follows_pushes_and_a_withdrawal_lasts_until_the_next
     state.withdraw("it was lost")
     assert (state.asked.newest, state.pushed) == ((2, "two"), None)
     with pytest.raises(EngineBrokenError, match=r"it was lost\. Push again"):
-        state.refuse_withdrawn()
+        state.reject_withdrawn()
     state.serve(3, "three", (b"3", 3))
-    state.refuse_withdrawn()
+    state.reject_withdrawn()
     state.forget()
     assert (state.asked.newest, state.pushed, state.withdrawn) == ((3, "three"), None, "")
     assert state.phase is KNOWN

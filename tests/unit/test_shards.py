@@ -7,8 +7,8 @@ import torch
 
 from qlora_rl import compare, prepare_base
 from qlora_rl.base.fingerprint import digest_plain, fingerprint_stored
+from qlora_rl.base.reader import StoredTensors
 from qlora_rl.base.shards import Shard, join_shards
-from qlora_rl.base.stored import StoredTensors
 from qlora_rl.engine.worker.parallel import Place, held_digests, held_pieces, places_of
 
 DOWN, GATE, NORM = (

@@ -11,8 +11,8 @@ from starts import BATCHES, IDS, TWICE, started, steps
 from transformers import AutoModelForCausalLM
 
 from qlora_rl import AdapterRejectedError, judge_adapter, load_base, start_adapter
-from qlora_rl.adapter.start import copy_adapter, settle_start
-from qlora_rl.adapter.subject import Subject
+from qlora_rl.adapter.initialization import apply_start, copy_adapter
+from qlora_rl.adapter.inspected import InspectedAdapter
 from qlora_rl.base.quant import dequantised_weight
 
 
@@ -67,7 +67,7 @@ def test_steps_are_those_of_pefts_own_start_which_changes_the_base(plain, start,
 
 def test_the_halves_stay_fixed_under_weight_decay(loaded):
     model = start_adapter(copy.deepcopy(loaded), lora(init_lora_weights="olora"))
-    layer = next(iter(Subject(model, "default").layers.values()))
+    layer = next(iter(InspectedAdapter(model, "default").layers.values()))
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     a0, b0 = a[4:].detach().clone(), b[:, :4].detach().clone()
     steps(model, 3, decay=0.5)
@@ -93,7 +93,7 @@ def test_loftq_brings_the_4_bit_base_nearer_to_the_original(loaded, model_dir, p
     )
     assert judge_adapter(model).kind == "adapter"
     original = dict(plain.named_modules())
-    for name, layer in Subject(model, "default").layers.items():
+    for name, layer in InspectedAdapter(model, "default").layers.items():
         held = dequantised_weight(layer.get_base_layer().weight)
         weight = original[name].weight.detach()
         assert torch.equal(held, dequantised_weight(dict(loaded.named_modules())[name].weight))
@@ -108,7 +108,7 @@ def test_eva_starts_with_the_main_directions_of_the_inputs(loaded):
     assert judge_adapter(model).kind == "adapter"
     assert torch.equal(logits(model), logits(loaded))
     assert all(torch.equal(p, before[n]) for n, p in of_base(model).items())
-    for layer in Subject(model, "default").layers.values():
+    for layer in InspectedAdapter(model, "default").layers.values():
         a = layer.lora_A["default"].weight
         assert torch.allclose(a @ a.T, torch.eye(4), atol=1e-4)
 
@@ -124,17 +124,17 @@ def test_eva_starts_with_the_main_directions_of_the_inputs(loaded):
     ],
     ids=str,
 )
-def test_a_start_that_lacks_something_is_refused_with_the_reason(loaded, fields, said):
+def test_a_start_that_lacks_something_is_rejected_with_the_reason(loaded, fields, said):
     config = lora()
     for name, value in fields.items():
         setattr(config, name, value)
     with pytest.raises(AdapterRejectedError, match=said):
-        settle_start(config)
+        apply_start(config)
     with pytest.raises(AdapterRejectedError, match=said):
         start_adapter(loaded, config)
 
 
-def test_a_rank_above_what_the_weight_has_is_refused(loaded, model_dir):
+def test_a_rank_above_what_the_weight_has_is_rejected(loaded, model_dir):
     with pytest.raises(AdapterRejectedError, match="Lower r"):
         start_adapter(copy.deepcopy(loaded), lora(r=200, init_lora_weights="pissa"))
     with pytest.raises(AdapterRejectedError, match="holds no"):
@@ -154,14 +154,14 @@ def test_a_rank_above_what_the_weight_has_is_refused(loaded, model_dir):
     [(BATCHES, 17.0, "64 tokens"), ([{**BATCHES[0], "labels": IDS.where(IDS > 50, -100)}], 16.0, "rho"), ([], 1.0, "empty")],
     ids=["too many directions", "few labels", "no batches"],
 )  # fmt: skip
-def test_eva_of_fewer_tokens_than_directions_is_refused_and_does_not_run_for_ever(loaded, batches, rho, said):
+def test_eva_of_fewer_tokens_than_directions_is_rejected_and_does_not_run_for_ever(loaded, batches, rho, said):
     config = lora(init_lora_weights="eva", eva_config=EvaConfig(rho=rho))
     with pytest.raises(AdapterRejectedError, match=said):
         start_adapter(copy.deepcopy(loaded), config, batches=batches)
 
 
 @pytest.mark.parametrize("start", ["corda", "loftq"])
-def test_dora_beside_a_start_that_it_does_not_know_is_refused(loaded, model_dir, start):
+def test_dora_beside_a_start_that_it_does_not_know_is_rejected(loaded, model_dir, start):
     more = {"corda": {"corda_config": CordaConfig()}, "loftq": {"loftq_config": LoftQConfig()}}[start]
     config = lora(init_lora_weights=start, use_dora=True, **more)
     with pytest.raises(AdapterRejectedError, match="use_dora"):
@@ -179,7 +179,7 @@ def test_a_deep_copy_of_a_started_model_trains_as_the_model_does(loaded):
 def test_an_adapter_is_copied_whatever_its_name(loaded, name):
     model = get_peft_model(copy.deepcopy(loaded), lora(init_lora_weights=False), adapter_name=name)
     copy_adapter(model, name)
-    for layer in Subject(model, name).layers.values():
+    for layer in InspectedAdapter(model, name).layers.values():
         for matrices in (layer.lora_A, layer.lora_B):
             assert torch.equal(matrices["ref"].weight, matrices[name].weight)
             assert (matrices["ref"].weight.requires_grad, matrices[name].weight.requires_grad) == (False, True)

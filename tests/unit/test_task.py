@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from qlora_rl.cpu_features import SETTING
 from qlora_rl.demo import task, tiny_model
 from qlora_rl.demo.task import SPLITS, Problem, grpo_rows, problems, reward_exact_match
 from qlora_rl.demo.tiny_model import Recipe, make_tiny_model, make_tokenizer, numerics
-from qlora_rl.processor import SETTING
 
 
 def unordered(split):
@@ -47,7 +47,7 @@ def test_the_splits_are_the_same_in_every_process():
     assert printed.strip() == str([p.prompt for p in problems("held_out")])
 
 
-def test_an_unknown_split_is_refused_with_the_names_there_are():
+def test_an_unknown_split_is_rejected_with_the_names_there_are():
     with pytest.raises(ValueError, match="held_out"):
         problems("test")
 
@@ -83,7 +83,7 @@ def test_the_reward_takes_what_trl_passes():
     assert (text, chat) == ([1.0, 0.0], [1.0])
 
 
-def test_the_reward_refuses_columns_of_unequal_length():
+def test_the_reward_rejects_columns_of_unequal_length():
     with pytest.raises(ValueError):
         reward_exact_match(["1", "2"], answer=["1"])
 
@@ -190,7 +190,7 @@ def test_a_directory_with_something_else_in_it_is_not_overwritten(tmp_path, monk
 
 
 def _of_another_processor(monkeypatch):
-    from qlora_rl import processor as module
+    from qlora_rl import cpu_features as module
 
     monkeypatch.setattr(module, "_name_and_identity", lambda: ("AMD EPYC", "family 25, model 1, stepping 1"))
 
@@ -207,7 +207,7 @@ def _of_another_processor(monkeypatch):
     ids=["model", "setting", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"],
 )
 def test_what_changes_the_order_of_sums_changes_the_digests_of_models_made_on_the_spot(monkeypatch, change):
-    from qlora_rl import processor as module
+    from qlora_rl import cpu_features as module
 
     monkeypatch.setattr(module, "_name_and_identity", lambda: ("AMD EPYC", "family 25, model 17, stepping 1"))
     for name in (SETTING, "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"):

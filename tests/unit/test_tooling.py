@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 yaml = pytest.importorskip("yaml")
 
 
-def test_ends_are_mended_and_conflicts_and_large_files_refused(tmp_path):
+def test_ends_are_mended_and_conflicts_and_large_files_rejected(tmp_path):
     files = {
         "fine.py": b"x = 1\n",
         "blanks.md": b"a  \nb\t\r\n\n\n",
@@ -114,7 +114,7 @@ def test_no_library_that_the_package_imports_is_read_by_mypy():
     assert owned - {"vllm_bnb_plugin"} <= skipped
 
 
-def test_every_diagram_was_drawn_from_the_text_beside_it():
+def test_every_diagram_was_sampled_from_the_text_beside_it():
     spec = importlib.util.spec_from_file_location("diagrams", ROOT / "scripts" / "diagrams.py")
     diagrams = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(diagrams)
@@ -122,7 +122,7 @@ def test_every_diagram_was_drawn_from_the_text_beside_it():
     pictures = sorted((ROOT / "docs" / "diagrams").glob("*.svg"))
     assert len(sources) >= 3
     assert [f.stem for f in sources] == [f.stem for f in pictures]
-    stale = [f.name for f in pictures if diagrams.drawn_from(f) != diagrams.digest(f.with_suffix(".dot"))]
+    stale = [f.name for f in pictures if diagrams.sampled_from(f) != diagrams.digest(f.with_suffix(".dot"))]
     assert not stale, "python scripts/diagrams.py"
     for picture in pictures:  # a browser draws nothing of one that is not well-formed
         assert ElementTree.parse(picture).getroot().tag.endswith("svg")

@@ -190,7 +190,7 @@ def serves_what_it_did(engine, before):
 
 @pytest.mark.parametrize("fault", ["nan", "canary", "interrupt"])
 def test_a_failed_proof_after_the_slots_were_lent_anew_brings_back_the_version_before(dense, tmp_path, fault):
-    """Both new slots hold the refused version then: the one before must come from its directory."""
+    """Both new slots hold the rejected version then: the one before must come from its directory."""
     model, engine, strategy = pair(dense, InPlaceTransport(tmp_path), canary=True)
     for seed in range(3):
         randomise(model, seed=seed)
@@ -210,7 +210,7 @@ def test_a_failed_proof_after_the_slots_were_lent_anew_brings_back_the_version_b
         with pytest.raises((AdapterRejectedError, CanaryError, KeyboardInterrupt)):
             strategy.push()
         assert serves_what_it_did(engine, before)
-    assert len(list(strategy.transport.store.root.iterdir())) <= 4  # refused versions do not pile up
+    assert len(list(strategy.transport.store.root.iterdir())) <= 4  # rejected versions do not pile up
     strategy.close()
 
 
@@ -332,11 +332,11 @@ def test_a_version_that_could_not_be_taken_back_never_serves_again(dense, tmp_pa
             raise SyncError("no answer")
         real(directory, version)
 
-    def refuse(bundle):
+    def reject(bundle):
         raise CanaryError("not what was pushed")
 
     monkeypatch.setattr(engine, "load_adapter", load)
-    monkeypatch.setattr(strategy.canary, "check", refuse)
+    monkeypatch.setattr(strategy.canary, "check", reject)
     monkeypatch.setattr(strategy.canary, "wants_probe", lambda: False)
     for _ in range(2):
         with pytest.raises(CanaryError):

@@ -129,7 +129,7 @@ def test_tokens_do_not_touch_each_other_and_their_rows_may_lie_apart():
         ({"bias": torch.zeros(40)}, r"bias is not \[40\]"),
     ],
 )
-def test_what_would_be_read_wrongly_is_refused(change, why):
+def test_what_would_be_read_wrongly_is_rejected(change, why):
     codes, state, _ = quantised(40, 64)
     given = {
         "x": torch.zeros(2, 64, dtype=torch.bfloat16),
@@ -184,8 +184,8 @@ def test_an_engine_takes_the_kernel_where_the_clock_says_so(tmp_path):
 def test_a_kernel_that_decodes_otherwise_is_not_used(tmp_path):
     from test_decoded import fused
 
+    from qlora_rl.engine.linears.fused_weight import Joined
     from qlora_rl.engine.linears.gpu_compute import read_out
-    from qlora_rl.engine.linears.joined import Joined
 
     joined, rules = Joined(fused()), f"4=joined,8=triton {Tile()}"
     assert read_out(joined, rules) == ""
@@ -200,8 +200,8 @@ def test_a_tile_is_read_as_it_was_written():
             assert Tile.read(str(tile)) == tile
 
 
-def test_another_way_is_refused():
-    from qlora_rl.engine.linears.ways import multiply_by
+def test_another_way_is_rejected():
+    from qlora_rl.engine.linears.kernel_choice import multiply_by
 
     with pytest.raises(ConfigConflictError, match=r"no way 'int3'"):
         multiply_by("int3", torch.zeros(1, 64), None, None, None, [1], 64, "nf4")

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from qlora_rl import AdapterRejectedError, export_adapter, judge_adapter
 from qlora_rl.adapter import methods
 from qlora_rl.adapter.export import read_adapter
+from qlora_rl.adapter.inspected import shorten_lora
 from qlora_rl.adapter.rules import judge_method
 from qlora_rl.adapter.store import write_origin
-from qlora_rl.adapter.subject import shorten_lora
 
 BUILT = {name: kind for name, kind in KINDS.items() if kind.is_built}
 # What a directory cannot hold: the state of a live model.
@@ -82,7 +82,7 @@ def test_what_decides_is_said_first(model_dir):
     """A trained head alone goes as full weights; tied to the embedding no weights hold it."""
     tied = AutoModelForCausalLM.from_pretrained(model_dir)
     verdict = judge_adapter(get_peft_model(tied, lora(modules_to_save=["lm_head"])))
-    assert verdict.kind == "refuse"
+    assert verdict.kind == "reject"
     assert "ties its output head" in verdict.reasons[0]
     assert "sync='weights'" in verdict.reasons[1]
 
@@ -136,8 +136,8 @@ def _set_fields(kind):
     return [(n, v) for n, v in vars(config).items() if v != getattr(default, n) or n in {"use_rslora", "r"}]
 
 
-def test_an_unknown_method_is_refused():
-    assert next(judge_method("TELEPATHY"))[0] == "refuse"
+def test_an_unknown_method_is_rejected():
+    assert next(judge_method("TELEPATHY"))[0] == "reject"
 
 
 @pytest.mark.parametrize("name", [n for n, k in FULL_WEIGHTS.items() if k.is_built and n in methods.CHANGES_WEIGHTS])
@@ -160,7 +160,7 @@ def test_a_method_that_changes_weights_is_affine_in_every_layer(build, name):
 
 
 def test_lily_is_not_affine(build):
-    """Why it is refused although it looks like LoRA."""
+    """Why it is rejected although it looks like LoRA."""
     layer = build(KINDS["LILY"]).get_base_model().model.layers[0].self_attn.q_proj
     x_TI = torch.randn(5, layer.get_base_layer().in_features) * 10
     with torch.no_grad():
@@ -180,7 +180,7 @@ def test_a_directory_gets_the_verdict_of_the_live_model(build, tmp_path, model_d
     verdict = judge_adapter(tmp_path, base=model_dir if with_base else None)
     expected = KINDS[name].verdict
     if name == "qalora-unused" and not with_base:
-        expected = "refuse"  # it means something on GPTQ layers only: which these are, the file does not say
+        expected = "reject"  # it means something on GPTQ layers only: which these are, the file does not say
     if name == "BEFT-homeless" or (name == "lora-bias-homeless" and not with_base):
         expected = "full_weights"  # files do not say whether the layer has a bias
     assert verdict.kind == expected, verdict.reasons
@@ -225,12 +225,12 @@ def test_a_converted_pissa_is_plain_lora(build, model_dir, tmp_path):
         assert torch.allclose(fresh(prompt).logits, before, atol=1e-4)
 
 
-def test_an_adapter_for_another_base_is_refused(build, base, tmp_path):
+def test_an_adapter_for_another_base_is_rejected(build, base, tmp_path):
     live = build(ADAPTER["plain"])
     live.save_pretrained(tmp_path / "a")
     other = make_model(tmp_path / "wider", head_dim=64)
     verdict = judge_adapter(tmp_path / "a", base=other)
-    assert verdict.kind == "refuse"
+    assert verdict.kind == "reject"
     assert "has the shape" in verdict.reasons[0]
     assert "another base" in verdict.reasons[0]
     assert judge_adapter(tmp_path / "a", base=base.path).kind == "adapter"
@@ -416,8 +416,8 @@ def unfrozen_under_a_name(model):
 @pytest.mark.parametrize(
     ("config", "change", "kind", "word"),
     [
-        ({}, second_active_in_one_layer, "refuse", "The active adapters at"),
-        ({}, nothing_active, "refuse", "No adapter is active"),
+        ({}, second_active_in_one_layer, "reject", "The active adapters at"),
+        ({}, nothing_active, "reject", "No adapter is active"),
         ({}, reference_active_too, "full_weights", "Several adapters"),
         (
             {"modules_to_save": ["norm"]},
@@ -425,18 +425,18 @@ def unfrozen_under_a_name(model):
             "full_weights",
             "trains a copy of model.layers.0.input_layernorm",
         ),
-        ({}, hooked, "refuse", "has a hook"),
-        ({}, another_forward, "refuse", "another forward"),
+        ({}, hooked, "reject", "has a hook"),
+        ({}, another_forward, "reject", "another forward"),
         ({}, shortened, "adapter", ""),
-        ({}, wrapped_after_it_was_shortened, "refuse", "another forward"),
-        ({}, with_the_forward_of_another_layer, "refuse", "another forward"),
-        ({}, nonlinear, "refuse", "ReLU where dropout should be"),
-        ({}, many_parts, "refuse", "Sequential"),
-        ({}, strange_layer, "refuse", "another.library.OtherLinear"),
-        ({}, replicated, "refuse", "layer_replication"),
-        ({}, infinite_scale, "refuse", "infinite values at model.layers.0.self_attn.q_proj"),
-        ({}, unknown_start, "refuse", "'milora' is an unknown initialisation"),
-        ({}, unknown_variant_with_a_known_name, "refuse", "is an unknown variant"),
+        ({}, wrapped_after_it_was_shortened, "reject", "another forward"),
+        ({}, with_the_forward_of_another_layer, "reject", "another forward"),
+        ({}, nonlinear, "reject", "ReLU where dropout should be"),
+        ({}, many_parts, "reject", "Sequential"),
+        ({}, strange_layer, "reject", "another.library.OtherLinear"),
+        ({}, replicated, "reject", "layer_replication"),
+        ({}, infinite_scale, "reject", "infinite values at model.layers.0.self_attn.q_proj"),
+        ({}, unknown_start, "reject", "'milora' is an unknown initialisation"),
+        ({}, unknown_variant_with_a_known_name, "reject", "is an unknown variant"),
         ({}, base_of_the_other_is_cut, "full_weights", "of adapter 'second'"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -470,11 +470,11 @@ def test_a_second_method_in_the_same_model_is_seen(model_dir):
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     get_peft_model(base, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     verdict = judge_adapter(get_peft_model(base, lora(target_modules=["v_proj"])))
-    assert verdict.kind == "refuse"
+    assert verdict.kind == "reject"
     assert "another method" in verdict.reasons[0]
 
 
-def test_a_peft_model_inside_a_peft_model_is_refused(model_dir):
+def test_a_peft_model_inside_a_peft_model_is_rejected(model_dir):
     from transformers import AutoModelForCausalLM
 
     inner = get_peft_model(
@@ -493,7 +493,7 @@ def test_a_model_that_peft_did_not_wrap_is_told_so(model_dir):
     model.add_adapter(lora())
     assert "Pass a PeftModel" in judge_adapter(model).reasons[0]
     mixed = peft.PeftMixedModel(AutoModelForCausalLM.from_pretrained(model_dir), lora(task_type=None))
-    assert judge_adapter(mixed).kind == "refuse"
+    assert judge_adapter(mixed).kind == "reject"
 
 
 def test_wrappers_of_torch_do_not_get_into_the_names(build):
@@ -536,7 +536,7 @@ def test_the_head_is_found_whatever_it_is_called(model_dir):
     assert "to_words is the output head" in " ".join(judge_adapter(model).reasons)
 
 
-def test_x_lora_is_refused_live(build, model_dir, tmp_path):
+def test_x_lora_is_rejected_live(build, model_dir, tmp_path):
     from transformers import AutoModelForCausalLM
 
     build(ADAPTER["plain"]).save_pretrained(tmp_path)
@@ -545,17 +545,17 @@ def test_x_lora_is_refused_live(build, model_dir, tmp_path):
     config = peft.XLoraConfig(
         task_type="CAUSAL_LM", hidden_size=128, adapters={"one": str(tmp_path)}, enable_softmax=False
     )
-    assert judge_adapter(get_peft_model(base, config)).kind == "refuse"
+    assert judge_adapter(get_peft_model(base, config)).kind == "reject"
 
 
-def test_shadow_and_adaption_prompts_are_refused_live(build, tmp_path):
+def test_shadow_and_adaption_prompts_are_rejected_live(build, tmp_path):
     from transformers import AutoModelForCausalLM
 
     llama = AutoModelForCausalLM.from_pretrained(
         make_model(tmp_path / "llama", architecture="llama"), dtype=torch.float32
     )
-    assert judge_adapter(get_peft_model(llama, KINDS["ADAPTION_PROMPT"].config())).kind == "refuse"
-    assert judge_adapter(build(KINDS["SHADOW"])).kind == "refuse"
+    assert judge_adapter(get_peft_model(llama, KINDS["ADAPTION_PROMPT"].config())).kind == "reject"
+    assert judge_adapter(build(KINDS["SHADOW"])).kind == "reject"
 
 
 def test_a_run_keeps_what_the_live_layers_multiplied_with(build, model_dir, tmp_path):
@@ -582,7 +582,7 @@ def test_a_run_keeps_what_the_live_layers_multiplied_with(build, model_dir, tmp_
             assert torch.allclose(again(prompt).logits, live(prompt).logits, atol=1e-5)
 
 
-def test_a_scale_that_float16_cannot_hold_is_refused(build):
+def test_a_scale_that_float16_cannot_hold_is_rejected(build):
     model = build(ADAPTER["plain"].__class__("", lambda: lora(lora_alpha=2_000_000), "adapter"))
     with pytest.raises(AdapterRejectedError, match="too large for float16 at model"):
         export_adapter(model, dtype=torch.float16)
@@ -606,7 +606,7 @@ def test_what_a_config_asks_for_is_not_left_out_in_silence(build, tmp_path, chan
     build(ADAPTER["plain"]).save_pretrained(tmp_path)
     edit(tmp_path / "adapter_config.json", base_model_name_or_path="someone/else", **changes)
     verdict = judge_adapter(tmp_path)
-    assert verdict.kind == "refuse", verdict
+    assert verdict.kind == "reject", verdict
     assert word in " ".join(verdict.reasons)
 
 
@@ -628,7 +628,7 @@ def test_damaged_notes_get_a_verdict(build, base, tmp_path, content):
     build(ADAPTER["plain"]).save_pretrained(tmp_path)
     (tmp_path / "qlora_adapter.json").write_text(content)
     verdict = judge_adapter(tmp_path, base=base.path)
-    assert verdict.kind == "refuse"
+    assert verdict.kind == "reject"
     assert "damaged" in verdict.reasons[0]
     with pytest.raises(AdapterRejectedError, match="no such directory"):
         judge_adapter("a" * 5000)
@@ -644,15 +644,15 @@ def test_no_code_of_the_base_is_run_and_nobody_is_asked(build, tmp_path, monkeyp
     (base / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
     edit(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=str(base))
-    assert judge_adapter(tmp_path / "adapter").kind == "refuse"
+    assert judge_adapter(tmp_path / "adapter").kind == "reject"
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
-def test_matrices_of_another_kind_of_number_are_refused(build, tmp_path, dtype):
+def test_matrices_of_another_kind_of_number_are_rejected(build, tmp_path, dtype):
     from safetensors.torch import load_file, save_file
 
     build(ADAPTER["plain"]).save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     save_file({n: t.to(dtype) for n, t in load_file(file).items()}, file)
-    assert judge_adapter(tmp_path).kind == "refuse"
+    assert judge_adapter(tmp_path).kind == "reject"

@@ -9,10 +9,10 @@ import torch
 
 from qlora_rl import ConfigConflictError, EngineBrokenError, ServerTakenError, SyncError, VersionGoneError
 from qlora_rl.base.fingerprint import digest_plain
-from qlora_rl.engine.server.gate import Visits
-from qlora_rl.engine.server.policy import ServedPolicy
-from qlora_rl.engine.server.weights import ServedWeights
-from qlora_rl.engine.stage import STAGES, encode_part
+from qlora_rl.engine.server.auth import Visits
+from qlora_rl.engine.server.served_adapter import ServedPolicy
+from qlora_rl.engine.server.served_weights import ServedWeights
+from qlora_rl.engine.staging import STAGES, encode_part
 
 WEIGHT = torch.ones(4, 4)
 
@@ -89,7 +89,7 @@ def test_what_breaks_off_while_it_is_loaded_is_served_to_nobody_until_a_push_arr
     asyncio.run(run())
 
 
-def test_an_engine_that_ends_in_a_commit_is_no_refusal_of_the_weights(tmp_path):
+def test_an_engine_that_ends_in_a_commit_is_no_rejection_of_the_weights(tmp_path):
     pytest.importorskip("vllm")
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -115,9 +115,9 @@ def test_what_is_withdrawn_during_a_commit_stays_withdrawn(tmp_path):
         weights.engine.may_end.set()
         await commit
         with pytest.raises(EngineBrokenError, match="the proof failed"):
-            weights.refuse_lost()
+            weights.reject_lost()
         await weights.commit("me", await sent(weights, 2))
-        weights.refuse_lost()
+        weights.reject_lost()
 
     asyncio.run(run())
 

@@ -73,6 +73,17 @@ def test_prose_uses_the_words_of_the_field():
     assert found == {}
 
 
+def test_names_in_the_code_are_words_of_the_field():
+    """So that a page and the code which it explains call a thing alike."""
+    pattern = re.compile(r"(?<![a-z])(drawn|ledger|admission|(un)?proven|refus(e|es|ed|al))(?![a-z])", re.IGNORECASE)
+    found = {}
+    for path in CODE_FILES:
+        name = str(path.relative_to(ROOT))
+        if not name.startswith(DRAWS) and (words := {m[0] for m in pattern.finditer(path.read_text())}):
+            found[name] = words
+    assert found == {}
+
+
 def test_the_check_finds_a_word_in_prose_and_leaves_names_alone():
     code = 'x = "drawn"  # a rollout is drawn\n"""Nobody refuses `verify_base`."""\nrefused = f"{x} was mended, {x}"\n'
     assert stumbles(prose_of_code(code)) == ["drawn", "refuses", "mended"]

@@ -46,7 +46,7 @@ def softcap_of(config: Any) -> float | None:
     return getattr(config.get_text_config(), _BOUND, None)
 
 
-def settle_attention(model: Any) -> None:
+def apply_attention(model: Any) -> None:
     """Have a bare model that was loaded elsewhere compute all that its config says.
 
     Its implementation is what transformers has chosen, or a wish: the model does not say which. So another one that computes the model's own function is set,

@@ -21,8 +21,9 @@ import httpx
 
 from qlora_rl.adapter.store import pack_adapter, read_directory
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.carriers import check_way, open_carrier
-from qlora_rl.engine.client.answers import (
+from qlora_rl.engine.client.channel_push import ChannelPush
+from qlora_rl.engine.client.connections import Lines
+from qlora_rl.engine.client.http_errors import (
     START,
     AwayError,
     Patience,
@@ -30,10 +31,10 @@ from qlora_rl.engine.client.answers import (
     content_of,
     not_taken,
     other_base,
-    refuse_other_version,
+    reject_other_version,
     says_lost,
 )
-from qlora_rl.engine.client.asking import (
+from qlora_rl.engine.client.requests import (
     check_url,
     expected,
     find_key,
@@ -41,12 +42,11 @@ from qlora_rl.engine.client.asking import (
     shared_with,
     split_urls,
 )
-from qlora_rl.engine.client.carried import CarriedPush
-from qlora_rl.engine.client.connections import Lines
 from qlora_rl.engine.client.state import Phase, ServerState
 from qlora_rl.engine.client.upload import ServerPush
 from qlora_rl.engine.images import Prompt, as_prompts, pack, token_ids
 from qlora_rl.engine.sampling import check_lengths
+from qlora_rl.engine.weight_channels import check_way, open_carrier
 from qlora_rl.errors import (
     EngineBrokenError,
     EngineUnsupportedError,
@@ -233,7 +233,7 @@ class ServerEngine:
         """
         if sampling is not None and fields:
             raise TypeError("generate: give either sampling= or its fields by name, not both.")
-        self._state.refuse_withdrawn()
+        self._state.reject_withdrawn()
         asked = self._packed("prompts", prompts)
         started = time.perf_counter()
         asked["sampling"] = dataclasses.asdict(sampling or SamplingSpec(**fields))
@@ -248,7 +248,7 @@ class ServerEngine:
     def score(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[float]]:
         """Natural logs of the probabilities of every token but the first; with `bare` under the base alone."""
         if not bare:
-            self._state.refuse_withdrawn()
+            self._state.reject_withdrawn()
         body = self._packed("sequences", sequences) | {"bare": bare}
         return self._ask("POST", "/score", lambda: body if bare else body | self._expected())["logprobs"]
 
@@ -329,7 +329,7 @@ class ServerEngine:
         if self.weights_by == "http":
             return self.begin_dense(version).upload(weights, version)
         carrier = open_carrier(self.weights_by, httpx.URL(self.url).host)
-        return CarriedPush(self._ask, version, carrier=carrier, commit=self._commit(version)).upload(weights, version)
+        return ChannelPush(self._ask, version, carrier=carrier, commit=self._commit(version)).upload(weights, version)
 
     def begin_dense(self, version: int) -> ServerPush:
         """Open a push of full weights, which are served as `version` from its `commit` on; `load_dense` does all of it."""
@@ -412,7 +412,7 @@ class ServerEngine:
 
     def _expected(self, version: int | None = None) -> dict[str, Any]:
         """What must serve, or has before; who has pushed nothing follows the server."""
-        self._state.refuse_withdrawn()  # it may have been lost between two attempts
+        self._state.reject_withdrawn()  # it may have been lost between two attempts
         asked = self._state.asked
         return expected(version, asked.newest or (self._version, None), asked.before)
 
@@ -423,7 +423,7 @@ class ServerEngine:
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Ask until there is an answer; a rejection is raised at once. `body`: bytes, or a function that gives JSON."""
-        self._state.refuse_closed()
+        self._state.reject_closed()
         patience, cuts = Patience(self.url, self.wait_s), self._lines.cuts
         while True:
             try:
@@ -451,7 +451,7 @@ class ServerEngine:
         except _FAULTS as error:
             raise AwayError(str(error) or type(error).__name__) from error
         found = content_of(answer, self.url, known)
-        refuse_other_version(asked, found)
+        reject_other_version(asked, found)
         self._state.answer(answer.headers[START])
         # The answer to a rollout may be read later than that to a push which came after it.
         if not self._state.asked or path not in ("/generate", "/score"):

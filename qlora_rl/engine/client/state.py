@@ -10,7 +10,7 @@ from enum import Enum
 from qlora_rl.errors import EngineBrokenError, EngineClosedError, QloraRLError, RolloutCancelledError
 from qlora_rl.versions import Versions
 
-UNPROVEN = "unproven"  # no server's start
+UNVERIFIED = "unverified"  # no server's start
 
 
 class Phase(Enum):
@@ -39,7 +39,7 @@ class ServerState:
 
     Attributes:
         phase: of the server.
-        start: name of the server's start, sent with each request; `UNPROVEN` in doubt, empty before the first answer.
+        start: name of the server's start, sent with each request; `UNVERIFIED` in doubt, empty before the first answer.
         asked: version and digest that the server was asked to serve; empty while the client follows the server.
         pushed: the bytes of the adapter that a restarted server gets, and its version.
         withdrawn: why nothing may be generated until the next push; empty where it may.
@@ -58,7 +58,7 @@ class ServerState:
     @property
     def is_in_doubt(self) -> bool:
         """Nobody knows what the server serves."""
-        return self.start == UNPROVEN
+        return self.start == UNVERIFIED
 
     def answer(self, start: str) -> None:
         """The server has answered and named its start; a start that is known already stays."""
@@ -70,7 +70,7 @@ class ServerState:
     def doubt(self) -> None:
         """Nobody knows any more what the server serves."""
         with self._lock:
-            self.start = UNPROVEN
+            self.start = UNVERIFIED
             if self.phase in (Phase.NEW, Phase.KNOWN):
                 self.phase = Phase.IN_DOUBT
 
@@ -81,7 +81,7 @@ class ServerState:
             EngineBrokenError: a recovery is under way. EngineClosedError: the client was closed.
         """
         with self._lock:
-            self.refuse_closed()
+            self.reject_closed()
             if self.phase is Phase.RECOVERING:
                 raise EngineBrokenError(
                     f"asking the server at {self._url}: it was restarted twice in a row. Look into its log."
@@ -99,7 +99,7 @@ class ServerState:
         with self._lock:
             self.phase = Phase.CLOSED
 
-    def refuse_closed(self) -> None:
+    def reject_closed(self) -> None:
         """Raise where the client was closed."""
         if self.phase is Phase.CLOSED:
             raise EngineClosedError("using the engine: it was closed. Make a new ServerEngine.")
@@ -134,7 +134,7 @@ class ServerState:
         """Nothing is generated until the next push, and a restarted server gets nothing."""
         self.pushed, self.withdrawn = None, reason
 
-    def refuse_withdrawn(self) -> None:
+    def reject_withdrawn(self) -> None:
         """Raise where nothing may be generated."""
         if self.withdrawn:
             raise EngineBrokenError(

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from qlora_rl.engine.parts import PART_BYTES, Outgoing, Part
-from qlora_rl.engine.stage import part_name
+from qlora_rl.engine.chunks import PART_BYTES, Outgoing, Part
+from qlora_rl.engine.staging import part_name
 from qlora_rl.errors import QloraRLError, SyncError
 
 # Of one request, in bytes, if the server takes so much.

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from qlora_rl.engine.chunks import DensePush, Outgoing, Part
 from qlora_rl.engine.fleet.replicas import Replica, Replicas
-from qlora_rl.engine.parts import DensePush, Outgoing, Part
-from qlora_rl.engine.stage import part_name
+from qlora_rl.engine.staging import part_name
 from qlora_rl.errors import EngineBrokenError, QloraRLError, SyncError
-from qlora_rl.held import let_go, new_directory
+from qlora_rl.locks import let_go, new_directory
 
 # What the headers of all parts may take, in bytes.
 _HEADERS_BYTES = 16 * 2**20

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from qlora_rl.adapter.store import unpack_adapter
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
 from qlora_rl.engine.fleet.dense import Broadcast, Kept
+from qlora_rl.engine.fleet.load_balancer import LoadBalancer
 from qlora_rl.engine.fleet.replicas import Replica, Replicas, check_alike
-from qlora_rl.engine.fleet.shares import Shares
 from qlora_rl.engine.images import Prompt, as_prompts, token_ids
 from qlora_rl.engine.sampling import check_lengths
 from qlora_rl.errors import (
@@ -58,7 +58,7 @@ class Fleet:
     def __init__(self, replicas: Sequence[Replica], *, wait_s: float = 120.0):
         self.url, self.wait_s = ",".join(each.url for each in replicas), wait_s
         self._team = Replicas(replicas, wait_s=wait_s, prove=self._prove)
-        self._shares = Shares()
+        self._shares = LoadBalancer()
         self._pushed: tuple[bytes, int] | None = None
         self._kept: Kept | None = None  # full weights, where they serve
         self._sends_dense = False
@@ -174,7 +174,7 @@ class Fleet:
         """
         if sampling is not None and fields:
             raise TypeError("generate: give either sampling= or its fields by name, not both.")
-        self._refuse_withdrawn()
+        self._reject_withdrawn()
         ids, spec = as_prompts(prompts), sampling or SamplingSpec(**fields)
         if spec.seed is None:  # without one, replicas may sample the same
             spec = replace(spec, seed=secrets.randbits(62))
@@ -199,14 +199,14 @@ class Fleet:
                 raise next(iter(without.values()))
             shares = self._shares.out(left, able)
 
-            def draw(each: Replica, shares: dict[Replica, list[int]] = shares) -> Rollout:
+            def sample(each: Replica, shares: dict[Replica, list[int]] = shares) -> Rollout:
                 begun = time.perf_counter()  # by the clock here: the way there and back counts
                 rollout = each.generate([ids[i] for i in shares[each]], spec, places=shares[each], **named)
                 return replace(rollout, seconds=time.perf_counter() - begun)
 
             answers = self._team.ask(
                 list(shares),
-                draw,
+                sample,
                 forgives=(VersionGoneError,) if named else (),
                 watches=True,
             )
@@ -219,14 +219,14 @@ class Fleet:
             versions |= {rollout.version: each.url for each, rollout in done.items()}
             if len(versions) > 1:
                 self._withdrawn = "; ".join(f"{url} serves version {version}" for version, url in versions.items())
-                self._refuse_withdrawn()
+                self._reject_withdrawn()
             for each, rollout in done.items():
                 self._shares.note(each, rollout.tokens, rollout.seconds)
-                for i, drawn, values in zip(shares[each], rollout.completion_ids, rollout.logprobs, strict=True):
-                    tokens[i], logprobs[i] = drawn, values
+                for i, sampled, values in zip(shares[each], rollout.completion_ids, rollout.logprobs, strict=True):
+                    tokens[i], logprobs[i] = sampled, values
                 has_ended |= zip(shares[each], rollout.has_ended or (), strict=False)
-            drawn_now = {i for each in done for i in shares[each]}
-            left = [i for i in left if i not in drawn_now]
+            sampled_now = {i for each in done for i in shares[each]}
+            left = [i for i in left if i not in sampled_now]
         are_known = [has_ended[i] for i in range(len(ids))] if len(has_ended) == len(ids) else None
         return Rollout(tokens, logprobs, next(iter(versions)), time.perf_counter() - started, has_ended=are_known)
 
@@ -242,7 +242,7 @@ class Fleet:
     def score_each(self, sequences: Sequence[Prompt], *, bare: bool = False) -> list[list[list[float]]]:
         """`score` of every replica that takes part."""
         if not bare:
-            self._refuse_withdrawn()
+            self._reject_withdrawn()
         return list(self._team.ask_all(lambda each: each.score(sequences, bare=bare)).values())
 
     def held_adapter(self, rank: int) -> Mapping[str, str]:
@@ -481,7 +481,7 @@ class Fleet:
             except QloraRLError as error:  # it is done without, until it is verified
                 raise EngineBrokenError(f"looking for {each.url}: {error}") from error
 
-    def _refuse_withdrawn(self) -> None:
+    def _reject_withdrawn(self) -> None:
         if self._withdrawn:
             raise EngineBrokenError(
                 f"generating: {self._withdrawn}. Push the adapter again, or call drop_adapter() to go on with the bare base."

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qlora_rl.engine.fleet.engine import Fleet
-from qlora_rl.engine.fleet.hosted import HostedEngine
+from qlora_rl.engine.fleet.ray_actor import ActorEngine
 from qlora_rl.engine.fleet.ray_replica import Parcels, RayReplica, require_ray
 from qlora_rl.errors import ConfigConflictError, EngineUnsupportedError, QloraRLError
 
@@ -87,7 +87,7 @@ class RayFleet(Fleet):
         placed: list[RayReplica] = []
         try:
             asked = _actor_options(ray, wishes, options.get("tensor_parallel_size", 1))
-            kind = ray.remote(HostedEngine).options(**asked)
+            kind = ray.remote(ActorEngine).options(**asked)
 
             def make_actor() -> Any:
                 return kind.remote(os.fspath(base), dict(options), make)

@@ -13,9 +13,9 @@ from typing import Any
 
 from qlora_rl.adapter.store import pack_adapter, read_directory
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
-from qlora_rl.engine.fleet.hosted import Answer, State
+from qlora_rl.engine.chunks import Part
+from qlora_rl.engine.fleet.ray_actor import Answer, State
 from qlora_rl.engine.images import Prompt, as_prompts
-from qlora_rl.engine.parts import Part
 from qlora_rl.errors import EngineBrokenError, EngineClosedError, MissingDependencyError, QloraRLError
 
 logger = logging.getLogger(__name__)
@@ -356,7 +356,7 @@ class RayReplica:
                 self._begin()
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> Any:
-        self._refuse_closed()
+        self._reject_closed()
         actor = self._actor
         if self._starting is not None:
             raise EngineBrokenError(f"asking {self.url}: its process has ended; the one in its place is starting.")
@@ -368,7 +368,7 @@ class RayReplica:
             raise answer.error
         return answer.value
 
-    def _refuse_closed(self) -> None:
+    def _reject_closed(self) -> None:
         if self._is_closed:
             raise EngineClosedError("using the engine: it was closed. Make a new RayFleet.")
 
@@ -397,7 +397,7 @@ class RayReplica:
         wait, end = require_ray().wait, time.monotonic() + timeout_s
         while not wait([reference], timeout=min(_SIGN_OF_LIFE_S, max(0.0, end - time.monotonic())))[0]:
             left, limit_s = end - time.monotonic(), self.health_check_timeout_s
-            self._refuse_closed()  # without its cluster Ray would start another one to ask
+            self._reject_closed()  # without its cluster Ray would start another one to ask
             if left <= 0:
                 return
             if not wait([actor.ask.remote("is_alive"), reference], timeout=min(limit_s, left))[0] and limit_s < left:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qlora_rl.contracts import BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec
+from qlora_rl.engine.chunks import DensePush
 from qlora_rl.engine.images import Prompt
-from qlora_rl.engine.parts import DensePush
 from qlora_rl.errors import (
     AccessDeniedError,
     BaseMismatchError,

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from qlora_rl.cpu_features import processor
 from qlora_rl.engine.linears import kernels
+from qlora_rl.engine.linears.cpu_kernel import CodesKernel, codes_kernel
 from qlora_rl.engine.linears.decoded import LIFTED_SLICE, SLICE, DecodedLinear
-from qlora_rl.engine.linears.native import CodesKernel, codes_kernel
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.ledger.host import memory_gib
-from qlora_rl.processor import processor
+from qlora_rl.memory.host import memory_gib
 
 MODES = ("nf4", "baked", "auto", "vllm")
 # Of all memory, what must stay free for baked copies to be chosen.

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from qlora_rl.base.decode import Decode, TableDecoder, decode_plainly, decoder, uses_avx512
-from qlora_rl.engine.linears.joined import Joined
+from qlora_rl.cpu_matmul import COLUMNS_ALIKE, lifted_rows
+from qlora_rl.engine.linears.cpu_kernel import CodesKernel
+from qlora_rl.engine.linears.fused_weight import Joined
 from qlora_rl.engine.linears.linear import Pack, Product
-from qlora_rl.engine.linears.native import CodesKernel
-from qlora_rl.products import COLUMNS_ALIKE, lifted_rows
 
 # Weights that are decoded at a time: 4 MiB in bf16, so that the product reads them out of the cache.
 SLICE = 2**21

@@ -22,9 +22,17 @@ import torch
 from qlora_rl.base.checkpoint import cache_root
 from qlora_rl.base.decode import decode_plainly
 from qlora_rl.engine.linears.base_compute import BaseCompute
-from qlora_rl.engine.linears.joined import Joined
+from qlora_rl.engine.linears.fused_weight import Joined
+from qlora_rl.engine.linears.kernel_choice import (
+    PARTS,
+    TOKENS,
+    TRITON,
+    RuledLinear,
+    choose_rules,
+    multiply_by,
+    ways_for,
+)
 from qlora_rl.engine.linears.kernels import bitsandbytes_linears
-from qlora_rl.engine.linears.ways import PARTS, TOKENS, TRITON, RuledLinear, choose_rules, multiply_by, ways_for
 
 # Seconds of one call, of calls that are made one after another.
 Stopwatch = Callable[[Sequence[Callable[[], Any]]], float]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from qlora_rl.engine.linears.native import CodesKernel, codes_kernel
-from qlora_rl.processor import processor
+from qlora_rl.cpu_features import processor
+from qlora_rl.engine.linears.cpu_kernel import CodesKernel, codes_kernel
 
 
 def multiply_adapters_directly(runner: Any) -> str:

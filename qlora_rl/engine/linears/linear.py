@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.engine.linears.native import Adapter, CodesKernel
+from qlora_rl.engine.linears.cpu_kernel import Adapter, CodesKernel
 
 Groups = list[tuple[int, torch.Tensor | None]]
 # The product of x [T, I] with a weight [O, I], and a bias [O] or none.

@@ -174,7 +174,7 @@ def multiply(
     """
     tokens, inputs = x_TI.shape
     tile = tile or tiles_for(tokens)[0]
-    _refuse_misfits(x_TI, codes, absmax, values, outputs, blocksize, bias_O)
+    _reject_misfits(x_TI, codes, absmax, values, outputs, blocksize, bias_O)
     out = torch.empty((tokens, outputs), dtype=x_TI.dtype, device=x_TI.device)
     if out.numel() == 0:
         return out
@@ -201,7 +201,7 @@ def multiply(
     return out
 
 
-def _refuse_misfits(
+def _reject_misfits(
     x_TI: torch.Tensor,
     codes: torch.Tensor,
     absmax: torch.Tensor,

@@ -163,7 +163,7 @@ class Adapters:
         if self.served is not None and not compat.holds_adapters(llm, [self.served.request.lora_int_id]):
             self.load_again(llm)
 
-    def refuse_lost(self) -> None:
+    def reject_lost(self) -> None:
         """Raise where the adapter that should serve is gone."""
         if self.is_lost:
             raise EngineBrokenError(

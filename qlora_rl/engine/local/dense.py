@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qlora_rl.base.stored import StoredTensors
+from qlora_rl.base.reader import StoredTensors
 from qlora_rl.contracts import EngineCapabilities
 from qlora_rl.engine.compat import require_dense_beside_adapters
 from qlora_rl.errors import AdapterRejectedError, EngineBrokenError, EngineUnsupportedError, SyncError
@@ -77,7 +77,7 @@ class DenseWeights:
         if self.version or self.lost:
             self.load(llm, StoredTensors(base).items(), 0)
 
-    def refuse_lost(self, *, bare: bool) -> None:
+    def reject_lost(self, *, bare: bool) -> None:
         """Raise where the weights that are asked for are not there."""
         if self.lost:
             raise EngineBrokenError(
@@ -88,7 +88,7 @@ class DenseWeights:
                 f"scoring the bare base: weights version={self.version} replaced it. Call drop_adapter() first."
             )
 
-    def refuse_adapters(self, max_rank: int) -> None:
+    def reject_adapters(self, max_rank: int) -> None:
         """Raise where adapters cannot be served, or the base is no longer the one that they were made for."""
         if not max_rank:
             raise EngineUnsupportedError(

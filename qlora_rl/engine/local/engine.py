@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from qlora_rl.contracts import AdapterSlots, BaseFingerprint, EngineCapabilities, Rollout, SamplingSpec, rank_class
+from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.engine import cache, compat
 from qlora_rl.engine.images import Prompt, encoded, engine_inputs, token_ids
 from qlora_rl.engine.linears.base_compute import BaseCompute, check_wish
 from qlora_rl.engine.local.adapters import Adapters
-from qlora_rl.engine.local.borrowers import Borrowers
+from qlora_rl.engine.local.borrowing_models import BorrowingModels
 from qlora_rl.engine.local.dense import DenseWeights
-from qlora_rl.engine.local.drive import Driver, alone
 from qlora_rl.engine.local.ranks import watched
 from qlora_rl.engine.local.routing import Routing, choices_of
+from qlora_rl.engine.local.step_loop import Driver, alone
 from qlora_rl.engine.options import start_options
 from qlora_rl.engine.sampling import SCORING, check_lengths, holds_nan, sampled, sampling_params
 from qlora_rl.engine.worker.extension import Lending
 from qlora_rl.engine.worker.parallel import IN_PROCESSES, described
 from qlora_rl.errors import EngineClosedError, EngineUnsupportedError
-from qlora_rl.products import Float32Products
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class LocalEngine:
         self._incarnation = self._repairs = 0
         self._is_broken = self._is_closed = self._is_asleep = False
         self._llm: Any = None
-        self._products, self._routing, self.borrowers = Float32Products(), Routing(), Borrowers()
+        self._products, self._routing, self.borrowers = Float32Products(), Routing(), BorrowingModels()
         self._driver = Driver(on_failure=self._break, on_end=self._routing.collect)
         self._owns_process_group = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         start = start_options(
@@ -275,7 +275,7 @@ class LocalEngine:
             SyncError: vLLM rejected it, or some of its modules match no layer; the old version goes on serving.
         """
         self._ensure_usable()
-        self._dense.refuse_adapters(self.max_lora_rank)
+        self._dense.reject_adapters(self.max_lora_rank)
         self._adapters.load(self._llm, directory, version)
 
     @alone
@@ -286,7 +286,7 @@ class LocalEngine:
             SyncError: vLLM rejected it, or some of its modules match no layer.
         """
         self._ensure_usable()
-        self._dense.refuse_adapters(self.max_lora_rank)
+        self._dense.reject_adapters(self.max_lora_rank)
         return self._adapters.lend(self._llm, directory, self._finish_calls)
 
     @alone
@@ -316,7 +316,7 @@ class LocalEngine:
             SyncError: not all arrived. Nothing is served until a push arrives whole; if none had, the old version serves on.
         """
         self._dense.require_place(self.base, self.capabilities())
-        self.borrowers.refuse("loading weights")
+        self.borrowers.reject("loading weights")
         self.wake()
         self._finish_calls()
         serves = None if self._adapters.is_lost else self.version
@@ -387,7 +387,7 @@ class LocalEngine:
             EngineBusyError: a living model borrows the base.
         """
         if not (force or self._is_closed):
-            self.borrowers.refuse("closing the engine")
+            self.borrowers.reject("closing the engine")
         self._is_closed = True
         self._tear_down()
 
@@ -487,9 +487,9 @@ class LocalEngine:
 
     def _policy(self, version: int, *, bare: bool) -> tuple[Any, str]:
         """vLLM's LoRARequest (`None` for the base) and the salt of a version that is held."""
-        self._dense.refuse_lost(bare=bare)
+        self._dense.reject_lost(bare=bare)
         if not bare:
-            self._adapters.refuse_lost()
+            self._adapters.reject_lost()
         served = None if bare else self._adapters.find(version, self.version)
         # The salt makes a KV block of one push invisible to every other, whatever their names and paths.
         lora, salt = (None, self._dense.salt) if served is None else (served.request, served.salt)

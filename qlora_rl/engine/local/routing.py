@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qlora_rl.engine.local.drive import Call
+from qlora_rl.engine.local.step_loop import Call
 from qlora_rl.engine.options import StartOptions
 
 logger = logging.getLogger(__name__)

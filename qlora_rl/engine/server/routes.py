@@ -20,9 +20,9 @@ from starlette.requests import ClientDisconnect
 from qlora_rl.documents import parse_object
 from qlora_rl.engine import compat
 from qlora_rl.engine.images import Prompt, token_ids, unpack
-from qlora_rl.engine.server.gate import TooLargeError
-from qlora_rl.engine.server.lease import Lease
-from qlora_rl.engine.server.policy import ServedPolicy, Wanted, read_probe
+from qlora_rl.engine.server.auth import TooLargeError
+from qlora_rl.engine.server.served_adapter import ServedPolicy, Wanted, read_probe
+from qlora_rl.engine.server.trainer_lock import TrainerLock
 from qlora_rl.engine.server.weights_routes import Handler, WeightsApi
 from qlora_rl.errors import ConfigConflictError, QloraRLError
 
@@ -54,7 +54,7 @@ class Api:
         lease: who may push.
     """
 
-    def __init__(self, policy: ServedPolicy, about: dict[str, Any], max_body_bytes: int, lease: Lease):
+    def __init__(self, policy: ServedPolicy, about: dict[str, Any], max_body_bytes: int, lease: TrainerLock):
         self.policy, self.about, self.lease, self.max_body_bytes = policy, about, lease, max_body_bytes
         self.start = secrets.token_hex(8)
 
@@ -89,7 +89,7 @@ class Api:
         @functools.wraps(handler)
         async def changed(request: Request) -> dict[str, Any] | None:
             session = _session(request)
-            self.lease.refuse_other(session)  # before its body comes
+            self.lease.reject_other(session)  # before its body comes
             await request.body()
             with self.lease.trying(session):
                 return await handler(request)

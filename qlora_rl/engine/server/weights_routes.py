@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from qlora_rl.documents import parse_object
-from qlora_rl.engine.server.lease import Lease
-from qlora_rl.engine.server.weights import ServedWeights
+from qlora_rl.engine.server.served_weights import ServedWeights
+from qlora_rl.engine.server.trainer_lock import TrainerLock
 from qlora_rl.errors import ConfigConflictError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ Handler = Callable[["Request"], Awaitable[dict[str, Any] | None]]
 
 
 class WeightsApi:
-    """The handlers; all of them are asked by the one trainer that pushes (`Lease.trying`).
+    """The handlers; all of them are asked by the one trainer that pushes (`TrainerLock.trying`).
 
     Args:
         weights: that serve.
@@ -31,7 +31,7 @@ class WeightsApi:
     def __init__(
         self,
         weights: ServedWeights,
-        lease: Lease,
+        lease: TrainerLock,
         session: Callable[[Request], str],
         number: Callable[[Request, str], int],
         order: asyncio.Lock,
@@ -52,7 +52,7 @@ class WeightsApi:
     async def begin(self, request: Request) -> dict[str, Any]:
         """Open a push of full weights; `version` in the query. Gives its name, and a directory for a client on this host.
 
-        A body, in JSON, says by which other way they come: `Carrier.describe`.
+        A body, in JSON, says by which other way they come: `WeightChannel.describe`.
         """
         told = await _told(request)
         return await self.weights.begin(self._session(request), self._number(request, "version"), told)

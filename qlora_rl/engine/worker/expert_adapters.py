@@ -138,7 +138,7 @@ def take_adapters(runner: Any) -> None:
     tokens = AdaptedTokens(manager._get_punica_wrapper("model"))
     for module in runner.get_model().modules():
         method = getattr(module, "quant_method", None)
-        if hasattr(method, "take_adapters"):  # `coded_experts.CodedExperts`
+        if hasattr(method, "take_adapters"):  # `experts_4bit.CodedExperts`
             manager.modules.update(method.take_adapters(tokens, manager.lora_slots, manager.lora_config.max_lora_rank))
 
 

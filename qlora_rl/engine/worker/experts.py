@@ -56,7 +56,7 @@ def experts_of(directory: str) -> Iterator[None]:
 
             def method_of(self: Any, layer: Any, prefix: str) -> Any:
                 if isinstance(layer, RoutedExperts) and are_4bit:
-                    from qlora_rl.engine.worker.coded_experts import CodedExperts
+                    from qlora_rl.engine.worker.experts_4bit import CodedExperts
 
                     return CodedExperts(layer.moe_config, prefix)
                 if isinstance(layer, RoutedExperts):

@@ -18,20 +18,20 @@ from typing import Any
 import torch
 
 from qlora_rl.base.fingerprint import digest_4bit, digest_bytes, digest_plain, facts_of
-from qlora_rl.base.stored import StoredTensors
+from qlora_rl.base.reader import StoredTensors
 from qlora_rl.contracts import BaseFingerprint, Leaf
+from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.engine.linears.base_compute import install
 from qlora_rl.engine.linears.decoded import CHECKED_COLUMNS, DecodedLinear
 from qlora_rl.engine.linears.kernels import packs_away
 from qlora_rl.engine.linears.linear import read_products, same_values
-from qlora_rl.engine.stage import read_parts
-from qlora_rl.engine.worker.carried import CarriedWeights
+from qlora_rl.engine.staging import read_parts
 from qlora_rl.engine.worker.expert_adapters import ExpertMatrix
-from qlora_rl.engine.worker.held import parts, quantised, shard_names, unquantised
 from qlora_rl.engine.worker.parallel import adapted_layers, held_pieces, held_shards
+from qlora_rl.engine.worker.received_weights import ReceivedWeights
 from qlora_rl.engine.worker.reload import reload_dense
+from qlora_rl.engine.worker.weight_names import parts, quantised, shard_names, unquantised
 from qlora_rl.errors import BaseMismatchError, QloraRLError, SyncError
-from qlora_rl.products import Float32Products
 
 
 @dataclass(frozen=True)
@@ -203,11 +203,11 @@ class BaseExtension:
         return self.qlora_load_dense(read_parts(files))
 
     def qlora_begin_carried(self, push: str, told: Mapping[str, Any], wanted: Mapping[str, Sequence[Any]]) -> str:
-        """Open this end of a way of `carriers`; what an earlier push has left is thrown away. Empty, or why it cannot."""
+        """Open this end of a way of `weight_channels`; what an earlier push has left is thrown away. Empty, or why it cannot."""
         if (earlier := getattr(self, "qlora_carried", None)) is not None:
             earlier.close()
         try:
-            self.qlora_carried: CarriedWeights | None = CarriedWeights(push, told, wanted, self.model_runner.device)
+            self.qlora_carried: ReceivedWeights | None = ReceivedWeights(push, told, wanted, self.model_runner.device)
         except Exception as error:
             self.qlora_carried = None
             return str(error) if isinstance(error, QloraRLError) else f"taking weights: no way is {told}: {error!r}."
@@ -241,7 +241,7 @@ class BaseExtension:
             self.qlora_carried = None
             held.close()
 
-    def _qlora_carried(self, push: str) -> CarriedWeights:
+    def _qlora_carried(self, push: str) -> ReceivedWeights:
         held = getattr(self, "qlora_carried", None)
         if held is None or held.push != push:
             raise SyncError("taking weights: this push is not open: another one was begun. Push again.")

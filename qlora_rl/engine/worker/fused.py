@@ -6,7 +6,7 @@ from typing import Any
 
 from qlora_rl.engine.compat import platform_is_cpu
 from qlora_rl.engine.worker.extension import BaseExtension
-from qlora_rl.engine.worker.held import name_as_stored
+from qlora_rl.engine.worker.weight_names import name_as_stored
 
 if platform_is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker

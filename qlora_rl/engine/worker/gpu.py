@@ -13,9 +13,9 @@ from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 from qlora_rl.engine.linears.base_compute import BaseCompute
 from qlora_rl.engine.linears.gpu_compute import install_on_gpu, table_of_this_gpu
-from qlora_rl.engine.linears.ways import RuledLinear
+from qlora_rl.engine.linears.kernel_choice import RuledLinear
 from qlora_rl.engine.worker.extension import BaseExtension
-from qlora_rl.engine.worker.held import name_as_stored
+from qlora_rl.engine.worker.weight_names import name_as_stored
 
 
 class Measuring:

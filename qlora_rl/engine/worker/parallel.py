@@ -19,7 +19,7 @@ import torch
 from qlora_rl.base.fingerprint import digest_bytes, digest_plain
 from qlora_rl.base.shards import Shard, join_shards
 from qlora_rl.contracts import BaseFingerprint
-from qlora_rl.engine.worker.held import parts, shard_names, unquantised_parameters
+from qlora_rl.engine.worker.weight_names import parts, shard_names, unquantised_parameters
 
 # For people, when they do not start.
 IN_PROCESSES = (

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from qlora_rl.adapter.subject import Subject, active_adapter, is_bare
+from qlora_rl.adapter.inspected import InspectedAdapter, active_adapter, is_bare
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import NotYetSupportedError
-from qlora_rl.pieces import mark_pieces, piece_of
+from qlora_rl.sharded_tensors import mark_pieces, piece_of
 
 # Optimizers that treat each number by itself: with a piece of a matrix they do what they do with all of it.
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
@@ -38,29 +38,29 @@ def settle(args: Any, doing: str, *, is_whole: bool) -> None:
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     plugin = FullyShardedDataParallelPlugin(**(getattr(args, "fsdp_plugin_args", None) or {}))
-    unproven = [
+    unverified = [
         f"{name}: {wish.name} (FULL_SHARD does)"
         for name in ("sharding_strategy", "reshard_after_forward")
         if (wish := getattr(plugin, name)) not in (None, ShardingStrategy.FULL_SHARD)
     ]
     if plugin.auto_wrap_policy != transformer_auto_wrap_policy:
-        unproven.append("another fsdp_auto_wrap_policy than TRANSFORMER_BASED_WRAP")
+        unverified.append("another fsdp_auto_wrap_policy than TRANSFORMER_BASED_WRAP")
     if getattr(plugin.cpu_offload, "offload_params", False):
-        unproven.append("fsdp_offload_params")
+        unverified.append("fsdp_offload_params")
     if plugin.activation_checkpointing:
-        unproven.append("fsdp_activation_checkpointing (TRL's gradient_checkpointing=True does)")
+        unverified.append("fsdp_activation_checkpointing (TRL's gradient_checkpointing=True does)")
     if plugin.cpu_ram_efficient_loading:
-        unproven.append("fsdp_cpu_ram_efficient_loading")
+        unverified.append("fsdp_cpu_ram_efficient_loading")
     if plugin.ignored_modules:
-        unproven.append("fsdp_ignored_modules")
+        unverified.append("fsdp_ignored_modules")
     if args.fp16:
-        unproven.append("fp16 (bf16 does)")
+        unverified.append("fp16 (bf16 does)")
     optim = str(getattr(args.optim, "value", args.optim))
     if is_whole and optim not in _ELEMENTWISE:
-        unproven.append(f"optim={optim!r} on pieces of matrices (one of {', '.join(_ELEMENTWISE)} does)")
-    if unproven:
+        unverified.append(f"optim={optim!r} on pieces of matrices (one of {', '.join(_ELEMENTWISE)} does)")
+    if unverified:
         raise NotYetSupportedError(
-            f"{doing}: FSDP1 with {'; '.join(unproven)}, which is not verified. Leave it out (examples/accelerate/fsdp1.yaml), or use FSDP2."
+            f"{doing}: FSDP1 with {'; '.join(unverified)}, which is not verified. Leave it out (examples/accelerate/fsdp1.yaml), or use FSDP2."
         )
 
 
@@ -97,7 +97,7 @@ def left_whole(model: Any, layers: tuple[type, ...]) -> list[torch.nn.Parameter]
     """What FSDP1 is not given: what an adapter has added, what is trained alongside it, and in each layer the weights of another dtype than
     most of its bytes."""
     is_whole = is_bare(model)
-    added = set() if is_whole else Subject(model, active_adapter(model)).added
+    added = set() if is_whole else InspectedAdapter(model, active_adapter(model)).added
     units = [module for module in model.modules() if isinstance(module, layers)]
     seen: set[int] = set()
     left = []

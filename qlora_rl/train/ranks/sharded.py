@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from qlora_rl.adapter.directory import read_saved, saved_names
-from qlora_rl.adapter.subject import is_bare, own_name
-from qlora_rl.base.stored import StoredTensors
+from qlora_rl.adapter.inspected import is_bare, own_name
+from qlora_rl.base.reader import StoredTensors
 from qlora_rl.distributed import ranks
-from qlora_rl.pieces import is_sharded, piece_of, put, shape_of, whole, without_wrappers
+from qlora_rl.sharded_tensors import is_sharded, piece_of, put, shape_of, whole, without_wrappers
 from qlora_rl.train.ranks import zero
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"

@@ -15,15 +15,15 @@ import torch
 
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
-from qlora_rl.pieces import is_sharded, part_of, put, shape_of
+from qlora_rl.sharded_tensors import is_sharded, part_of, put, shape_of
 
 # Groups of torch's optimizer as they were made: what is set for each, and its parameters.
 Groups = Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]
 # Of a scheduler's state: one for each group.
 _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 # What changes how weights, gradients or optimizer are held, and was not verified to keep the base and the checkpoints what they are.
-_UNPROVEN = ("optimizer", "scheduler", "torch_autocast", "zenflow")
-_UNPROVEN_OF_ZERO = (
+_UNVERIFIED = ("optimizer", "scheduler", "torch_autocast", "zenflow")
+_UNVERIFIED_OF_ZERO = (
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
     "zero_quantized_gradients",
@@ -44,19 +44,19 @@ def settle(args: Any, doing: str) -> None:
     """
     config = args.deepspeed_plugin.deepspeed_config
     zero = config.setdefault("zero_optimization", {})
-    unproven = [name for name in _UNPROVEN if _is_on(config.get(name))]
-    unproven += [name for name in _UNPROVEN_OF_ZERO if _is_on(zero.get(name))]
-    unproven += [
+    unverified = [name for name in _UNVERIFIED if _is_on(config.get(name))]
+    unverified += [name for name in _UNVERIFIED_OF_ZERO if _is_on(zero.get(name))]
+    unverified += [
         name
         for name in ("offload_optimizer", "offload_param")
         if (zero.get(name) or {}).get("device") not in (None, "none")
     ]
     if int(zero.get("zero_hpz_partition_size", 1)) > 1:
-        unproven.append("zero_hpz_partition_size")
+        unverified.append("zero_hpz_partition_size")
     if args.fp16:
-        unproven.append("fp16")
-    if unproven:
-        names = ", ".join(unproven)
+        unverified.append("fp16")
+    if unverified:
+        names = ", ".join(unverified)
         raise NotYetSupportedError(
             f"{doing}: DeepSpeed's config asks for {names}, which is not verified with a 4-bit base. Leave it out "
             "(examples/accelerate/zero2.yaml, zero3.yaml); a QLoRA's optimizer is small, and TRL's optim= and lr_scheduler_type= make it."

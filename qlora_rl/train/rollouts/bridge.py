@@ -65,7 +65,7 @@ class EngineBridge:
         # The version that was pushed last, and in which step: of the run, which may have begun in another process.
         self._pushed = (0, -1)
         self._serves: int | None = None  # the version that this bridge has pushed last
-        self._proven = engine.incarnation
+        self._verified = engine.incarnation
         self._reports: list[SyncReport] = []
         self._tokens = 0
         self._seconds = 0.0
@@ -181,20 +181,20 @@ class EngineBridge:
         self.wake()
         if not is_alone:
             self._prove()  # it may have slept, or been rebuilt, since the last push
-        elif self.engine.incarnation != self._proven:
+        elif self.engine.incarnation != self._verified:
             raise EngineBrokenError(
                 f"generating: the engine of rank {ranks().rank} was rebuilt between two turns of a conversation, and the ranks verify it together "
                 "before a rollout only. Start the run again with existing_run='resume'."
             )
         with profiler or nullcontext():
             try:
-                rollout = self.draw(prompts, images, seed=seed)
+                rollout = self.sample(prompts, images, seed=seed)
             except EngineBrokenError:
-                if is_alone or self.engine.incarnation == self._proven:
+                if is_alone or self.engine.incarnation == self._verified:
                     raise
                 # A server was restarted in the middle, and has lost full weights: they are pushed again.
                 self._prove()
-                rollout = self.draw(prompts, images, seed=seed)
+                rollout = self.sample(prompts, images, seed=seed)
         if rollout.version != self.serves:
             raise EngineBrokenError(
                 f"generating: version={rollout.version} has answered, and version={self.serves} was pushed: somebody else has pushed to "
@@ -204,7 +204,7 @@ class EngineBridge:
         self.endings.note(prompts, rollout)
         return self.as_trl_wants(prompts, rollout)
 
-    def draw(
+    def sample(
         self,
         prompts: list[list[int]],
         images: Any = None,
@@ -286,9 +286,9 @@ class EngineBridge:
     def _prove(self) -> None:
         """Verify the policy again where the engine is not the one it was verified on."""
         # What it takes all ranks do together, though each may have an engine of its own.
-        if self._anywhere(self.engine.incarnation != self._proven, "asking whether an engine is another one"):
+        if self._anywhere(self.engine.incarnation != self._verified, "asking whether an engine is another one"):
             self.strategy.verify()
-            self._proven = self.engine.incarnation
+            self._verified = self.engine.incarnation
             if self._serves is not None:  # full weights that were lost were pushed again
                 self._serves = self.engine.version
                 self._pushed = (self._serves, self._pushed[1])

@@ -12,8 +12,8 @@ from qlora_rl.contracts import RolloutEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError
 from qlora_rl.stages import begin
-from qlora_rl.train.ranks.for_all import EngineForAll
-from qlora_rl.train.setup.pairing import closer
+from qlora_rl.train.ranks.shared_engine import SharedEngine
+from qlora_rl.train.setup.engine_order import closer
 from qlora_rl.train.setup.settings import is_url
 
 
@@ -46,7 +46,7 @@ class EngineChoice:
         sync_dir: str | os.PathLike[str] | None = None,
         session: Callable[[], str] | None = None,
     ):
-        refuse_ranks(rollout, options.get("tensor_parallel_size", 1))
+        reject_ranks(rollout, options.get("tensor_parallel_size", 1))
         self.rollout = rollout
         self.options = options
         self.is_ours = isinstance(rollout, str)
@@ -88,7 +88,7 @@ class EngineChoice:
         return closer(engine) if self.is_ours and engine is not None else None
 
 
-def refuse_ranks(rollout: Any, size: int) -> None:
+def reject_ranks(rollout: Any, size: int) -> None:
     """Reject an engine of several ranks that do not fit the trainer's.
 
     Raises:
@@ -118,9 +118,9 @@ def start_local(base: PreparedBase, rank: int, options: dict[str, Any]) -> Rollo
 
 def start_server(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
     """vLLM in a process of its own, which ends with the engine."""
-    from qlora_rl.engine.server import ServerBeside
+    from qlora_rl.engine.server import LocalServer
 
-    return _for_all(lambda: ServerBeside(base, **{"max_lora_rank": rank, **_elsewhere(options)}))
+    return _for_all(lambda: LocalServer(base, **{"max_lora_rank": rank, **_elsewhere(options)}))
 
 
 def start_ray(base: PreparedBase, rank: int, options: dict[str, Any]) -> RolloutEngine:
@@ -137,7 +137,7 @@ def _elsewhere(options: dict[str, Any]) -> dict[str, Any]:
 
 def _for_all(make: Callable[[], RolloutEngine], group: int = 0) -> Any:
     """A server is rank 0's, and so are actors; what is on the GPUs of a group of ranks is the first one's."""
-    return make() if ranks().size == 1 else EngineForAll(make, ranks(), group)
+    return make() if ranks().size == 1 else SharedEngine(make, ranks(), group)
 
 
 _STARTS: dict[str, Callable[..., RolloutEngine]] = {

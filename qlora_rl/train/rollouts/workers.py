@@ -1,7 +1,7 @@
 """`RolloutWorkers`: generation batches generated and rewarded in threads, by TRL's own code, ahead of the trainer that takes them.
 
 A rollout is made in two halves. What needs the engine, the environments and the reward functions happens in a thread, in a
-`Drawing`: a view of the trainer, with everything that TRL writes to on the way its own. What needs the policy of the moment (the
+`SamplingView`: a view of the trainer, with everything that TRL writes to on the way its own. What needs the policy of the moment (the
 trainer's logprobs, the ratios, the advantages, the metrics) TRL does when the batch is trained on, in the trainer's thread.
 """
 
@@ -26,17 +26,17 @@ from trl import GRPOTrainer
 from qlora_rl.contracts import CancellableEngine
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import EngineBrokenError, VersionGoneError
-from qlora_rl.train.rollouts.ahead import Batch
 from qlora_rl.train.rollouts.bridge import EngineBridge
 from qlora_rl.train.rollouts.endings import EndedCompletions, Endings
-from qlora_rl.train.rollouts.one_rank import OneRank, rewards_of_one_rank
-from qlora_rl.train.rollouts.turnstile import Turnstile
+from qlora_rl.train.rollouts.local_rollouts import LocalRollouts, rewards_of_one_rank
+from qlora_rl.train.rollouts.prefetch import Batch
+from qlora_rl.train.rollouts.staleness import StalenessLimit
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Drawn:
+class Sampled:
     """One generation batch, generated and rewarded: B rows.
 
     Attributes:
@@ -50,7 +50,7 @@ class Drawn:
         tokens_seen: prompt and completion tokens, as TRL counts them.
         metrics, extra_logs, extra_metrics: what TRL has noted on the way.
         tokens, engine_seconds: that the engine has generated, and how long it took for them.
-        drawn_seconds, idle_seconds: how long it took, and how long its thread had had nothing to do before.
+        sampled_seconds, idle_seconds: how long it took, and how long its thread had had nothing to do before.
     """
 
     number: int
@@ -66,7 +66,7 @@ class Drawn:
     extra_metrics: Mapping[str, list[float]] = field(default_factory=dict)
     tokens: int = 0
     engine_seconds: float = 0.0
-    drawn_seconds: float = 0.0
+    sampled_seconds: float = 0.0
     idle_seconds: float = 0.0
 
 
@@ -78,7 +78,7 @@ class Front:
         number: of the batch, for messages.
         version: that samples; an engine that holds one alone is not asked for it by name.
         seed_of: the seed of each turn, from 0.
-        refuse_stopped: raises where the run ends.
+        reject_stopped: raises where the run ends.
         width: rows of the batch on each rank.
 
     Attributes:
@@ -92,11 +92,11 @@ class Front:
         number: int,
         version: int,
         seed_of: Callable[[int], int],
-        refuse_stopped: Callable[[], None],
+        reject_stopped: Callable[[], None],
         width: int,
     ):
         self._bridge, self._number = bridge, number
-        self._seed_of, self._refuse_stopped, self._width = seed_of, refuse_stopped, width
+        self._seed_of, self._reject_stopped, self._width = seed_of, reject_stopped, width
         self.version = version
         self.tokens, self.seconds, self.endings = 0, 0.0, Endings()
         self._turn = 0
@@ -113,12 +113,12 @@ class Front:
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
     ) -> Any:
         """See `EngineBridge.generate`."""
-        self._refuse_stopped()
+        self._reject_stopped()
         seed = self._seed_of(self._turn)
         self._turn += 1
         with profiler or contextlib.nullcontext():
             asked = self.version if self._bridge.holds_two else None
-            rollout = self._bridge.draw(prompts, images, seed=seed, version=asked, width=self._width)
+            rollout = self._bridge.sample(prompts, images, seed=seed, version=asked, width=self._width)
         if rollout.version != self.version:
             raise EngineBrokenError(
                 f"generating batch {self._number}: it began with version={self.version}, and version={rollout.version} has answered: somebody "
@@ -129,7 +129,7 @@ class Front:
         return EngineBridge.as_trl_wants(prompts, rollout)
 
 
-class Drawing(EndedCompletions, GRPOTrainer):
+class SamplingView(EndedCompletions, GRPOTrainer):
     """A shallow copy of a trainer for one batch: TRL's rollout code, with nothing that it shares with the training but what is only read.
 
     A `rollout_func`, tools and reward models may read any attribute of the trainer, so no list of some would do. Reading the trainer
@@ -150,23 +150,27 @@ class Drawing(EndedCompletions, GRPOTrainer):
         self._pending_metrics: defaultdict[str, list[Any]] = defaultdict(list)
         self._last_loaded_step = self.state.global_step  # the trainer pushes
 
-    def draw(self, drawn: Drawn, leave: Callable[[], None]) -> None:
-        """Fill in `drawn`, from its rows: environments, generation with its tools, rewards; `leave` when the engine is free."""
+    def sample(self, sampled: Sampled, leave: Callable[[], None]) -> None:
+        """Fill in `sampled`, from its rows: environments, generation with its tools, rewards; `leave` when the engine is free."""
         seen = self.state.num_input_tokens_seen
-        prompts, (*generated, extra_fields, images, tool_images) = self._first_half(drawn.rows)
+        prompts, (*generated, extra_fields, images, tool_images) = self._first_half(sampled.rows)
         leave()
-        for i, row in enumerate(drawn.rows):
+        for i, row in enumerate(sampled.rows):
             for name, values in extra_fields.items():
                 if not isinstance(values, list) or i < len(values):
                     row[name] = values[i] if isinstance(values, list) else values
         _, completion_ids, _, completions, _ = generated
-        drawn.rewards = self._calculate_rewards(drawn.rows, prompts, completions, completion_ids)
-        drawn.generated, drawn.are_cut = (*generated, {}, images, tool_images), self._are_cut
-        drawn.rows = [{**row, "prompt": prompt} for row, prompt in zip(drawn.rows, prompts, strict=True)]
-        drawn.tokens_seen = self.state.num_input_tokens_seen - seen
+        sampled.rewards = self._calculate_rewards(sampled.rows, prompts, completions, completion_ids)
+        sampled.generated, sampled.are_cut = (*generated, {}, images, tool_images), self._are_cut
+        sampled.rows = [{**row, "prompt": prompt} for row, prompt in zip(sampled.rows, prompts, strict=True)]
+        sampled.tokens_seen = self.state.num_input_tokens_seen - seen
         metrics = self._metrics[self._mode]
         metrics.pop("num_tokens", None)  # a sum over the run, which only the trainer knows
-        drawn.metrics, drawn.extra_logs, drawn.extra_metrics = metrics, self._pending_extra_logs, self._pending_metrics
+        sampled.metrics, sampled.extra_logs, sampled.extra_metrics = (
+            metrics,
+            self._pending_extra_logs,
+            self._pending_metrics,
+        )
 
     def _first_half(self, rows: list[dict[str, Any]]) -> tuple[list[Any], Any]:
         """Prompts, as the environments have made them, and what TRL's `_generate` returns for them.
@@ -216,7 +220,7 @@ class RolloutWorkers:
         count: of threads; each has its own tokenizer and its own environments.
     """
 
-    def __init__(self, trainer: Any, bridge: EngineBridge, turnstile: Turnstile, count: int):
+    def __init__(self, trainer: Any, bridge: EngineBridge, turnstile: StalenessLimit, count: int):
         self.turnstile, self._bridge = turnstile, bridge
         self._picture = dict(vars(trainer))
         self._trainer = weakref.ref(trainer)  # threads must not keep it alive
@@ -224,13 +228,13 @@ class RolloutWorkers:
         self._kits: list[_Kit] = []  # that no thread uses
         self._own_kit: _Kit | None = None
         self._made = itertools.count()
-        self._futures: dict[int, Future[Drawn]] = {}
+        self._futures: dict[int, Future[Sampled]] = {}
 
     def submit(self, batch: Batch) -> None:
         """Have it generated, as soon as it may begin."""
-        self._futures[batch.number] = self._executor.submit(self._draw, batch)
+        self._futures[batch.number] = self._executor.submit(self._sample, batch)
 
-    def take(self, number: int) -> tuple[Drawn, float, int]:
+    def take(self, number: int) -> tuple[Sampled, float, int]:
         """Batch `number`, once.
 
         Returns:
@@ -241,17 +245,17 @@ class RolloutWorkers:
         """
         ready = sum(future.done() for future in self._futures.values())
         started = time.perf_counter()
-        drawn = self._futures.pop(number).result()
-        return drawn, time.perf_counter() - started, ready
+        sampled = self._futures.pop(number).result()
+        return sampled, time.perf_counter() - started, ready
 
-    def draw_now(self, rows: list[dict[str, Any]], version: int) -> Drawn:
+    def sample_now(self, rows: list[dict[str, Any]], version: int) -> Sampled:
         """A batch that is evaluated, in the caller's thread; its seeds are the bridge's."""
         self._own_kit = self._own_kit or self._new_kit()
-        drawn = Drawn(-1, _copied(rows))
+        sampled = Sampled(-1, _copied(rows))
         self._fill(
-            self._own_kit, drawn, version, lambda turn: self._bridge.next_seed(), lambda: None, is_training=False
+            self._own_kit, sampled, version, lambda turn: self._bridge.next_seed(), lambda: None, is_training=False
         )
-        return drawn
+        return sampled
 
     def close(self) -> int:
         """End the threads, and what they are generating; harmless when repeated.
@@ -269,7 +273,7 @@ class RolloutWorkers:
         left, self._futures = len(self._futures), {}
         return left
 
-    def _draw(self, batch: Batch) -> Drawn:
+    def _sample(self, batch: Batch) -> Sampled:
         kit = self._kits.pop() if self._kits else self._new_kit()
 
         def seed_of(turn: int) -> int:
@@ -279,10 +283,12 @@ class RolloutWorkers:
             while True:
                 visit = self.turnstile.enter(batch.policy)
                 started = time.perf_counter()
-                drawn = Drawn(batch.number, _copied(batch.rows), policy=visit.policy, idle_seconds=started - kit.since)
+                sampled = Sampled(
+                    batch.number, _copied(batch.rows), policy=visit.policy, idle_seconds=started - kit.since
+                )
                 leave = functools.partial(self.turnstile.leave, visit)
                 try:
-                    self._fill(kit, drawn, visit.version, seed_of, leave, is_training=True)
+                    self._fill(kit, sampled, visit.version, seed_of, leave, is_training=True)
                 except VersionGoneError as error:
                     if visit.version == self._bridge.serves:
                         raise
@@ -291,8 +297,8 @@ class RolloutWorkers:
                     continue
                 finally:
                     leave()
-                drawn.drawn_seconds = time.perf_counter() - started
-                return drawn
+                sampled.sampled_seconds = time.perf_counter() - started
+                return sampled
         finally:
             kit.since = time.perf_counter()
             self._kits.append(kit)
@@ -300,7 +306,7 @@ class RolloutWorkers:
     def _fill(
         self,
         kit: _Kit,
-        drawn: Drawn,
+        sampled: Sampled,
         version: int,
         seed_of: Callable[[int], int],
         leave: Callable[[], None],
@@ -308,14 +314,14 @@ class RolloutWorkers:
         is_training: bool,
     ) -> None:
         front = Front(
-            self._bridge, drawn.number, version, seed_of, self.turnstile.refuse_stopped, width=len(drawn.rows)
+            self._bridge, sampled.number, version, seed_of, self.turnstile.reject_stopped, width=len(sampled.rows)
         )
         own = {**kit.own, "state": copy.copy(self._trainer().state), "vllm_generation": front}
         if ranks().size > 1:
-            own["accelerator"] = OneRank(self._picture["accelerator"])
-        Drawing(self._picture, own, is_training=is_training).draw(drawn, leave)
-        drawn.version = version
-        drawn.tokens, drawn.engine_seconds = front.tokens, front.seconds
+            own["accelerator"] = LocalRollouts(self._picture["accelerator"])
+        SamplingView(self._picture, own, is_training=is_training).sample(sampled, leave)
+        sampled.version = version
+        sampled.tokens, sampled.engine_seconds = front.tokens, front.seconds
 
     def _new_kit(self) -> _Kit:
         picture, is_first = self._picture, next(self._made) == 0

@@ -22,9 +22,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from qlora_rl.adapter.store import write_origin
+from qlora_rl.cpu_features import processor
 from qlora_rl.documents import read_object
 from qlora_rl.errors import ConfigConflictError, RunDirectoryError
-from qlora_rl.processor import processor
 from qlora_rl.train.run import checkpoints
 from qlora_rl.train.run.log import LOG
 
@@ -38,7 +38,7 @@ SAMPLES = "samples.json"  # of the demo
 MODEL = "model"  # of a base that was trained itself
 # Hidden while they are written or removed; eight random characters follow the first.
 _STAGING, _MODELS = f".{ADAPTER}-", (f".{MODEL}-new", f".{MODEL}-old")
-EXISTING = ("refuse", "overwrite", "continue", "resume")
+EXISTING = ("reject", "overwrite", "continue", "resume")
 
 
 class RunDirectory:
@@ -46,15 +46,15 @@ class RunDirectory:
 
     Args:
         path: of the directory; made where it is missing.
-        existing: what to do when it holds a run: `"refuse"`, `"overwrite"` it, `"continue"` (append), or `"resume"`: go on from its
+        existing: what to do when it holds a run: `"reject"`, `"overwrite"` it, `"continue"` (append), or `"resume"`: go on from its
             last whole checkpoint, or begin where it was killed before it had one.
 
     Raises:
-        RunDirectoryError: it holds a run and `existing` is `"refuse"`, it ended and left nothing to resume from, another process
+        RunDirectoryError: it holds a run and `existing` is `"reject"`, it ended and left nothing to resume from, another process
             writes to it, or it cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], existing: str = "refuse"):
+    def __init__(self, path: str | os.PathLike[str], existing: str = "reject"):
         if existing not in EXISTING:
             raise ConfigConflictError(f"opening a run directory: existing_run={existing!r} is not one of {EXISTING}.")
         self.path = Path(path)
@@ -62,7 +62,7 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"opening a run directory: {self.path} is a file. Choose another output_dir ([run] dir in a run's file)."
             )
-        if (self.path / METRICS).exists() and existing == "refuse":
+        if (self.path / METRICS).exists() and existing == "reject":
             raise RunDirectoryError(
                 f"opening a run directory: {self.path} holds another run. Choose another directory, or remove it; a trainer also "
                 "takes existing_run='overwrite', 'continue' or 'resume', in a run's file [run] existing."
@@ -79,18 +79,18 @@ class RunDirectory:
         except OSError as error:
             raise _unwritable(self.path, error) from error
         if existing == "resume" and self.last_checkpoint() is None:
-            self._refuse_ended()
+            self._reject_ended()
             self._overwrites = True  # lines of steps that will be done again
 
     def _tidy(self) -> None:
         """After a kill: the adapter or model that was being replaced gets its name back, what is half written goes."""
-        drawn = f"{_STAGING}{'?' * 8}"
-        for old in self.path.glob(f"{drawn}-old"):
+        sampled = f"{_STAGING}{'?' * 8}"
+        for old in self.path.glob(f"{sampled}-old"):
             if not (self.path / ADAPTER).exists():
                 os.rename(old, self.path / ADAPTER)
         if (old := self.path / _MODELS[1]).exists() and not (self.path / MODEL).exists():
             os.rename(old, self.path / MODEL)
-        for hidden in (drawn, f"{drawn}-old", *_MODELS):
+        for hidden in (sampled, f"{sampled}-old", *_MODELS):
             for directory in self.path.glob(hidden):
                 shutil.rmtree(directory, ignore_errors=True)
         for name in (CONFIG, SUMMARY, FINGERPRINTS, ROLLOUTS, SAMPLES):
@@ -146,7 +146,7 @@ class RunDirectory:
                 handle.truncate(min(there, wanted))
                 os.fsync(handle.fileno())
 
-    def _refuse_ended(self) -> None:
+    def _reject_ended(self) -> None:
         """A run that ended by itself has left an adapter, which a new beginning would remove."""
         if (self.path / SUMMARY).exists():
             summary, way = {"status": f"ended (its {SUMMARY} is damaged)", "steps": "?"}, ""
@@ -387,7 +387,7 @@ class _Hold:
 
 
 def _trained(model: Any) -> str:
-    from qlora_rl.adapter.subject import active_adapter
+    from qlora_rl.adapter.inspected import active_adapter
 
     return active_adapter(model)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qlora_rl.adapter.subject import active_adapter, is_bare
+from qlora_rl.adapter.inspected import active_adapter, is_bare
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError, collected
 
@@ -64,7 +64,7 @@ def identity_of(trainer: Any) -> dict[str, Any]:
     return json.loads(json.dumps(found | trainer.decisive(), default=_plain))
 
 
-def refuse_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def reject_other(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise instead of going on with a run that is another one.
 
     Args:

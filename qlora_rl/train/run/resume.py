@@ -24,8 +24,8 @@ from trl.trainer.utils import RepeatSampler
 
 from qlora_rl.adapter.directory import load_adapters
 from qlora_rl.adapter.export import settle_patterns
+from qlora_rl.adapter.inspected import is_bare
 from qlora_rl.adapter.store import write_origin
-from qlora_rl.adapter.subject import is_bare
 from qlora_rl.base.fingerprint import digest_bytes
 from qlora_rl.distributed import ranks
 from qlora_rl.documents import read_object
@@ -42,7 +42,7 @@ from qlora_rl.train.ranks.sharded import (
 )
 from qlora_rl.train.run import checkpoints
 from qlora_rl.train.run.directory import RunDirectory, describe_versions
-from qlora_rl.train.run.identity import identity_of, refuse_other
+from qlora_rl.train.run.identity import identity_of, reject_other
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Resumable:
         """
         with ranks().together("choosing the checkpoint"):
             if self.run is not None and self.run.existing == "resume" and (path := self.run.last_checkpoint()):
-                refuse_other(path, _read(path)["identity"], identity_of(self))
+                reject_other(path, _read(path)["identity"], identity_of(self))
         self.add_callback(_GoOn(self))
 
     def resume_point(self, wish: str | bool | None) -> str | None:
@@ -123,7 +123,7 @@ class Resumable:
         if path is None:
             return None
         saved = _read(path)
-        refuse_other(path, saved["identity"], identity_of(self))
+        reject_other(path, saved["identity"], identity_of(self))
         if not (path / "optimizer.pt").exists():
             raise RunDirectoryError(
                 f"resuming from {path}: it was saved with save_only_model=True, so the optimizer is lost. Train its adapter on, with a new "

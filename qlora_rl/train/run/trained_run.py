@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from qlora_rl.adapter.subject import active_adapter, bare_model, is_bare, shorten_lora
+from qlora_rl.adapter.inspected import active_adapter, bare_model, is_bare, shorten_lora
 from qlora_rl.base.checkpoint import PreparedBase
 from qlora_rl.base.experts import directory_is_mixture
-from qlora_rl.base.kinds import load_processor
+from qlora_rl.base.model_classes import load_processor
+from qlora_rl.cpu_features import keep_few_kernels, processor
+from qlora_rl.cpu_matmul import Float32Products
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import ConfigConflictError
-from qlora_rl.pieces import has_sharded_training, is_sharded, without_wrappers
-from qlora_rl.processor import keep_few_kernels, processor
-from qlora_rl.products import Float32Products
+from qlora_rl.sharded_tensors import has_sharded_training, is_sharded, without_wrappers
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
 from qlora_rl.train.run.directory import SUMMARY, RunDirectory, describe_machine, describe_versions
 from qlora_rl.train.run.progress import end_progress
@@ -25,7 +25,7 @@ from qlora_rl.train.run.resume import Resumable
 from qlora_rl.train.run.wrapped import WrappedModel
 from qlora_rl.train.scoring.padding import micro_batches
 from qlora_rl.train.setup import settings
-from qlora_rl.train.setup.entry import Source, resolve_model
+from qlora_rl.train.setup.model_source import Source, resolve_model
 from qlora_rl.train.setup.processes import fit_for_sharding
 
 logger = logging.getLogger(__name__)

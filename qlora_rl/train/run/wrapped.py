@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qlora_rl.distributed import ranks
-from qlora_rl.pieces import without_wrappers
+from qlora_rl.sharded_tensors import without_wrappers
 from qlora_rl.train.ranks import fsdp1
 from qlora_rl.train.ranks.sharded import is_gathered, trained_weights
 from qlora_rl.train.setup.processes import sharding_of

@@ -23,7 +23,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head, maybe_gather_lm_head_ctx
 
-from qlora_rl.ledger.lines import HEAD_VOCABULARY, SMALL_TILE
+from qlora_rl.memory.lines import HEAD_VOCABULARY, SMALL_TILE
 
 # A tile of 128 x 32768 float32 is 16 MiB.
 TOKENS, WORDS = SMALL_TILE, HEAD_VOCABULARY

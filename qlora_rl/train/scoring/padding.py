@@ -19,8 +19,8 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from qlora_rl.base.attention.attend import NAME, register, without_masks
 from qlora_rl.base.experts import mixtures_in
-from qlora_rl.base.kinds import has_dropout
-from qlora_rl.ledger.shape import layer_kinds, layer_window
+from qlora_rl.base.model_classes import has_dropout
+from qlora_rl.memory.shape import layer_kinds, layer_window
 from qlora_rl.sync.forward import evaluating
 from qlora_rl.train.scoring.row import HANDED_ON, make_row
 
@@ -87,7 +87,7 @@ def micro_batches(model: Any) -> dict[str, int]:
     return dict(getattr(model, "qlora_micro_batches", {}))
 
 
-def settle_padding(model: Any, why_not: str = "") -> dict[str, Any]:
+def apply_padding(model: Any, why_not: str = "") -> dict[str, Any]:
     """`remove_padding`, unless there is a reason already; what came of it, for config.json."""
     why = why_not or remove_padding(model)
     if why:

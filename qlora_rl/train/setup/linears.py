@@ -1,4 +1,4 @@
-"""`settle_linears`: on a CPU the trainer multiplies with 4-bit codes, by the kernel that the engine has.
+"""`apply_linears`: on a CPU the trainer multiplies with 4-bit codes, by the kernel that the engine has.
 
 bitsandbytes decodes a weight into memory for each product, and torch reads it again; with a few hundred tokens that is a fifth of the product. The
 kernel decodes what fits into a cache. Forward it has the bits of an engine that multiplies codes, also with a bias; backward it adds up along the
@@ -18,7 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from qlora_rl.base.quant import dequantised_rows, require_bitsandbytes
-from qlora_rl.engine.linears.native import CodesKernel, codes_kernel
+from qlora_rl.engine.linears.cpu_kernel import CodesKernel, codes_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Coded:
         return (scales + state.offset).float().flatten()
 
 
-def settle_linears(model: torch.nn.Module) -> dict[str, Any]:
+def apply_linears(model: torch.nn.Module) -> dict[str, Any]:
     """Have the 4-bit linears of a model multiply their codes where the processor has a kernel for that.
 
     Linears with a forward of somebody else keep it.

@@ -67,12 +67,12 @@ def check_memory(
     Raises:
         MemoryBudgetError: the run cannot fit into `gpu_memory`.
     """
-    from qlora_rl.adapter.start import settle_start
+    from qlora_rl.adapter.initialization import apply_start
     from qlora_rl.train.setup import settings
-    from qlora_rl.train.setup.budget import MemoryBudget, expects_full_weights
-    from qlora_rl.train.setup.pairing import expects_one_copy
+    from qlora_rl.train.setup.engine_order import expects_one_copy
+    from qlora_rl.train.setup.memory_budget import MemoryBudget, expects_full_weights
 
-    rollout, peft_config = settings.as_one(ours["rollout"]), settle_start(peft_config)[0]
+    rollout, peft_config = settings.as_one(ours["rollout"]), apply_start(peft_config)[0]
     MemoryBudget(
         ours["gpu_memory"],
         model,

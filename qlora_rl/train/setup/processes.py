@@ -12,7 +12,7 @@ import torch
 from qlora_rl.distributed import ranks
 from qlora_rl.errors import BaseMismatchError, ConfigConflictError, NotYetSupportedError
 from qlora_rl.train.ranks import fsdp1, zero
-from qlora_rl.train.setup.entry import Source
+from qlora_rl.train.setup.model_source import Source
 
 SUPPORTED = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 _SHARDS_BASE = ("fsdp1", "fsdp2", "zero3")

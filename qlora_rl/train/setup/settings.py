@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
-from qlora_rl.base.kinds import directory_takes_images, load_processor
+from qlora_rl.base.model_classes import directory_takes_images, load_processor
 from qlora_rl.base.writer import check_vocabulary
 from qlora_rl.contracts import RolloutEngine, SamplingSpec
 from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected

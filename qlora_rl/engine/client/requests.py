@@ -1,0 +1,134 @@
+"""What a client of a server sends: its key, and which version it wants."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from qlora_rl.engine.client.http_errors import KEY_VARIABLE
+from qlora_rl.errors import AccessDeniedError, ConfigConflictError, VersionGoneError
+
+logger = logging.getLogger(__name__)
+
+
+def split_urls(url: str | Sequence[str]) -> list[str]:
+    """The URLs in "http://a,http://b", or in a list."""
+    parts = url.split(",") if isinstance(url, str) else list(url)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def check_url(url: str) -> str:
+    """The URL without a slash at its end.
+
+    Raises:
+        ConfigConflictError: it is none of a server.
+    """
+    try:
+        is_good = httpx.URL(url).scheme in ("http", "https") and bool(httpx.URL(url).host)
+    except httpx.InvalidURL:
+        is_good = False
+    if not is_good:
+        raise ConfigConflictError(f"connecting to a server: url={url!r} is no URL. Use http://host:port.")
+    return url.rstrip("/")
+
+
+def find_key(key: str | None, file: str | os.PathLike[str] | None) -> str:
+    """The key that was given, or is in the file, or in the environment.
+
+    Raises:
+        AccessDeniedError: there is none, or it cannot be sent.
+    """
+    if key is not None and file is not None:
+        raise ConfigConflictError("connecting to a server: give either api_key= or api_key_file=, not both.")
+    if file is not None:
+        try:
+            key = Path(file).read_text()
+        except OSError as error:
+            raise AccessDeniedError(f"connecting to a server: reading the key: {file}: {error.strerror}.") from error
+        except UnicodeDecodeError:
+            raise AccessDeniedError(
+                f"connecting to a server: {file} is no text. Pass the file that the server names."
+            ) from None
+    key = (key or os.environ.get(KEY_VARIABLE) or "").strip()
+    if any(not "!" <= letter <= "~" for letter in key):  # and never say which: messages end up in logs
+        raise AccessDeniedError(
+            "connecting to a server: the key holds spaces, control characters or letters beyond ASCII. Is it the right file?"
+        )
+    if not key:
+        raise AccessDeniedError(
+            f"connecting to a server: no key. Pass api_key_file= (the server says where it is; in a run's file [rollout] api_key_file), api_key=, or set "
+            f"{KEY_VARIABLE}."
+        )
+    return key
+
+
+def near_directory(about: Mapping[str, Any]) -> Path | None:
+    """The adapter directory of a server that takes full weights, by its own account; `None` where we could not write to it."""
+    near = Path(about["adapter_dir"])
+    return near.resolve() if about.get("takes_dense", False) and os.access(near, os.W_OK) else None
+
+
+def expected(
+    version: int | None, serves: tuple[int, str | None], before: tuple[int, str | None] | None
+) -> dict[str, Any]:
+    """What a request names: the version that must answer it, and its digest.
+
+    Args:
+        version: that is wanted; `None` is that which serves.
+        serves, before: version and digest.
+
+    Raises:
+        VersionGoneError: it is neither.
+    """
+    if version is None:
+        return {"version": serves[0], "digest": serves[1]}
+    if version == serves[0]:  # which a push may make the one before, while this is asked
+        return {"version": version, "digest": serves[1], "held": True}
+    if before is None or before[0] != version:
+        raise VersionGoneError(
+            f"generating: version={version} is asked for, and is neither version={serves[0]}, which serves, nor the one before it. "
+            "Generate again, with what serves now."
+        )
+    return {"version": version, "digest": before[1], "held": True}
+
+
+def shared_with(
+    url: str,
+    directory: Path,
+    ask: Callable[..., dict[str, Any]],
+    about: Mapping[str, Any],
+    *,
+    quietly: bool = False,
+) -> Path | None:
+    """The directory, if the server at `url` sees there what we write; it is asked with `ask`.
+
+    Raises:
+        ConfigConflictError: we cannot write there.
+    """
+    content = uuid.uuid4().hex.encode()
+    probe = directory / f".qlora-rl-probe-{uuid.uuid4().hex}"
+    try:
+        probe.write_bytes(content)
+    except OSError as error:
+        raise ConfigConflictError(f"sharing a directory with a server: {directory}: {error.strerror}.") from error
+    try:
+        seen = ask("POST", "/probe", lambda: {"path": probe.name})["digest"]
+    finally:
+        probe.unlink(missing_ok=True)
+    if seen == hashlib.sha256(content).hexdigest():
+        return directory
+    logger.log(
+        logging.DEBUG if quietly else logging.WARNING,
+        "%s is not the adapter directory of the server at %s (%s): adapters are sent in requests",
+        directory,
+        url,
+        about["adapter_dir"],
+    )
+    return None

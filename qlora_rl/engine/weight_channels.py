@@ -1,0 +1,462 @@
+"""How full weights go from the trainer's device into that of an engine's worker without a file: through memory that both open, or by a
+broadcast in a group of two. Both ends; torch only.
+
+The two that need CUDA have not been run; each has one for the CPU next to it, with the same code around it: CUDA IPC and shared memory,
+NCCL and gloo. vLLM's own weight transfer takes the same ways, but loads while it receives, and takes pickled handles over HTTP.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import re
+import shutil
+import socket
+import stat
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from qlora_rl.adapter.store import default_root
+from qlora_rl.errors import ConfigConflictError, SyncError
+from qlora_rl.locks import let_go, new_directory
+
+# By memory, and by a group; the first of each is for the CPU.
+WAYS = ("shared_memory", "cuda_ipc", "gloo", "nccl")
+ON_CUDA = ("cuda_ipc", "nccl")
+# Every weight begins at a multiple of so many bytes.
+ALIGNED = 16
+# Words of 8 bytes that a checksum reads at once.
+_WORDS = 2**20
+_TIMEOUT = timedelta(seconds=120)
+_FILE = re.compile(r"(qlora-rl-carried-\w{1,64})/([0-9]{1,9})")
+
+Places = list[tuple[str, str, list[int]]]
+Ask = Callable[[dict[str, Any]], None]
+
+
+# --- one part -----------------------------------------------------------------------------------------------------------
+
+
+def pack(weights: Sequence[tuple[str, torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, Places]:
+    """Weights one after the other in a buffer of bytes on `device`; and name, dtype, shape of each."""
+    sizes = [_padded(weight.numel() * weight.element_size()) for _, weight in weights]
+    buffer, start, places = torch.zeros(sum(sizes), dtype=torch.uint8, device=device), 0, []
+    for (name, weight), size in zip(weights, sizes, strict=True):
+        flat = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+        buffer[start : start + flat.numel()].copy_(flat)
+        places.append((name, str(weight.dtype).removeprefix("torch."), list(weight.shape)))
+        start += size
+    return buffer, places
+
+
+def unpack(buffer: torch.Tensor, places: Places) -> list[tuple[str, torch.Tensor]]:
+    """Inverse of `pack`: views of the buffer.
+
+    Raises:
+        SyncError: they do not fill it.
+    """
+    start, found = 0, []
+    for name, kind, shape in places:
+        dtype = getattr(torch, kind, None)
+        if not isinstance(dtype, torch.dtype) or any(side < 0 for side in shape):
+            raise SyncError(f"taking weights: {name} has dtype={kind}, shape={shape}, which none can have. Push again.")
+        size = dtype.itemsize * torch.Size(shape).numel()
+        if start + size > buffer.numel():
+            raise SyncError(f"taking weights: {name} ends behind the {buffer.numel()} bytes of its part. Push again.")
+        found.append((name, buffer[start : start + size].view(dtype).reshape(shape)))
+        start += _padded(size)
+    return found
+
+
+def checksum(buffer: torch.Tensor) -> int:
+    """Of a buffer of `pack`, on its own device: its words of 8 bytes, each times an odd number of its place, added up modulo 2**64.
+
+    Every change of one word changes it, whatever it is; so does nearly every other.
+    """
+    words, found = buffer.view(torch.int64), 0
+    for first in range(0, words.numel(), _WORDS):
+        piece = words[first : first + _WORDS]
+        odd = torch.arange(first, first + piece.numel(), dtype=torch.int64, device=piece.device) * 0x9E3779B97F4A7C2 + 1
+        found = (found + int((piece * (odd | 1)).sum())) % 2**64
+    return found
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+# --- both ends ----------------------------------------------------------------------------------------------------------
+
+
+class WeightChannel(Protocol):
+    """The trainer's end.
+
+    Attributes:
+        device: on which buffers must be.
+    """
+
+    device: torch.device
+
+    def describe(self) -> dict[str, Any]:
+        """What the other end must know, as JSON."""
+        ...
+
+    def join(self) -> None:
+        """The other end is about to be ready."""
+        ...
+
+    def carry(self, buffer: torch.Tensor, ask: Ask) -> None:
+        """Bring it over; `ask` gives the other end a ticket, and returns when it has the bytes."""
+        ...
+
+    def close(self) -> None:
+        """Leave nothing behind; harmless when repeated."""
+        ...
+
+
+class Receiver(Protocol):
+    """The worker's end."""
+
+    def receive(self, ticket: Mapping[str, Any], nbytes: int) -> torch.Tensor:
+        """The bytes, as a copy of its own."""
+        ...
+
+    def close(self) -> None:
+        """Harmless when repeated."""
+        ...
+
+
+def open_carrier(way: str, towards: str) -> WeightChannel:
+    """The trainer's end of a way.
+
+    Args:
+        way: one of `WAYS`.
+        towards: host of the engine; says by which address this machine is reached from there.
+
+    Raises:
+        ConfigConflictError: there is no such way here; says which there are.
+        SyncError: no directory can be made in shared memory, or `towards` is no host that can be reached.
+    """
+    check_way(way)
+    try:
+        if way == "shared_memory":
+            return SharedMemory()
+        return CudaIpc() if way == "cuda_ipc" else Group(way, _own_address(towards))
+    except OSError as error:
+        raise SyncError(f"sending weights: weights_by={way!r}: {error}. Use weights_by='http'.") from error
+
+
+def check_way(way: str) -> None:
+    """Raise `ConfigConflictError` where this machine does not have that way."""
+    if way not in WAYS:
+        raise ConfigConflictError(f"sending weights: weights_by={way!r} is not one of {('http', *WAYS)}. Use 'http'.")
+    if way in ON_CUDA and not torch.cuda.is_available():
+        raise ConfigConflictError(
+            f"sending weights: weights_by={way!r} needs an NVIDIA GPU, and torch {torch.__version__} finds none. Use 'http'."
+        )
+
+
+def open_receiver(told: Mapping[str, Any], device: torch.device) -> Receiver:
+    """The worker's end of what `WeightChannel.describe` says.
+
+    Raises:
+        ConfigConflictError: there is no such way here.
+    """
+    check_way(way := str(told.get("way")))
+    if way == "shared_memory":
+        return SharedMemoryEnd(device)
+    return CudaIpcEnd(device) if way == "cuda_ipc" else GroupEnd(way, str(told["host"]), int(told["port"]), device)
+
+
+# --- memory that both open ----------------------------------------------------------------------------------------------
+
+
+class SharedMemory:
+    """A file on tmpfs, which is memory: written here, read there."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._home = new_directory(default_root(), "qlora-rl-carried-")
+        self._count = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Where it is, both sides know."""
+        return {"way": "shared_memory"}
+
+    def join(self) -> None:
+        """Nothing."""
+
+    def carry(self, buffer: torch.Tensor, ask: Ask) -> None:
+        """See `WeightChannel`."""
+        file, self._count = self._home / str(self._count), self._count + 1
+        try:
+            try:
+                os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+                with open(file, "r+b") as made:
+                    os.posix_fallocate(
+                        made.fileno(), 0, max(1, buffer.numel())
+                    )  # or a full tmpfs would kill who writes
+                    os.ftruncate(made.fileno(), buffer.numel())
+            except OSError as error:
+                raise SyncError(
+                    f"writing {file}: {error.strerror}. Make room there, or use weights_by='http'."
+                ) from error
+            if buffer.numel():
+                torch.from_file(str(file), shared=True, size=buffer.numel(), dtype=torch.uint8).copy_(buffer)
+            ask({"file": f"{self._home.name}/{file.name}"})
+        finally:
+            file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """See `WeightChannel`."""
+        let_go(self._home)
+        shutil.rmtree(self._home, ignore_errors=True)
+
+
+class SharedMemoryEnd:
+    """Reads what `SharedMemory` has written, and nothing else."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def receive(self, ticket: Mapping[str, Any], nbytes: int) -> torch.Tensor:
+        """See `Receiver`.
+
+        Raises:
+            SyncError: there is no such file; the trainer may be on another machine.
+        """
+        named = _FILE.fullmatch(str(ticket.get("file")))
+        file = default_root() / named[0] if named else None
+        opened = _own_file(file) if file is not None else None
+        try:
+            if opened is not None and os.fstat(opened).st_size == nbytes:
+                if not nbytes:
+                    return torch.empty(0, dtype=torch.uint8, device=self._device)
+                path = f"/proc/self/fd/{opened}"
+                return torch.from_file(path, shared=False, size=nbytes, dtype=torch.uint8).clone().to(self._device)
+            raise SyncError(
+                f"taking weights: {str(ticket.get('file'))[:80]!r} is no part of {nbytes} bytes of this user on this machine. Both sides must be on "
+                "one, as one user; between two use weights_by='http'."
+            )
+        finally:
+            if opened is not None:
+                os.close(opened)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _own_file(file: Path) -> int | None:
+    """Descriptor of a file of this user in a directory of this user, neither of them a link; `None` where it is none."""
+    try:
+        with contextlib.ExitStack() as opened:
+            home = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened.callback(os.close, home)
+            found = os.open(file.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=home)
+            is_ours = all(os.fstat(each).st_uid == os.getuid() for each in (home, found))
+            if is_ours and stat.S_ISREG(os.fstat(found).st_mode):
+                return found
+            os.close(found)
+    except OSError:
+        pass
+    return None
+
+
+# What `reduce_tensor` says of a tensor in CUDA memory, in its order; `None`: the same everywhere, or of this process.
+_HANDLE = (
+    None, "size", "stride", "offset", None, None, None, "handle", "storage_bytes", "storage_offset", None,
+    "counter", "counter_offset", "event", "event_sync",
+)  # fmt: skip
+_BYTES = ("handle", "counter", "event")
+
+
+def as_ticket(about: Sequence[Any]) -> dict[str, Any]:
+    """What torch says of memory that another process may open, as JSON: no pickle is read from a request."""
+    named = {name: value for name, value in zip(_HANDLE, about, strict=True) if name is not None}
+    encoded = {name: base64.b64encode(named[name]).decode() for name in _BYTES}
+    return {**named, "size": list(named["size"]), "stride": list(named["stride"]), **encoded}
+
+
+def from_ticket(ticket: Mapping[str, Any], device: int) -> tuple[Any, ...]:
+    """Inverse of `as_ticket`: arguments of torch's `rebuild_cuda_tensor` on a device."""
+    here = {name: base64.b64decode(ticket[name]) for name in _BYTES}
+    given = {**ticket, **here, "size": torch.Size(ticket["size"]), "stride": tuple(ticket["stride"])}
+    own = {0: torch.Tensor, 4: torch.storage.TypedStorage, 5: torch.uint8, 6: device, 10: False}
+    return tuple(own[i] if name is None else given[name] for i, name in enumerate(_HANDLE))
+
+
+class CudaIpc:
+    """CUDA memory of this process, opened by another one on the same GPU. Not run yet."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def describe(self) -> dict[str, Any]:
+        """The way alone: each ticket names its GPU, whatever number either side gives it."""
+        return {"way": "cuda_ipc"}
+
+    def join(self) -> None:
+        """Nothing."""
+
+    def carry(self, buffer: torch.Tensor, ask: Ask) -> None:
+        """See `WeightChannel`; the buffer is whole before its handle is told, and lives until it was read."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        torch.cuda.synchronize(self.device)
+        _, about = reduce_tensor(buffer)
+        ask({"gpu": str(torch.cuda.get_device_properties(self.device).uuid), **as_ticket(about)})
+
+    def close(self) -> None:
+        """See `WeightChannel`."""
+        torch.cuda.ipc_collect()
+
+
+class CudaIpcEnd:
+    """Opens what `CudaIpc` names, and copies it. Not run yet."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def receive(self, ticket: Mapping[str, Any], nbytes: int) -> torch.Tensor:
+        """See `Receiver`.
+
+        Raises:
+            SyncError: the trainer's memory is on another GPU.
+        """
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        index = self._device.index or 0
+        ours, theirs = str(torch.cuda.get_device_properties(index).uuid), ticket.get("gpu")
+        if ours != theirs:
+            raise SyncError(
+                f"taking weights: the engine is on GPU {ours}, the trainer's weights are on {theirs}. Between two GPUs use weights_by='nccl'."
+            )
+        theirs = rebuild_cuda_tensor(*from_ticket(ticket, index))
+        found = theirs[:nbytes].clone()
+        torch.cuda.synchronize(index)  # the trainer writes over its memory as soon as it has an answer
+        return found
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+# --- a group of two -----------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """The trainer is rank 0 of a group of two and broadcasts; over gloo on the CPU, over NCCL on GPUs (not run yet)."""
+
+    def __init__(self, backend: str, host: str):
+        self.backend, self.host = backend, host
+        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._asker = ThreadPoolExecutor(1, "qlora-rl-carrier")
+        with socket.socket(_family(host)) as listening:
+            listening.bind((host, 0))
+            listening.listen()
+            self.port = listening.getsockname()[1]
+            self._store = torch.distributed.TCPStore(
+                host, self.port, 2, True, _TIMEOUT, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+        self._group: Any = None
+
+    def describe(self) -> dict[str, Any]:
+        """Where the group meets."""
+        return {"way": self.backend, "host": self.host, "port": self.port}
+
+    def join(self) -> None:
+        """Wait for the other end.
+
+        Raises:
+            SyncError: it does not come.
+        """
+        try:
+            self._group = _group(self.backend, self._store, 0, self.host)
+        except Exception as error:
+            first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            raise SyncError(
+                f"sending weights: the engine does not come to {self.host} port {self.port} for weights_by={self.backend!r}: {first}. Let it reach "
+                "that address, or use weights_by='http'."
+            ) from error
+
+    def carry(self, buffer: torch.Tensor, ask: Ask) -> None:
+        """See `WeightChannel`; asks and broadcasts at the same time, as either waits for the other."""
+        asked: Future[None] = self._asker.submit(ask, {})
+        work = self._group.broadcast(buffer, 0)
+        asked.result()  # it has all bytes; or has said why not, and nobody waits for the broadcast
+        work.wait()
+
+    def close(self) -> None:
+        """See `WeightChannel`."""
+        self._asker.shutdown(wait=False)
+        held, self._group, self._store = [self._group, self._store], None, None
+        # Its end waits for a broadcast that nobody takes, up to the time limit: not in this thread.
+        threading.Thread(target=held.clear, daemon=True, name="qlora-rl-carrier-end").start()
+
+
+class GroupEnd:
+    """Rank 1 of the trainer's group; joins in a thread of its own, so that an engine that cannot says so at once."""
+
+    def __init__(self, backend: str, host: str, port: int, device: torch.device):
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, "qlora-rl-receiver")
+
+        def join() -> Any:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            store = torch.distributed.TCPStore(host, port, 2, False, _TIMEOUT)
+            return _group(backend, store, 1, _own_address(host))
+
+        self._group: Future[Any] = self._thread.submit(join)
+
+    def receive(self, ticket: Mapping[str, Any], nbytes: int) -> torch.Tensor:
+        """See `Receiver`."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._group.result().broadcast(buffer, 0).wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return buffer
+
+    def close(self) -> None:
+        """See `Receiver`."""
+        self._thread.shutdown(wait=False)
+
+
+def _group(backend: str, store: Any, rank: int, address: str) -> Any:
+    """A group of two that the process knows nothing else of: its own, of other sizes, stay as they are.
+
+    Args:
+        backend: "gloo" or "nccl".
+        store: where they meet.
+        rank: 0 or 1.
+        address: of this machine, as the other end sees it: gloo would take what the host's name means, often the machine itself alone.
+    """
+    from torch import distributed
+
+    if backend == "gloo":
+        gloo = distributed.ProcessGroupGloo
+        ours = gloo._Options()
+        ours._devices, ours._timeout = [gloo.create_device(hostname=address)], _TIMEOUT
+        return gloo(store, rank, 2, ours)
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = _TIMEOUT
+    return distributed.ProcessGroupNCCL(store, rank, 2, options)
+
+
+def _own_address(towards: str) -> str:
+    """Of this machine, as `towards` sees it; nothing is sent."""
+    known = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
+    family, _, _, _, address = min(known, key=lambda found: found[0] != socket.AF_INET)
+    with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,144 @@
+"""`Conversation`: answers of the policy; also of the base for comparison, since the adapter can be disabled for an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from qlora_rl.base.model_classes import load_processor
+from qlora_rl.errors import ConfigConflictError
+from qlora_rl.inference.prompts import model_inputs, with_images
+from qlora_rl.inference.rows import turn
+from qlora_rl.inference.sampling import check_sampling, end_tokens, sample
+from qlora_rl.inference.trained import TrainedRun
+from qlora_rl.stages import begin, ended
+
+
+class Conversation:
+    """One talk with a policy, on its 4-bit base, in transformers.
+
+    With a chat template what was said before is part of the next prompt; without one each text is continued by itself.
+
+    Args:
+        trained: the run.
+        is_base_only: the adapter is left out.
+        system: first message; needs a chat template. `None`: that of the run, "": none.
+        max_tokens: of an answer; `None`: as many as in the training of the run, 256 where it sampled nothing.
+        temperature: 0 is greedy.
+        top_p: share of the probability that is sampled from.
+        seed: of the sampling.
+        uses_template: `False`: texts are continued as they are; `None`: where there is a chat template, but for a run whose
+            `prompt_template` makes prompts without it.
+
+    Attributes:
+        max_tokens: of an answer.
+        cut_off_after: tokens of the newest answer, where it reached `max_tokens` or the model's last position without an end; otherwise `None`.
+
+    Raises:
+        ConfigConflictError: a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        trained: TrainedRun,
+        *,
+        is_base_only: bool = False,
+        system: str | None = None,
+        max_tokens: int | None = None,
+        temperature: float = 0.7,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        uses_template: bool | None = None,
+    ):
+        self.max_tokens = trained.max_tokens if max_tokens is None else max_tokens
+        self.cut_off_after: int | None = None
+        check_sampling("chatting", self.max_tokens, temperature, top_p)
+        self.tokenizer = load_processor(trained.base.path)
+        with ended():
+            begin("loading the base" if is_base_only else "loading the policy")
+            self._model = trained.load_base_alone() if is_base_only else trained.load()
+        self._data = None if uses_template is False else trained.data
+        if uses_template is None:
+            is_text = self._data is not None and self._data.prompt_template is not None and self._data.format == "plain"
+            uses_template = bool(self.tokenizer.chat_template) and not is_text
+        self.uses_template = uses_template
+        self._sampling = (temperature, top_p)
+        self._ends = end_tokens(self._model.generation_config) | set(trained.ends)
+        self._autocast, self._template_kwargs = trained.autocast, trained.template_kwargs
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+        if system is None and uses_template and self._data is not None:
+            system = self._data.system_prompt
+        self._system = [{"role": "system", "content": system}] if system else []
+        self.forget()
+
+    def forget(self) -> None:
+        """Start a new conversation."""
+        self._said: list[dict[str, Any]] = list(self._system)
+
+    def answer(self, text: str, images: Sequence[Any] = ()) -> Iterator[str]:
+        """The answer to a text, piece by piece; it is part of the talk when the last piece was taken.
+
+        Args:
+            text: what is said.
+            images: PIL images that go before it; they stay part of the talk.
+
+        Raises:
+            ConfigConflictError: the model has no position left, takes no images or no messages, or there is nothing to go on from.
+        """
+        self.cut_off_after = None
+        text = turn(text, self._data)
+        prompt: Any = text
+        if self.uses_template:
+            prompt = [*self._said, *with_images([{"role": "user", "content": text}], images)]
+        elif images:
+            raise ConfigConflictError(
+                "answering: images are parts of messages, and a text is continued as it is. Leave them out."
+            )
+        pieces = []
+        for piece in self._stream(model_inputs(self.tokenizer, prompt, **self._template_kwargs)):
+            pieces.append(piece)
+            yield piece
+        if self.uses_template:
+            self._said = [*prompt, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _stream(self, inputs: dict[str, Any]) -> Iterator[str]:
+        """Text of the sampled tokens; a character of several tokens comes when it is complete."""
+        sampled, shown = [], ""
+        for token in self._sample(inputs):
+            sampled.append(token)
+            text = self.tokenizer.decode(sampled, skip_special_tokens=True)
+            if not text.endswith("\ufffd") and len(text) > len(shown):
+                yield text[len(shown) :]
+                shown = text
+        rest = self.tokenizer.decode(sampled, skip_special_tokens=True)[len(shown) :]
+        if rest:
+            yield rest
+        if sampled and sampled[-1] not in self._ends:
+            self.cut_off_after = len(sampled)
+
+    def _sample(self, inputs: dict[str, Any]) -> Iterator[int]:
+        ids = inputs.pop("input_ids")[0].tolist()
+        temperature, top_p = self._sampling
+        positions = self._model.config.get_text_config().max_position_embeddings
+        if not 0 < len(ids) < positions:
+            told = "Start over (/new), or say less" if ids else "Say something"
+            raise ConfigConflictError(
+                f"answering: the prompt has {len(ids)} tokens, and the model reads 1 to {positions - 1} before an answer. {told}."
+            )
+        return sample(
+            self._model,
+            ids,
+            self.max_tokens,
+            self._generator,
+            temperature=temperature,
+            top_p=top_p,
+            autocast=self._autocast,
+            inputs=inputs,
+            ends=self._ends,
+        )

@@ -1,0 +1,383 @@
+"""`evaluate`: rewards of the base and of the policy on the same prompts, sampled by one engine.
+
+Shape letters: P prompts, G completions of a prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, cast
+
+from qlora_rl.base.model_classes import load_processor
+from qlora_rl.base.unsupported_configs import engine_positions
+from qlora_rl.contracts import SamplingSpec
+from qlora_rl.engine.images import Prompt, token_ids
+from qlora_rl.errors import ConfigConflictError, RunDirectoryError
+from qlora_rl.image_io import as_thumbnails
+from qlora_rl.inference.prompts import with_images
+from qlora_rl.inference.rows import as_trained
+from qlora_rl.inference.sampling import check_sampling, end_tokens
+from qlora_rl.inference.trained import TrainedRun
+from qlora_rl.locks import replace_file
+from qlora_rl.stages import begin, ended
+
+RESULT = "eval.json"  # in the run directory; the report shows it
+_SAMPLES_KEPT = 24
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over prompts, and its standard error (`None` from one prompt)."""
+
+    value: float
+    error: float | None
+    prompts: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f}" + ("" if self.error is None else f" ± {self.error:.3f}")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One reward on both sides; the difference is paired, prompt by prompt."""
+
+    base: Mean
+    policy: Mean
+    difference: Mean
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured.
+
+    Attributes:
+        rewards: by name of the reward function.
+        lengths: mean tokens of a completion: of the base, of the policy.
+        cut_off: share of the completions that were cut off at the limit: of the base, of the policy.
+        prompts: P.
+        samples: G.
+        sampling: how the completions were sampled.
+        rows: some prompts with the completions and rewards of both sides.
+    """
+
+    rewards: dict[str, Compared]
+    lengths: tuple[float, float]
+    cut_off: tuple[float, float]
+    prompts: int
+    samples: int
+    sampling: SamplingSpec
+    rows: list[dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        heads = ("", "base", "policy", "difference")
+        rows = [
+            (name, str(each.base), str(each.policy), ("+" if each.difference.value >= 0 else "") + str(each.difference))
+            for name, each in self.rewards.items()
+        ]
+        base, policy = self.lengths
+        rows.append(("tokens", f"{base:.1f}", f"{policy:.1f}", ""))
+        base, policy = self.cut_off
+        rows.append(("cut off", f"{base:.3f}", f"{policy:.3f}", ""))
+        widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(4)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [heads, *rows]
+        ]
+        each = "one completion" if self.samples == 1 else f"{self.samples} completions"
+        lines.append(
+            f"{self.prompts} prompts, {each} each, temperature {self.sampling.temperature:g}; ± is one standard error"
+        )
+        if any(self.cut_off):
+            lines.append(
+                f"Completions that were cut off after {self.sampling.max_tokens} tokens, or at the model's last position, were scored "
+                "without their end. --max-tokens sets the limit."
+            )
+        return "\n".join(lines)
+
+
+@ended()
+def evaluate(
+    trained: TrainedRun,
+    rows: Sequence[Mapping[str, Any]],
+    rewards: Mapping[str, Callable[..., Any]],
+    *,
+    samples: int = 1,
+    sampling: SamplingSpec | None = None,
+    engine_options: Mapping[str, Any] | None = None,
+    are_as_trained: bool = False,
+) -> Evaluation:
+    """Sample from the base, then from the policy, in one vLLM, and score both.
+
+    Args:
+        trained: the run.
+        rows: of a dataset: "prompt" (text or messages), "image" or "images" (PIL images, of a vision-language model), and the columns that the rewards
+            read; or columns out of which [data] of the run's file makes these (`as_trained`).
+        rewards: reward functions with TRL's signature.
+        samples: G.
+        sampling: by default greedy, and as many tokens as in the training of the run, 256 where it sampled nothing.
+        engine_options: of `LocalEngine`.
+        are_as_trained: the rows are what [data] makes of its own (`config.data.load_eval`), and stay as they are.
+
+    Raises:
+        ConfigConflictError: there is nothing to ask, a number is out of its range, or G > 1 greedy completions are asked for, which would be equal.
+        RewardFunctionError: a reward function raised, or returned nonsense.
+    """
+    from qlora_rl.train.metrics.rewards import guard
+
+    sampling = replace(
+        sampling or SamplingSpec(trained.max_tokens, temperature=0.0, seed=0), stop_token_ids=trained.ends
+    )
+    rows = [dict(row) for row in rows] if are_as_trained else as_trained(rows, trained.data)
+    if not rows or any(not isinstance(row.get("prompt"), str | list) for row in rows):
+        raise ConfigConflictError(
+            'evaluating: each row needs a column "prompt" with text or messages, and there must be one.'
+        )
+    check_sampling("evaluating", sampling.max_tokens, sampling.temperature, sampling.top_p)
+    if samples < 1:
+        raise ConfigConflictError(f"evaluating: samples={samples} is not at least 1.")
+    if samples > 1 and sampling.temperature == 0:
+        raise ConfigConflictError(
+            f"evaluating: samples={samples} at temperature 0 are all equal. Raise the temperature."
+        )
+    if not rewards:
+        raise ConfigConflictError(
+            "evaluating: no reward function. Pass one, such as numeric, exact, or path.py:function."
+        )
+    guarded = {name: guard(reward, name) for name, reward in rewards.items()}
+    asked = [dict(row) for row in rows for _ in range(samples)]
+    with both_sides(trained, rows, sampling, engine_options or {}) as (tokenizer, ids, sides):
+        sampled = []
+        for whose, serve in zip(("base", "policy"), sides, strict=True):
+            engine = serve()
+            begin(f"sampling from the {whose}: {len(ids) * samples} completions")
+            sampled.append(engine.generate([each for each in ids for _ in range(samples)], sampling).completion_ids)
+        positions = engine.capabilities().max_model_length
+    lengths = [len(token_ids(each)) for each in ids for _ in range(samples)]
+    ends = _ends(trained.base.path, tokenizer) | set(trained.ends)
+    cut_off = [share_cut_off(lengths, side, ends, sampling.max_tokens, positions) for side in sampled]
+    begin("calling the rewards")
+    texts = [tokenizer.batch_decode(completions, skip_special_tokens=True) for completions in sampled]
+    scored = [
+        {name: _score(reward, asked, side_texts, side_ids) for name, reward in guarded.items()}
+        for side_texts, side_ids in zip(texts, sampled, strict=True)
+    ]
+    compared = {name: compare(scored[0][name], scored[1][name], samples, name) for name in guarded}
+    return Evaluation(
+        rewards=compared,
+        lengths=(fmean(map(len, sampled[0])), fmean(map(len, sampled[1]))),
+        cut_off=(cut_off[0], cut_off[1]),
+        prompts=len(rows),
+        samples=samples,
+        sampling=sampling,
+        rows=_kept(rows, texts, scored, samples),
+    )
+
+
+def share_cut_off(
+    prompts: Sequence[int], completions: Sequence[Sequence[int]], ends: Collection[int], max_tokens: int, positions: int
+) -> float:
+    """Share of completions that reached the limit without an end.
+
+    Args:
+        prompts: tokens of the prompt of each completion.
+        completions: token ids.
+        ends: tokens that end a completion.
+        max_tokens: longest completion.
+        positions: longest prompt and completion together.
+    """
+    return fmean(
+        len(ids) >= min(max_tokens, positions - prompt) and ids[-1] not in ends
+        for prompt, ids in zip(prompts, completions, strict=True)
+    )
+
+
+def compare(
+    base: Sequence[float | None], policy: Sequence[float | None], samples: int, name: str = "reward"
+) -> Compared:
+    """Means over prompts of P·G rewards a side, the G of a prompt together; `None` is left out.
+
+    Raises:
+        ConfigConflictError: not one reward is a number.
+    """
+    of_prompts = [_per_prompt(side, samples) for side in (base, policy)]
+    pairs = [(a, b) for a, b in zip(*of_prompts, strict=True) if a is not None and b is not None]
+    if not pairs:
+        raise ConfigConflictError(
+            f"evaluating: {name} returned no number for any prompt. Check the columns that it reads."
+        )
+    return Compared(
+        _mean([a for a in of_prompts[0] if a is not None]),
+        _mean([b for b in of_prompts[1] if b is not None]),
+        _mean([b - a for a, b in pairs]),
+    )
+
+
+def save(evaluation: Evaluation, trained: TrainedRun, asked: Mapping[str, Any]) -> Path:
+    """Write eval.json into the run directory, for the report; an older one is replaced.
+
+    Args:
+        evaluation: what was measured.
+        trained: the run, or a checkpoint in it: eval.json says after which step.
+        asked: what else it is to say.
+    """
+    asked = {**asked, "step": trained.step}
+    target = trained.path / RESULT
+    content = json.dumps({"asked": dict(asked), **evaluation.as_dict()}, indent=1) + "\n"
+    try:
+        replace_file(target, content.encode())
+    except OSError as error:
+        raise RunDirectoryError(
+            f"writing {target}: {error.strerror}. Free some space, or leave it out: --no-save."
+        ) from error
+    return target
+
+
+def read_rows(file: str | os.PathLike[str], limit: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file.
+
+    Raises:
+        ConfigConflictError: there is no such file, or a line is no JSON object.
+    """
+    rows: list[dict[str, Any]] = []
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError as error:
+        raise ConfigConflictError(f"reading {file}: {error.strerror}. Pass a .jsonl file.") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise ConfigConflictError(
+                f"reading {file}: line {number} is not a JSON object. Write one object per line, with a prompt."
+            )
+        rows.append(row)
+    if not rows:
+        raise ConfigConflictError(f"reading {file}: it is empty. Write one object per line, with a prompt.")
+    return rows[:limit]
+
+
+@contextmanager
+def both_sides(
+    trained: TrainedRun, rows: Sequence[Mapping[str, Any]], sampling: SamplingSpec, options: Mapping[str, Any]
+) -> Iterator[tuple[Any, list[Prompt], list[Callable[[], Any]]]]:
+    """One engine for base and policy: its tokenizer, the prompts as ids, and what makes it serve the one, then the other."""
+    from transformers import AutoConfig
+
+    from qlora_rl.adapter.export import read_adapter
+    from qlora_rl.adapter.merged_weights import iter_weights
+    from qlora_rl.adapter.store import write_adapter
+    from qlora_rl.adapter.verdict import judge_adapter
+    from qlora_rl.base.bake import bake_base
+    from qlora_rl.engine.local import LocalEngine
+    from qlora_rl.inference.prompts import encode
+
+    base = trained.base
+    verdict = judge_adapter(trained.adapter, base=base) if trained.adapter is not None else None
+    tokenizer = load_processor(base.path)
+    ids = [encode(tokenizer, _with_images(row), **trained.template_kwargs) for row in rows]
+    limit = engine_positions(AutoConfig.from_pretrained(base.path))
+    length = min(max(len(token_ids(each)) for each in ids) + sampling.max_tokens, limit)
+    bundle = read_adapter(trained.adapter, base) if verdict else None
+    held = base if bundle is not None or not base.spec.is_4bit else bake_base(base)
+    start = {"max_model_length": length, "max_lora_rank": bundle.rank if bundle else 0, "use_tqdm_on_load": False}
+    begin("starting vLLM on the base")
+    with (
+        tempfile.TemporaryDirectory(prefix="qlora-rl-eval-") as directory,
+        LocalEngine(held, **start | dict(options)) as engine,
+    ):
+
+        def policy() -> Any:
+            if bundle is not None:
+                write_adapter(bundle, Path(directory))
+                engine.load_adapter(Path(directory), 1)
+            else:
+                engine.load_dense(iter_weights(trained.load(), dtype=held.spec.dtype), 1)
+            return engine
+
+        yield tokenizer, ids, [lambda: engine, policy]
+
+
+def _ends(base: Path, tokenizer: Any) -> set[int]:
+    """The tokens with which vLLM ends a completion: the tokenizer's, and those of the generation config."""
+    from transformers import GenerationConfig
+
+    own = {getattr(tokenizer, "tokenizer", tokenizer).eos_token_id}  # a processor holds a tokenizer
+    if not (base / "generation_config.json").is_file():
+        return own
+    return own | end_tokens(GenerationConfig.from_pretrained(base))
+
+
+def _with_images(row: Mapping[str, Any]) -> Any:
+    """The prompt of a row, with its images in the messages."""
+    images = row.get("images") or [row.get("image")]
+    seen = [each for each in images if hasattr(each, "convert")]  # other rows may have texts there
+    return with_images(row["prompt"], seen) if seen and not isinstance(row["prompt"], str) else row["prompt"]
+
+
+def _score(
+    reward: Callable[..., Any], rows: Sequence[Mapping[str, Any]], texts: Sequence[str], ids: Sequence[Sequence[int]]
+) -> list[float | None]:
+    """Call a reward function as TRL does: keyword lists, messages for prompts that are messages."""
+    prompts = [row["prompt"] for row in rows]
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    columns = {
+        name: [row.get(name) for row in rows]
+        for name in dict.fromkeys(k for row in rows for k in row)
+        if name != "prompt"
+    }
+    found: Any = reward(
+        prompts=prompts, completions=completions, completion_ids=[list(each) for each in ids], **columns
+    )
+    return asyncio.run(cast(Any, found)) if inspect.isawaitable(found) else found
+
+
+def _per_prompt(rewards: Sequence[float | None], samples: int) -> list[float | None]:
+    groups = [rewards[i : i + samples] for i in range(0, len(rewards), samples)]
+    known = [[value for value in group if value is not None and not math.isnan(value)] for group in groups]
+    return [fmean(values) if values else None for values in known]
+
+
+def _mean(values: Sequence[float]) -> Mean:
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Mean(fmean(values), error, len(values))
+
+
+def _kept(
+    rows: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[str]], scored: Sequence[Mapping[str, Any]], samples: int
+) -> list[dict[str, Any]]:
+    """The first completion of some prompts, evenly chosen, with the rewards of both sides."""
+    step = max(1, len(rows) // _SAMPLES_KEPT)
+    kept = []
+    for i in list(range(0, len(rows), step))[:_SAMPLES_KEPT]:
+        at = i * samples
+        rewards = [{name: values[at] for name, values in side.items()} for side in scored]
+        answer = {"answer": rows[i]["answer"]} if "answer" in rows[i] else {}
+        sides = {
+            "before": texts[0][at],
+            "after": texts[1][at],
+            "before_rewards": rewards[0],
+            "after_rewards": rewards[1],
+        }
+        kept.append({"prompt": as_thumbnails(_with_images(rows[i])), **answer, **sides})
+    return kept

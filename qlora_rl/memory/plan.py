@@ -1,0 +1,499 @@
+"""`plan_memory`: what a run will hold, whether it fits, and what to lower if it does not. A function of values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+import torch
+
+from qlora_rl.base.quant import QuantSpec
+from qlora_rl.contracts import rank_class
+from qlora_rl.errors import MemoryBudgetError
+from qlora_rl.memory import lines as count
+from qlora_rl.memory import step
+from qlora_rl.memory.cards import ROOM, usable_gib
+from qlora_rl.memory.choice import OFFLOAD, SLEEPS, Way, describe, sets_of
+from qlora_rl.memory.lines import Line, counted
+from qlora_rl.memory.methods import OFFLINE
+from qlora_rl.memory.request import MemoryRequest
+from qlora_rl.memory.shape import ModelShape, model_and_adapter, read_shape
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One thing to lower: which, and how many bytes of the peak it saves."""
+
+    advice: str
+    nbytes: int
+    is_enough: bool
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What a run will hold, line by line.
+
+    Attributes:
+        shape: of the model.
+        request: what the run is to do.
+        adapter: shapes of the trained tensors.
+        lines: all of it but the KV cache.
+        asked: `request`, before the plan has decided what was left to it.
+        chosen: what it has turned on.
+        unaided_bytes: the smallest peak without that.
+    """
+
+    shape: ModelShape
+    request: MemoryRequest
+    adapter: Mapping[str, tuple[int, ...]]
+    lines: tuple[Line, ...]
+    asked: MemoryRequest
+    chosen: tuple[Way, ...] = ()
+    unaided_bytes: int = 0
+
+    # --- sums -------------------------------------------------------------------------------------------------------
+
+    def _sum(self, when: str) -> int:
+        return sum(line.nbytes for line in self.lines if line.when == when)
+
+    @property
+    def held_bytes(self) -> int:
+        """What is allocated from start to end, without the KV cache."""
+        return self._sum("always")
+
+    @property
+    def step_bytes(self) -> int:
+        """The peak of forward, backward and optimizer step, on top of what is held."""
+        return max(self._sum("tower"), self._sum("step") + max(self._sum("layer"), self._sum("head")))
+
+    @property
+    def rollout_bytes(self) -> int:
+        """The peak of the engine's work, on top of what is held, without the KV cache."""
+        return self._sum("rollout")
+
+    @property
+    def host_bytes(self) -> int:
+        """Layer inputs in host memory."""
+        return self._sum("host")
+
+    @property
+    def host_budget_bytes(self) -> int | None:
+        """All that they may take."""
+        limit = self.request.host_memory_gib
+        return None if limit is None or self.request.device != "cuda" else int(limit * GIB)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """All that may be held."""
+        limit = self.request.gpu_memory_gib
+        return None if limit is None else int((usable_gib(limit) if self.request.device == "cuda" else limit) * GIB)
+
+    @property
+    def _card_words(self) -> str:
+        limit = self.request.gpu_memory_gib
+        return "" if limit is None or self.budget_bytes == int(limit * GIB) else f" of a card of {limit:g} GB"
+
+    # --- the KV cache -----------------------------------------------------------------------------------------------
+
+    def _cache(self, sequences: int, length: int | None = None) -> int:
+        request = self.request
+        if not request.has_engine:
+            return 0
+        element = 1 if "fp8" in request.cache_dtype else count.width(request.spec)
+        block = count.KV_BLOCK[request.device]
+        length = length or request.max_length
+        whole = count.cache_bytes(self.shape, length=length, sequences=sequences, element=element, block=block)
+        return ceil(whole / min(request.engine_parts, self.shape.kv_heads))  # fewer heads than GPUs are replicated
+
+    @property
+    def _least_cache(self) -> int:
+        """One sequence of the longest kind that the engine admits; vLLM starts with no less."""
+        return self._cache(1, max(self.request.max_length, self.request.engine_length or 0))
+
+    @property
+    def cache_bytes(self) -> int:
+        """The KV cache: what was asked for, or what is left, between one sequence of full length and all of them."""
+        if self.request.kv_cache_gib is not None and self.request.has_engine:
+            return int(self.request.kv_cache_gib * GIB)
+        least = self._least_cache
+        wanted = max(self._cache(self.request.sequences), least)
+        if self.budget_bytes is None:
+            return wanted
+        beside = self.rollout_bytes if self.request.sleeps else max(self.step_bytes, self.rollout_bytes)
+        room = int(ROOM * self.budget_bytes) if self.request.device == "cuda" else 0
+        return max(least, min(wanted, self.budget_bytes - self.held_bytes - beside - room))
+
+    @property
+    def cache_gib(self) -> float:
+        """`cache_bytes` in GiB."""
+        return self.cache_bytes / GIB
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds, as parts of sequences of full length."""
+        one = self._cache(1) - self._cache(0)
+        return int((self.cache_bytes - self._cache(0)) / one * self.request.max_length) if one else 0
+
+    @property
+    def cache_sequences(self) -> int:
+        """Sequences of full length that the KV cache holds at once."""
+        one = self._cache(1) - self._cache(0)
+        return int((self.cache_bytes - self._cache(0)) // one) if one else self.request.sequences
+
+    # --- the verdict ------------------------------------------------------------------------------------------------
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held at any moment."""
+        return self._peak(self.cache_bytes)
+
+    @property
+    def least_bytes(self) -> int:
+        """The peak with the smallest KV cache that is allowed."""
+        asked = self.request.kv_cache_gib is not None
+        return self._peak(self.cache_bytes if asked else self._least_cache)
+
+    def _peak(self, cache: int) -> int:
+        step = self.step_bytes + (0 if self.request.sleeps else cache)
+        return self.held_bytes + max(step, self.rollout_bytes + cache)
+
+    @property
+    def fits(self) -> bool:
+        """All of it is within the budget, with room for one sequence of full length in the KV cache; and layer inputs within the host's memory."""
+        within = self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
+        return within and self.cache_bytes >= self._least_cache and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """What waits in host memory has room there."""
+        return self.host_budget_bytes is None or self.host_bytes <= self.host_budget_bytes
+
+    def too_much_for_host(self) -> str:
+        """What to do where layer inputs have no room in host memory."""
+        asked = f"{self.request.rows} x {self.request.max_length} tokens"
+        return (
+            f"layer inputs of {asked} need {self.host_bytes / GIB:.2f} GiB of host memory > {self.request.host_memory_gib or 0:.2f} GiB, which are "
+            "free. Leave out offload=True (gradient_checkpointing_kwargs), lower max_length or the micro-batch, or free memory."
+        )
+
+    def changed(self, **request: Any) -> MemoryEstimate:
+        """The estimate for the same model and adapter with other fields of the request, such as `shared=False`."""
+        return _estimate(self.shape, replace(self.asked, **request), self.adapter)
+
+    def savings(self) -> list[Saving]:
+        """What could be lowered, the largest saving first; of the peak with the smallest KV cache."""
+        found = []
+        for advice, change in _changes(self):
+            other = change if isinstance(change, MemoryEstimate) else _with(self, **change)
+            saved = self.least_bytes - other.least_bytes
+            if saved > 0:
+                found.append(Saving(advice, saved, other.fits))
+        return sorted(found, key=lambda saving: -saving.nbytes)
+
+    def raise_if_too_big(self) -> None:
+        """Raise where it cannot fit.
+
+        Raises:
+            MemoryBudgetError: the numbers, and what to lower.
+        """
+        if self.fits:
+            return
+        if self.cache_bytes < self._least_cache:
+            length = max(self.request.max_length, self.request.engine_length or 0)
+            raise MemoryBudgetError(
+                f"planning the memory: kv_cache_gib={self.cache_gib:.3g} < {self._least_cache / GIB:.3g} GiB, which one sequence "
+                f"of {length} tokens needs. Raise it, or lower the length."
+            )
+        if not self.fits_host:
+            raise MemoryBudgetError(f"planning the memory: {self.too_much_for_host()}")
+        peak, budget = self.least_bytes / GIB, (self.budget_bytes or 0) / GIB
+        savings = self.savings()
+        ways = "".join(
+            f"\n  {s.advice}: saves {s.nbytes / GIB:.2f} GiB{', which is enough' if s.is_enough else ''}"
+            for s in savings
+        )
+        chosen = f"{self.choice}\n" if self.choice else ""
+        largest = largest_length(self)
+        shorter = f"\n  max_length={largest}: the longest that fits" if largest else "\n  no length fits by itself"
+        raise MemoryBudgetError(
+            f"planning the memory: {self.shape.name} needs {peak:.2f} GiB at its peak > gpu_memory={budget:.2f} GiB{self._card_words}.\n"
+            f"{self.table()}\n{chosen}Lower one of these:{ways}{shorter}",
+            reasons=[
+                f"peak={peak:.2f} GiB > gpu_memory={budget:.2f} GiB{self._card_words}",
+                *(s.advice for s in savings),
+            ],
+        )
+
+    @property
+    def choice(self) -> str:
+        """What the plan has turned on, and why; empty where nothing was left to it."""
+        if self.budget_bytes is None or not (left := _left_open(self.asked)):
+            return ""
+        without = f"{self.unaided_bytes / GIB:.2f} GiB > {self.budget_bytes / GIB:.2f} GiB"
+        said = describe(self.chosen, fits=self.fits, without=without)
+        moved = self.unaided_bytes > self.budget_bytes and OFFLOAD in left and OFFLOAD not in self.chosen
+        if moved and not (other := _with(self, offload=True)).fits_host:
+            said += f"; layer inputs stay on the GPU: {other.host_bytes / GIB:.2f} GiB > {other.request.host_memory_gib:.2f} GiB of host memory"
+        return said
+
+    # --- for people -------------------------------------------------------------------------------------------------
+
+    def table(self) -> str:
+        """The lines, one below the other."""
+        cache = Line(
+            "KV cache",
+            self.cache_bytes,
+            f"{self.cache_sequences} sequences of {self.request.max_length} tokens at once",
+            "rollout" if self.request.sleeps else "always",
+        )
+        rows = [*self.lines, cache] if self.request.has_engine else list(self.lines)
+        names = max(len(row.name) for row in rows)
+        text = [
+            f"  {row.name:<{names}}  {row.gib:8.3f} GiB  {row.when:<7}  {'' if row.is_exact else '~ '}{row.why}"
+            for row in sorted(rows, key=lambda row: count.WHEN.index(row.when))
+        ]
+        text.append(f"  {'peak':<{names}}  {self.peak_bytes / GIB:8.3f} GiB  {self._peak_words()}")
+        if self.budget_bytes is not None:
+            left = (self.budget_bytes - self.peak_bytes) / GIB
+            words = "left" if left >= 0 else "too much"
+            said = f"{abs(left):.3f} GiB {words}{self._card_words}"
+            text.append(f"  {'gpu_memory':<{names}}  {self.budget_bytes / GIB:8.3f} GiB  {said}")
+        if self.host_budget_bytes is not None:
+            left = (self.host_budget_bytes - self.host_bytes) / GIB
+            said = f"{abs(left):.3f} GiB {'left' if left >= 0 else 'too much'}"
+            text.append(f"  {'host_memory':<{names}}  {self.host_budget_bytes / GIB:8.3f} GiB  {said}")
+        return "\n".join(text)
+
+    def _peak_words(self) -> str:
+        tower = "tower, " if self.shape.tower is not None else ""
+        return f"always + the larger of {tower}(step + the larger of layer and head) and rollout"
+
+    def __str__(self) -> str:
+        verdict = "" if self.budget_bytes is None else "fits: " if self.fits else "does not fit: "
+        r = self.request
+        head = (
+            f"{verdict}{self.shape.name}, {counted(self.shape.parameters)} parameters as {r.spec.label}, "
+            f"{'' if r.method == 'grpo' else f'{r.method}, '}{r.rows} x {r.max_length} tokens, {r.optimizer}, "
+            f"gradient checkpointing {'on' if r.gradient_checkpointing else 'off'}{', layer inputs in host memory' if r.offload else ''}, "
+            f"{'one base' if r.shared or not r.has_engine else 'two bases'}"
+        )
+        return "\n".join(filter(None, [head, self.table(), self.choice]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: request, lines, sums and the verdict."""
+        return {
+            "model": self.shape.name,
+            "parameters": self.shape.parameters,
+            "request": self.request.as_dict(),
+            "choice": self.choice,
+            "chosen": {way.field: way.setting for way in self.chosen},
+            "lines": [vars(line) for line in self.lines],
+            "kv_cache_bytes": self.cache_bytes,
+            "kv_cache_sequences": self.cache_sequences,
+            "kv_cache_tokens": self.cache_tokens,
+            "held_bytes": self.held_bytes,
+            "step_bytes": self.step_bytes,
+            "rollout_bytes": self.rollout_bytes,
+            "peak_bytes": self.peak_bytes,
+            "budget_bytes": self.budget_bytes,
+            "host_bytes": self.host_bytes,
+            "host_budget_bytes": self.host_budget_bytes,
+            "fits": self.fits,
+        }
+
+
+def plan_memory(
+    config: Any,
+    *,
+    lora: Any = None,
+    rank: int = 16,
+    target_modules: str | Sequence[str] = "all-linear",
+    adapter: Mapping[str, tuple[int, ...]] | None = None,
+    **request: Any,
+) -> MemoryEstimate:
+    """The memory of one run: with trainer and engine on one device, or of a trainer alone (`method="sft"`, `"dpo"`).
+
+    ::
+
+        memory = plan_memory(AutoConfig.from_pretrained("Qwen/Qwen3-8B"), max_length=4096, gpu_memory_gib=24)
+        print(memory)
+        memory.raise_if_too_big()
+
+    Args:
+        config: transformers config of the model; no weight is loaded.
+        lora: PEFT's config of the adapter; otherwise `rank` and `target_modules` say what it is.
+        rank: R.
+        target_modules: as PEFT takes them; in a mixture "all-linear" is the attention, and the experts where these are 4-bit.
+        adapter: shapes of the trained tensors, where they are known already; wins over the three before it.
+        request: the fields of `MemoryRequest`.
+
+    Raises:
+        ConfigConflictError: a config that is no causal language model, an adapter that finds nothing, a number that makes
+            no sense.
+    """
+    if request.get("method") in OFFLINE:
+        request.setdefault("has_engine", False)
+    wanted = MemoryRequest(**request)
+    if adapter is not None:
+        return _estimate(read_shape(config), wanted, adapter)
+    shape, trained = model_and_adapter(config, wanted.spec, lora, rank, target_modules)
+    return _estimate(shape, wanted, dict(trained))
+
+
+def largest_length(estimate: MemoryEstimate) -> int:
+    """The largest `max_length` with which it still fits: a multiple of 64, 0 where none does, or what the model allows."""
+
+    def fits(blocks: int) -> bool:
+        return estimate.changed(max_length=64 * blocks).fits
+
+    most = max((estimate.shape.positions or 2**20) // 64, 1)
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return 64 * low
+
+
+def _left_open(asked: MemoryRequest) -> list[Way]:
+    """What the plan may turn on."""
+    if asked.device != "cuda":
+        return []
+    works = ((SLEEPS, asked.has_engine and asked.can_sleep), (OFFLOAD, asked.gradient_checkpointing))
+    return [way for way, does in works if does and getattr(asked, way.field) is None]
+
+
+def _estimate(shape: ModelShape, asked: MemoryRequest, adapter: Mapping[str, tuple[int, ...]]) -> MemoryEstimate:
+    """With the cheapest of what was left to the plan that lets it fit; with all of that where nothing does."""
+    tried: list[MemoryEstimate] = []
+    for chosen in sets_of(_left_open(asked)):
+        one = _settled(shape, asked, adapter, chosen)
+        if tried and OFFLOAD in chosen and not one.fits_host:
+            continue  # what has no room on the host stays where it is
+        tried.append(one)
+        if one.fits:
+            break
+    return replace(tried[-1], unaided_bytes=tried[0].least_bytes)
+
+
+def _settled(
+    shape: ModelShape, asked: MemoryRequest, adapter: Mapping[str, tuple[int, ...]], chosen: Sequence[Way]
+) -> MemoryEstimate:
+    settled: dict[str, Any] = {
+        way.field: way in chosen for way in (SLEEPS, OFFLOAD) if getattr(asked, way.field) is None
+    }
+    request = replace(asked, **settled)
+    return MemoryEstimate(shape, request, adapter, _lines(shape, request, adapter), asked, tuple(chosen))
+
+
+def _with(estimate: MemoryEstimate, **change: Any) -> MemoryEstimate:
+    """With other fields of the request, and what the plan has decided as it is."""
+    return _settled(estimate.shape, replace(estimate.request, **change), estimate.adapter, ())
+
+
+def _lines(shape: ModelShape, request: MemoryRequest, adapter: Mapping[str, tuple[int, ...]]) -> tuple[Line, ...]:
+    spec, device = request.spec, request.device
+    trained = getattr(torch, request.adapter_dtype).itemsize
+    batch, length = request.rows, request.max_length
+    tiled = request.gradient_checkpointing and request.tiles and batch * length > count.TILE[device]
+    base = count.base_lines(shape, spec, request.shared and request.has_engine, request.baked, device)
+    seen = min(request.image_tokens or count.ASSUMED_IMAGE_TOKENS, length)
+    lines = [
+        *count.parted_base(
+            base, shape, spec, request.trainer_parts, request.engine_parts, keeps_root=request.trainer_keeps_root
+        ),
+        *count.adapter_lines(shape, spec, adapter, trained, device, tiled=tiled and step.has_tiles(shape)),
+        count.optimizer_line(adapter, trained, request.optimizer),
+        *step.activation_lines(
+            shape,
+            spec,
+            adapter,
+            batch=batch,
+            length=length,
+            checkpointing=request.gradient_checkpointing,
+            device=device,
+            padded=request.padded or shape.needs_masks(length),
+            offload=bool(request.offload),
+            tiled=tiled,
+        ),
+        step.head_line(
+            shape, spec, batch=batch, length=length, chunked=request.chunked_logits, device=device, tiled=tiled
+        ),
+        *count.tower_lines(
+            shape,
+            spec,
+            batch=batch,
+            sequences=batch if request.method in OFFLINE else request.sequences,
+            image_tokens=seen,
+        ),
+        count.rollout_line(shape, spec, sequences=request.sequences, length=length, image_tokens=seen),
+    ]
+    if request.copies_dtype and spec.is_4bit:
+        lines.insert(0, count.copies_line(shape, spec, request.copies_dtype))
+    if device == "cuda":
+        overhead = int(count.OVERHEAD_GIB * GIB)
+        lines.append(Line("CUDA and vLLM", overhead, "context, workspaces, CUDA graphs: assumed", is_exact=False))
+    if not request.has_engine:
+        if device == "cuda":
+            context = int(count.CONTEXT_GIB * GIB)
+            lines.append(Line("CUDA", context, "context, workspaces: assumed", is_exact=False))
+        lines = [line for line in lines if line.name not in count.OF_THE_ENGINE]
+    return tuple(lines)
+
+
+def _changes(estimate: MemoryEstimate) -> list[tuple[str, Any]]:
+    """Everything that may be lowered, as fields of the request or as another estimate."""
+    request = estimate.request
+    batch, length = request.batch_size, request.max_length
+    changes: list[tuple[str, Any]] = []
+    if batch > 1:
+        advice = (
+            f"per_device_train_batch_size={batch // 2} (with gradient_accumulation_steps doubled the same training)"
+        )
+        changes.append((advice, {"batch_size": batch // 2}))
+    if length > 128:
+        changes.append((f"max_length={length // 2}", {"max_length": length // 2}))
+    if (request.engine_length or 0) > length:
+        changes.append((f"vllm_max_model_length={length}", {"engine_length": length}))
+    if not request.gradient_checkpointing:
+        changes.append(("gradient_checkpointing=True", {"gradient_checkpointing": True}))
+    elif not request.offload and request.device == "cuda" and _with(estimate, offload=True).fits_host:
+        changes.append((OFFLOAD.setting, {OFFLOAD.field: True}))
+    if request.padded and not estimate.shape.needs_masks(length):
+        changes.append(("remove_padding=True", {"padded": False}))
+    if not request.spec.is_4bit:
+        changes.append(("quant='nf4'", {"spec": QuantSpec(compute_dtype=request.spec.compute_dtype)}))
+    if not request.shared and not request.baked and request.trainer_parts == request.engine_parts == 1:
+        changes.append(("one base for trainer and engine", {"shared": True}))
+    if request.copies_dtype:
+        changes.append(("base_compute='nf4'", {"copies_dtype": None}))
+    if not request.chunked_logits:
+        changes.append(("logits in tiles", {"chunked_logits": True}))
+    if count.OPTIMIZERS.get(request.optimizer, (2, 0))[0]:
+        changes.append(("optim='adamw_8bit'", {"optimizer": "adamw_8bit"}))
+    if not request.sleeps and request.can_sleep and request.device == "cuda":
+        changes.append((SLEEPS.setting, {SLEEPS.field: True}))
+    if request.kv_cache_gib is not None:
+        half = request.kv_cache_gib / 2
+        changes.append((f"kv_cache_gib={half:g}", {"kv_cache_gib": half}))
+    if request.sequences > 1 and request.method not in OFFLINE:
+        changes.append((f"{request.sequences // 2} completions at once", {"sequences": request.sequences // 2}))
+    ranks = {rank for _, rank in count.adapted_inputs(estimate.adapter).values()}
+    if ranks and max(ranks) > 8:
+        half = max(ranks) // 2
+        halved = {name: _halved(name, shape) for name, shape in estimate.adapter.items()}
+        if rank_class(half) <= rank_class(max(ranks)):
+            changes.append((f"rank {half}", _settled(estimate.shape, request, halved, ())))
+    return changes
+
+
+def _halved(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A tensor of an adapter of half the rank."""
+    if ".lora_A." in name:
+        return (max(1, shape[0] // 2), *shape[1:])
+    if ".lora_B." in name:
+        return (*shape[:-1], max(1, shape[-1] // 2))
+    return shape

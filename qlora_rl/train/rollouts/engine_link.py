@@ -1,0 +1,280 @@
+"""`Link`: a policy and an engine, verified to hold one base, and everything that keeps them equal."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from qlora_rl.base.checkpoint import PreparedBase
+from qlora_rl.base.experts import directory_is_mixture
+from qlora_rl.base.model_classes import directory_takes_images, load_processor
+from qlora_rl.contracts import DenseEngine, RolloutEngine, SamplingSpec, SyncStrategy
+from qlora_rl.cpu_matmul import Float32Products
+from qlora_rl.distributed import ranks
+from qlora_rl.engine.images import ImagePrompt
+from qlora_rl.engine.linears.base_compute import BaseCompute
+from qlora_rl.errors import ConfigConflictError, NotYetSupportedError, collected
+from qlora_rl.stages import begin
+from qlora_rl.sync.base_check import BaseCheck, verify_base
+from qlora_rl.sync.canary import Canary, SeenPrompt
+from qlora_rl.sync.full_weights import DenseSync
+from qlora_rl.sync.function_check import FunctionCheck
+from qlora_rl.sync.plan import SyncPlan, plan_sync
+from qlora_rl.sync.strategies import AdapterSync
+from qlora_rl.sync.transports import transport_for
+from qlora_rl.train.ranks.shared_engine import SharedEngine, SharedTransport
+from qlora_rl.train.rollouts.bridge import EngineBridge
+from qlora_rl.train.rollouts.engines import EngineChoice
+from qlora_rl.train.run import SYNCS, RunDirectory
+from qlora_rl.train.run.trained_run import products_of
+from qlora_rl.train.setup.full_finetuning import judge_policy
+from qlora_rl.train.setup.processes import check_common_base
+from qlora_rl.train.setup.settings import autocast_dtype
+
+logger = logging.getLogger(__name__)
+
+DENSE = "full weights are sent, to an engine on the baked base"
+
+
+@dataclass
+class Link:
+    """What `link_policy` has made.
+
+    Attributes:
+        engine: generates.
+        `base_check`: the check that both sides hold one base.
+        plan: how the policy is sent.
+        strategy: does it.
+        bridge: what TRL generates through.
+        close_engine: closes it with the link; `None` where the engine is somebody else's.
+        products: the trainer's claim on products in float32, where the processor asks for it.
+        rounding: how far trainer and engine are from the trainer's float32 pass, as a mean scaled difference; 0 where
+            that was not measured.
+    """
+
+    engine: RolloutEngine
+    base_check: BaseCheck
+    plan: SyncPlan
+    strategy: SyncStrategy
+    bridge: EngineBridge
+    close_engine: Callable[[], None] | None
+    products: Float32Products
+    rounding: float = 0.0
+
+    def close(self) -> None:
+        """Remove the versions on their way, and close the engine if it was started here."""
+        try:
+            release(self.strategy, self.close_engine)
+        finally:
+            self.products.close()
+
+    def check_base(self) -> None:
+        """Look at all of a shared base; pushes look at slices of it.
+
+        Raises:
+            BaseMismatchError: something has written to it.
+        """
+        if isinstance(self.strategy, AdapterSync) and self.strategy.shared is not None:
+            self.strategy.shared.look_everywhere()
+
+    def rollout_facts(self, run: RunDirectory | None) -> dict[str, float]:
+        """What was sampled and pushed since the last call, for the step's record; the pushes also go to `run`."""
+        reports, tokens, seconds, naps = self.bridge.drain()
+        facts: dict[str, float] = {
+            "base_verified": float(self.base_check.is_verified),
+            "rollout_tokens": tokens,
+            "rollout_seconds": seconds,
+            "rollout_tokens_per_s": tokens / seconds if seconds else float("nan"),
+            **naps,
+        }
+        for report in reports:
+            facts |= {"sync_seconds": report.seconds, "sync_bytes": report.bytes, "policy_version": report.version}
+            facts["canary_seconds"] = report.canary_seconds
+            if report.canary_difference is not None:
+                facts["canary_difference"] = report.canary_difference
+            if run is not None:
+                run.append(SYNCS, report.as_dict())
+        return facts
+
+    def facts(self) -> dict[str, Any]:
+        """For config.json; only an engine in this process says what its linears multiply with."""
+        engine = getattr(self.engine, "inner", None) or self.engine  # of several ranks, the first one's
+        compute = getattr(engine, "base_compute", None)
+        return {
+            "engine": self.engine.capabilities().name,
+            **({"base_compute": compute.as_dict()} if isinstance(compute, BaseCompute) else {}),
+            "sync": self.plan.strategy,
+            "plan": self.plan.as_dict(),
+            "base_proof": {
+                "verified": self.base_check.is_verified,
+                "digest": self.base_check.ours.digest,
+                "repaired": len(self.base_check.repaired),
+                "largest_relative_error": max(self.base_check.repaired.values(), default=0.0),
+                "differences": len(self.base_check.diff.entries),
+            },
+        }
+
+
+def link_policy(
+    model: Any,
+    base: PreparedBase,
+    choice: EngineChoice,
+    engine: RolloutEngine | None,
+    args: Any,
+    sampling: SamplingSpec,
+    *,
+    sync: str = "auto",
+    sync_dir: str | os.PathLike[str] | None = None,
+    canary_every: int = 4,
+    allow_base_mismatch: bool = False,
+    on_mismatch: str = "stop",
+) -> Link:
+    """Judge the adapter, start the engine if there is none, verify the base and what is computed with it, calibrate the canary; nothing is
+    pushed yet.
+
+    If it fails, the engine is closed where it is ours.
+
+    Args:
+        model: the policy as it is trained.
+        base: that it stands on.
+        choice: starts an engine.
+        engine: that runs already.
+        args: of TRL: seed, precision, sleep.
+        sampling: how completions are sampled.
+        sync, sync_dir, canary_every, allow_base_mismatch, on_mismatch: as the trainers take them.
+
+    Raises:
+        AdapterRejectedError, BaseMismatchError, CanaryError, ConfigConflictError, PolicyMismatchError: with the way out.
+    """
+    strategy = None
+    products = products_of(model, base, args)
+    try:
+        verdict = judge_policy(model)
+        # Raises before an engine is started that is not there yet.
+        is_dense = bool(why_dense(plan_sync(verdict, wish=sync), base))
+        if engine is None:
+            engine = choice.start_dense(base) if is_dense else choice.start(base, verdict.rank)
+        plan_sync(verdict, engine.capabilities(), wish=sync)  # before the bases are read
+        begin("verifying that trainer and engine hold one base")
+        base_check = verify_base(model, engine, allow_base_mismatch=allow_base_mismatch)
+        check_common_base(base_check.ours.digest)
+        plan = plan_sync(verdict, engine.capabilities(), base_check.diff, sync, allow_base_mismatch=allow_base_mismatch)
+        canary, function, rounding = None, None, 0.0
+        if base_check.is_verified:
+            function = FunctionCheck(model, engine, autocast=autocast_dtype(args), on_mismatch=on_mismatch)
+            begin("comparing what trainer and engine compute")
+            function.compare()
+            rounding = max(ranks().gather(function.rounding, "measuring rounding"))  # they examine together
+        if canary_every and base_check.is_verified:
+            image = canary_image(base) if engine.capabilities().takes_images else None
+            if image is None and engine.capabilities().takes_images:
+                logger.warning(
+                    "the canary scores text alone: %s has no chat template, which says how an image is written", base
+                )
+            # With sleep mode each wake would ask again; what is rebuilt in this process has the same options.
+            again = None if args.vllm_enable_sleep_mode else function
+            canary = Canary(
+                model, engine, image=image, every=canary_every, function=again, autocast=autocast_dtype(args)
+            )
+            begin("calibrating the check of pushes")
+            canary.calibrate()
+        strategy = (
+            DenseSync(model, cast(DenseEngine, engine), canary)
+            if is_dense
+            else AdapterSync(model, engine, _transport(plan.transport, sync_dir, engine), canary)
+        )
+        can_sleep = engine.capabilities().can_sleep
+        bridge = EngineBridge(
+            engine, strategy, sampling, seed=args.seed, sleeps=args.vllm_enable_sleep_mode and can_sleep
+        )
+        logger.info("%s", plan)
+        if canary is None:
+            logger.warning(
+                "pushes are not verified: %s", "canary_every=0" if not canary_every else "another base is allowed"
+            )
+        if args.vllm_enable_sleep_mode and not can_sleep:
+            logger.warning(
+                "vllm_enable_sleep_mode=True: %s cannot sleep, it stays awake; before vLLM 0.31 no engine sleeps that lends its base",
+                engine.capabilities().name,
+            )
+    except BaseException:
+        products.close()
+        release(strategy, choice.closer(engine))
+        raise
+    return Link(
+        engine,
+        base_check,
+        plan,
+        strategy,
+        bridge,
+        choice.closer(engine),
+        products,
+        rounding,
+    )
+
+
+def _transport(name: str, sync_dir: str | os.PathLike[str] | None, engine: RolloutEngine) -> Any:
+    transport = transport_for(name, sync_dir)
+    return SharedTransport(transport, engine) if isinstance(engine, SharedEngine) else transport
+
+
+def why_dense(plan: SyncPlan, base: PreparedBase) -> str:
+    """Why the base cannot be shared, as far as the plan tells.
+
+    Raises:
+        NotYetSupportedError: full weights, for a mixture of experts.
+    """
+    if plan.strategy == "lora_adapter":
+        return ""
+    if directory_is_mixture(base):
+        raise collected(
+            "planning the sync: this policy can be synced as full weights only, and vLLM cannot be given those of a mixture of experts",
+            plan.reasons[:-1],
+            NotYetSupportedError,
+        )
+    return DENSE
+
+
+def release(strategy: Any, close_engine: Callable[[], None] | None) -> None:
+    """Close both, the engine also where the strategy fails to."""
+    try:
+        if strategy is not None:
+            strategy.close()
+    finally:
+        if close_engine is not None:
+            close_engine()
+
+
+def canary_image(base: PreparedBase) -> SeenPrompt | None:
+    """A question about a fixed picture, for the canary; `None` where the base takes no images, or no chat template says how one is written."""
+    if not directory_takes_images(base.path):
+        return None
+    processor = load_processor(base.path)
+    if not processor.chat_template:
+        return None
+    from PIL import Image
+
+    # Colours that change from pixel to pixel: one of an even colour would look alike to many towers.
+    side = range(64)
+    picture = Image.new("RGB", (64, 64))
+    picture.putdata([(4 * x, 4 * y, 16 * ((x ^ y) % 16)) for y in side for x in side])
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "?"}]
+    try:
+        made = processor.apply_chat_template(
+            [[{"role": "user", "content": content}]],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    except Exception as error:  # jinja's, or whatever else a template comes to
+        raise ConfigConflictError(
+            f"comparing trainer and engine: the chat template of {base.path} does not take a message with an image: "
+            f"{type(error).__name__}: "
+            f"{error}. Use the template that the model was published with."
+        ) from error
+    inputs = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
+    return SeenPrompt(ImagePrompt(made["input_ids"][0].tolist(), (picture,)), inputs)

@@ -1,0 +1,487 @@
+"""A trained run: opened, talked to, and the arithmetic of its evaluation."""
+
+import io
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from trained import make_run
+
+from qlora_rl import ConfigConflictError, RunDirectoryError, SamplingSpec, cpu_matmul, open_trained
+from qlora_rl.cli import main
+from qlora_rl.config.data import load_data
+from qlora_rl.config.write import to_toml
+from qlora_rl.cpu_features import SETTING
+from qlora_rl.inference.chat import Conversation
+from qlora_rl.inference.evaluation import Compared, Evaluation, Mean, compare, evaluate, read_rows, save, share_cut_off
+from qlora_rl.inference.rows import as_trained
+from qlora_rl.inference.sampling import choose, precision
+from qlora_rl.report import write_report
+from qlora_rl.rewards.load import load_reward, reward_name
+
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "train-128.jsonl"
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    return make_run(base, tmp_path_factory.mktemp("runs") / "run")
+
+
+def test_what_is_no_run_is_rejected(tmp_path, run, capsys):
+    with pytest.raises(RunDirectoryError, match=r"there is no config\.json"):
+        open_trained(tmp_path)
+    with pytest.raises(RunDirectoryError, match="Pass a run directory: `train` and `demo` name it"):
+        open_trained(tmp_path / "nothing")
+    with pytest.raises(SystemExit):
+        main([])
+    assert "`qlora-rl demo` is a first one" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RunDirectoryError, match="does not name a base"):
+        open_trained(tmp_path)
+    (tmp_path / "config.json").write_text((run / "config.json").read_text())
+    with pytest.raises(RunDirectoryError, match="holds no adapter/"):
+        open_trained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("trained_with", "longest"),
+    [
+        ({"max_completion_length": 512}, 512),
+        ({"max_new_tokens": 64}, 64),  # online DPO
+        ({"max_completion_length": None}, 256),
+        ({}, 256),  # SFT and DPO sample nothing
+    ],
+)
+def test_an_answer_may_be_as_long_as_in_the_runs_training(run, tmp_path, monkeypatch, trained_with, longest):
+    path = shutil.copytree(run, tmp_path / "run")
+    config = json.loads((path / "config.json").read_text())
+    config["grpo"] |= trained_with
+    (path / "config.json").write_text(json.dumps(config))
+    assert open_trained(path).max_tokens == longest
+
+    lengths = []
+    found = Evaluation({}, (1.0, 1.0), (0.0, 0.0), 1, 1, SamplingSpec(), [])
+    monkeypatch.setattr(
+        "qlora_rl.inference.evaluation.evaluate",
+        lambda t, r, rewards, *, sampling, **_: lengths.append(sampling.max_tokens) or found,
+    )
+    monkeypatch.setattr(
+        "qlora_rl.inference.chat.sample", lambda model, ids, tokens, *_, **__: lengths.append(tokens) or iter(())
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n1+1=\n"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = ["eval", str(path), "--data", str(tmp_path / "rows.jsonl"), "--reward", "numeric", "--no-save"]
+    assert main(words) == main([*words, "--max-tokens", "7"]) == main(["chat", str(path)]) == 0
+    assert lengths == [longest, 7, longest, longest]
+
+
+# --- talking ----------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_answers_are_those_of_the_policy_and_of_the_base(run):
+    trained = open_trained(run)
+    for is_base_only, model in ((False, trained.load()), (True, trained.load_base_alone())):
+        talk = Conversation(trained, is_base_only=is_base_only, temperature=0.0, max_tokens=6, uses_template=False)
+        ids = talk.tokenizer("12+34=").input_ids
+        with torch.autocast("cpu", torch.bfloat16):
+            sampled = model.generate(
+                input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=6, do_sample=False
+            )
+        assert "".join(talk.answer("12+34=")) == talk.tokenizer.decode(sampled[0, len(ids) :], skip_special_tokens=True)
+
+
+def test_an_answer_ends_where_the_run_s_completions_did(run, tmp_path):
+    """Its tokenizer may have had another EOS than the base's, which the run records."""
+    path = shutil.copytree(run, tmp_path / "run")
+    ask = {"temperature": 0.0, "max_tokens": 6, "uses_template": False}
+    talk = Conversation(open_trained(path), **ask)
+    whole = talk.tokenizer("".join(talk.answer("12+34="))).input_ids
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"ends": [1, whole[0]]}))
+    talk = Conversation(open_trained(path), **ask)
+    assert talk.tokenizer("".join(talk.answer("12+34="))).input_ids == whole[:1] != whole
+    assert talk.cut_off_after is None
+
+
+def test_a_talk_remembers_what_was_said_and_forgets_it(run, monkeypatch):
+    talk = Conversation(open_trained(run), temperature=0.0, max_tokens=4)
+    assert talk.uses_template
+    seen = []
+    monkeypatch.setattr(
+        "qlora_rl.inference.chat.model_inputs",
+        lambda tokenizer, prompt: seen.append(prompt) or {"input_ids": tokenizer("1", return_tensors="pt").input_ids},
+    )
+    first = "".join(talk.answer("one"))
+    list(talk.answer("two"))
+    assert [m["content"] for m in seen[1]] == ["one", first, "two"]
+    talk.forget()
+    list(talk.answer("three"))
+    assert [m["content"] for m in seen[2]] == ["three"]
+
+
+def test_a_seed_gives_the_same_answer_again(run):
+    said = {
+        "".join(Conversation(open_trained(run), temperature=1.0, max_tokens=12, seed=seed).answer("1+"))
+        for seed in (3, 3, 4)
+    }
+    assert len(said) == 2
+
+
+def test_a_model_in_place_of_a_run_is_said_to_be_one(model_dir):
+    with pytest.raises(RunDirectoryError, match=r"it is a model, not a run\. .*`qlora-rl chat RUN --base-only`"):
+        open_trained(model_dir)
+
+
+def test_from_a_pipe_each_line_gets_its_own_answer(run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n56+11=\n12+34=\n"))
+    assert main(["chat", str(run), "--temperature", "0", "--max-tokens", "4", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["prompt"] for each in found] == ["12+34=", "56+11=", "12+34="]
+    assert found[0] == found[2]  # nothing of the line before is in the next
+    monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n56+11=\n"))
+    assert main(["chat", str(run), "--temperature", "0", "--max-tokens", "4"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "".join(f"{each['answer']}\n" for each in found[:2])  # for a file: answers alone
+    assert [line for line in shown.err.splitlines() if line.startswith("> ")] == ["> 12+34=", "> 56+11="]
+
+
+def test_an_answer_that_was_cut_off_says_so(run, monkeypatch, capsys):
+    talk = Conversation(open_trained(run), temperature=0.0, max_tokens=200, uses_template=False)
+    end = talk.tokenizer.eos_token_id
+
+    def answers(*tokens):
+        monkeypatch.setattr("qlora_rl.inference.chat.sample", lambda *_, **__: iter(tokens))
+        list(talk.answer("1+1="))
+        return talk.cut_off_after
+
+    assert answers(40, 41, end) is None
+    assert answers(40, 41) == 2
+    monkeypatch.undo()
+    list(talk.answer("1" * 120))
+    assert talk.cut_off_after in (None, 8)  # the model has 128 positions
+
+    monkeypatch.setattr(
+        "qlora_rl.inference.chat.sample", lambda model, ids, tokens, *_, **__: iter([40] * min(tokens, 9))
+    )
+    for words, told in ((["--json"], [True, True]), ([], None)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n56+11=\n"))
+        assert main(["chat", str(run), "--max-tokens", "4", *words]) == 0
+        said = capsys.readouterr()
+        assert "2 of 2 answers were cut off" in said.err
+        assert "--max-tokens" in said.err
+        if told:
+            assert [json.loads(line)["cut_off"] for line in said.out.splitlines()] == told
+        else:
+            assert "cut off" not in said.out  # answers alone, for a file
+
+    for limit, told in (
+        ("4", "after 4 tokens; --max-tokens allows more"),
+        ("12", "after 9 tokens, at the model's last position"),
+    ):
+        typed = iter(["12+34=", "/quit"])
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+        monkeypatch.setattr("builtins.input", lambda _, typed=typed: next(typed))
+        assert main(["chat", str(run), "--max-tokens", limit]) == 0
+        assert f"[cut off {told}]" in capsys.readouterr().out
+
+
+def test_messages_that_the_template_does_not_take_are_said(run):
+    talk = Conversation(open_trained(run), system="Be brief.", max_tokens=1)
+    talk.tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(
+        ConfigConflictError, match=r"messages with the roles system, user: TemplateError: no system role"
+    ):
+        list(talk.answer("1+1="))
+
+
+def test_a_system_message_needs_a_template(run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", str(run), "--system", "be brief", "--raw"]) == 2
+    assert "--raw, which uses no messages" in capsys.readouterr().err
+
+
+SAID = {"format": "chat", "prompt_template": "{question}", "system_prompt": "Be brief.", "train": "rows.jsonl"}
+
+
+@pytest.fixture
+def told(run, tmp_path):
+    """A run with a file whose [data] is as given."""
+
+    def told(**data):
+        path = tmp_path / "told"
+        if not path.exists():
+            shutil.copytree(run, path)
+        (path / "run.toml").write_text(to_toml({"method": "grpo", "data": data}))
+        return path
+
+    return told
+
+
+def asked(monkeypatch, talk, text):
+    seen = []
+    monkeypatch.setattr(
+        "qlora_rl.inference.chat.model_inputs",
+        lambda tokenizer, prompt, **given: seen.append((prompt, given))
+        or {"input_ids": tokenizer("1", return_tensors="pt").input_ids},
+    )
+    list(talk.answer(text))
+    return seen[0]
+
+
+def test_a_talk_begins_as_the_runs_prompts_did(told, monkeypatch):
+    short = {"temperature": 0.0, "max_tokens": 2}
+    path = told(**SAID | {"prompt_template": "Q: {question}", "chat_template_kwargs": {"enable_thinking": False}})
+    user = {"role": "user", "content": "Q: 1+1="}
+    prompt, given = asked(monkeypatch, Conversation(open_trained(path), **short), "1+1=")
+    assert prompt == [{"role": "system", "content": "Be brief."}, user]
+    assert given == {"enable_thinking": False}
+    own = Conversation(open_trained(path), system="Be long.", **short)
+    assert asked(monkeypatch, own, "1+1=")[0] == [{"role": "system", "content": "Be long."}, user]
+    assert asked(monkeypatch, Conversation(open_trained(path), system="", **short), "1+1=")[0] == [user]
+    assert asked(monkeypatch, Conversation(open_trained(path), uses_template=False, **short), "1+1=")[0] == "1+1="
+    # prompts of text stay text, though the base has a template; of several columns none is known to be the user's
+    plain = told(train="rows.jsonl", prompt_template="Q: {question}\nA:")
+    assert asked(monkeypatch, Conversation(open_trained(plain), **short), "1+1=")[0] == "Q: 1+1=\nA:"
+    several = told(**SAID | {"prompt_template": "{context} {question}"})
+    assert asked(monkeypatch, Conversation(open_trained(several), **short), "1+1=")[0][1]["content"] == "1+1="
+
+
+def test_rows_of_an_evaluation_become_what_the_runs_rows_were(told):
+    data = SAID | {"train": str(GSM8K), "extract": {"answer": r"####\s*(.+)"}, "limit": 8}
+    trained = open_trained(told(**data))
+    rows = read_rows(GSM8K, 8)
+    wanted = load_data(trained.data)[0].to_list()
+    found = as_trained(rows, trained.data)
+    assert [row["prompt"] for row in found] == [row["prompt"] for row in wanted]
+    assert [row["answer"] for row in found] == [row["answer"] for row in wanted]
+    assert as_trained(found, trained.data) == found  # what is behind it is left out
+    assert as_trained([{"prompt": "1+1=", "answer": "2"}], trained.data)[0]["prompt"][0]["content"] == "Be brief."
+    with pytest.raises(ConfigConflictError, match="is not found in 1 of 2 rows"):
+        as_trained([rows[0], {"question": "1+1=", "answer": "2"}], trained.data)
+    renamed = open_trained(told(train="rows.jsonl", columns={"prompt": "question", "solution": "answer"}))
+    assert as_trained([{"question": "a", "answer": "b"}], renamed.data) == [{"prompt": "a", "solution": "b"}]
+    assert as_trained(rows, None) == rows
+    framed = open_trained(told(train="rows.jsonl", prompt_template="Q: {prompt}\nA:"))
+    assert as_trained([{"prompt": "2+2"}], framed.data) == [{"prompt": "Q: 2+2\nA:"}]  # as training does it
+
+
+@pytest.mark.parametrize("value", [["a?"], {"a": "?"}, None])
+def test_rows_of_an_evaluation_fill_the_template_with_text_or_numbers_alone(told, value):
+    data = open_trained(told(train="rows.jsonl", prompt_template="Q: {question}")).data
+    with pytest.raises(ConfigConflictError, match=r"row 1 has .*in question"):
+        as_trained([{"question": 5}, {"question": value}], data)
+    own = [{"question": value, "prompt": "a"}]
+    assert as_trained(own, data) == own
+
+
+def test_an_evaluation_takes_the_runs_rewards_where_none_is_named(told, tmp_path, monkeypatch, capsys):
+    path, asked = told(train="rows.jsonl"), {}
+    (path / "run.toml").write_text(
+        to_toml({"rewards": [{"use": "numeric_match", "weight": 2.0, "arguments": {"column": "solution"}}]})
+    )
+    found = Evaluation({}, (1.0, 1.0), (0.0, 0.0), 1, 1, SamplingSpec(), [])
+    monkeypatch.setattr(
+        "qlora_rl.inference.evaluation.evaluate", lambda t, r, rewards, **_: asked.update(rewards) or found
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n')
+    words = ["eval", str(path), "--data", str(tmp_path / "rows.jsonl"), "--no-save"]
+    assert main(words) == 0
+    assert asked["numeric_match"](prompts=["1+1="], completions=["2"], solution=["2"]) == [1.0]
+    assert main([*words, "--column", "solution"]) == 2
+    assert "--column is for a --reward" in capsys.readouterr().err
+    (path / "run.toml").unlink()
+    assert main(words) == 2
+    assert "Name one: --reward numeric" in capsys.readouterr().err
+
+
+def test_an_evaluation_asks_the_rows_that_the_runs_file_evaluates_on_where_no_data_is_given(
+    told, tmp_path, monkeypatch, capsys
+):
+    asked = {}
+
+    def ask(trained, rows, rewards, **given):
+        asked.update(rows=rows, rewards=list(rewards), given=given)
+        return Evaluation({}, (1.0, 1.0), (0.0, 0.0), len(rows), 1, SamplingSpec(), [])
+
+    monkeypatch.setattr("qlora_rl.inference.evaluation.evaluate", ask)
+    # A pattern that would find something else in what it has found.
+    data = SAID | {"train": str(GSM8K), "eval": str(GSM8K), "extract": {"answer": r"(.)\s*$"}}
+    path = told(**data)
+    with (path / "run.toml").open("a") as file:
+        file.write('\n[[rewards]]\nuse = "numeric_match"\n')
+    assert main(["eval", str(path), "--limit", "2"]) == 0
+    wanted = load_data(open_trained(path).data)[1].to_list()[:2]
+    assert [(row["prompt"], row["answer"]) for row in asked["rows"]] == [(r["prompt"], r["answer"]) for r in wanted]
+    assert asked["given"]["are_as_trained"]
+    assert json.loads((path / "eval.json").read_text())["asked"]["data"] == GSM8K.name
+    told(**SAID | {"train": str(GSM8K)})
+    assert main(["eval", str(path), "--reward", "numeric"]) == 2
+    assert "no file that names [data] eval. Pass the rows to ask: --data" in capsys.readouterr().err
+
+
+def test_an_evaluation_names_rewards_as_training_does(told, tmp_path, monkeypatch):
+    from trl.trainer.utils import get_callable_name
+
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "from qlora_rl.rewards import numeric_match, weighted\n\n\ndef short(completions, limit=4, **_):\n"
+        "    return [1.0] * len(completions)\n\n\nboth = weighted((numeric_match, 1.0), (short, 1.0))\n\n\n"
+        "class Judge:\n    def __call__(self, completions, **_):\n        return [1.0] * len(completions)\n"
+    )
+    names = ["short", "both", "Judge"]
+    for name in names:
+        loaded = load_reward(f"{source}:{name}")
+        assert reward_name(loaded) == get_callable_name(loaded)
+    path, asked = told(train="rows.jsonl"), {}
+    used = [{"use": f"{source}:short"}, {"use": f"{source}:short", "arguments": {"limit": 8}}, {"use": "numeric"}]
+    (path / "run.toml").write_text(to_toml({"rewards": used}))
+    found = Evaluation({}, (1.0, 1.0), (0.0, 0.0), 1, 1, SamplingSpec(), [])
+    monkeypatch.setattr("qlora_rl.inference.evaluation.evaluate", lambda t, r, rs, **_: asked.update(rs) or found)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = ["eval", str(path), "--data", str(tmp_path / "rows.jsonl"), "--no-save"]
+    assert main(words) == 0
+    assert list(asked) == ["short", "short (2)", "numeric_match"]
+
+
+def test_what_cannot_be_answered_is_said(run, monkeypatch, capsys):
+    with pytest.raises(ConfigConflictError) as caught:
+        Conversation(open_trained(run), max_tokens=0, temperature=-1.0, top_p=0.0)
+    assert len(caught.value.reasons) == 3
+    talk = Conversation(open_trained(run), uses_template=False, seed=0)  # else the one token may be the end of the text
+    with pytest.raises(ConfigConflictError, match=r"has 0 tokens.*Say something"):
+        list(talk.answer(""))
+    with pytest.raises(ConfigConflictError, match=r"the model reads 1 to 127 before an answer\. Start over"):
+        list(talk.answer("1" * 128))
+    assert "".join(talk.answer("1" * 127))
+
+    typed = iter(["1" * 500, "12+34=", "/quit"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    assert main(["chat", str(run), "--temperature", "0"]) == 0  # the talk goes on
+    shown = capsys.readouterr().out
+    assert "answering: the prompt has" in shown
+    assert len([line for line in shown.splitlines() if not line.startswith("[cut off ")]) == 3
+
+
+def test_tokens_beyond_top_p_are_never_sampled():
+    logits_V = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    generator = torch.Generator().manual_seed(0)
+    assert {choose(logits_V, 1.0, 0.6, generator) for _ in range(200)} == {0, 1}
+    assert {choose(logits_V, 1.0, 1.0, generator) for _ in range(400)} == {0, 1, 2, 3}
+    assert {choose(logits_V, 1.0, 1e-9, generator) for _ in range(20)} == {0}
+    assert choose(logits_V, 0.0, 1.0, generator) == 0
+
+
+# --- evaluating -------------------------------------------------------------------------------------------------------
+
+
+def test_means_and_errors_are_those_of_prompts_and_the_difference_is_paired():
+    found = compare([0, 1, 0, 0, 1, 1], [1, 1, 0, 1, 1, 1], 2)  # prompts: 0.5, 0, 1 and 1, 0.5, 1
+    assert found.base.value == pytest.approx(0.5)
+    assert found.base.error == pytest.approx(0.5 / math.sqrt(3))
+    assert found.policy.value == pytest.approx(2.5 / 3)
+    assert found.difference.value == pytest.approx(1 / 3)
+    assert found.difference.error == pytest.approx(math.sqrt(1 / 12) / math.sqrt(3))  # of 0.5, 0.5, 0
+
+
+@pytest.mark.parametrize(
+    ("completion", "is_cut_off"),
+    [
+        ([5, 6, 7, 8], True),
+        ([5, 6, 7, 1], False),  # its end is the last token that it may have
+        ([5, 6, 7, 2], False),
+        ([5, 6, 1], False),
+        ([5, 6, 7], False),  # a stop string has ended it
+    ],
+)
+def test_a_completion_is_cut_off_where_it_reached_the_limit_without_an_end(completion, is_cut_off):
+    assert share_cut_off([4], [completion], {1, 2}, 4, 100) == is_cut_off
+    assert share_cut_off([96], [completion], {1, 2}, 256, 100) == is_cut_off  # the model's last position
+    assert share_cut_off([4, 4], [completion, [1]], {1, 2}, 4, 100) == is_cut_off / 2
+
+
+def test_the_table_says_which_share_of_each_side_was_cut_off():
+    mean = Mean(0.0, None, 1)
+    known = {"r": Compared(mean, mean, mean)}
+
+    def told(*cut_off):
+        found = Evaluation(known, (4.0, 3.0), cut_off, 1, 1, SamplingSpec(max_tokens=512), [])
+        assert found.as_dict()["cut_off"] == cut_off
+        return str(found)
+
+    assert "cut off  0.000  0.000\n" in told(0.0, 0.0)
+    assert "without their end" not in told(0.0, 0.0)
+    assert "cut off  1.000  0.250\n" in told(1.0, 0.25)
+    assert "cut off after 512 tokens" in told(0.0, 0.25)
+    assert "without their end" in told(0.0, 0.25)
+
+
+def test_the_step_of_what_is_evaluated_is_known(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    shutil.copytree(copy / "adapter", copy / "checkpoint-2")
+    assert [open_trained(each).step for each in (copy, copy / "checkpoint-2")] == [3, 2]
+    (copy / "summary.json").unlink()
+    assert open_trained(copy).step is None
+    mean = Mean(0.5, None, 1)
+    found = Evaluation({"r": Compared(mean, mean, mean)}, (1.0, 1.0), (0.0, 0.0), 1, 1, SamplingSpec(), [])
+    save(found, open_trained(copy / "checkpoint-2"), {"data": "x.jsonl"})
+    assert json.loads((copy / "eval.json").read_text())["asked"] == {"data": "x.jsonl", "step": 2}
+    assert "“after” is after step 2" in write_report(copy).read_text()
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}])
+def test_numbers_out_of_range_are_rejected_before_an_engine_starts(run, wrong):
+    with pytest.raises(ConfigConflictError, match=f"evaluating: {next(iter(wrong))}="):
+        evaluate(open_trained(run), [{"prompt": "1"}], {"r": None}, sampling=SamplingSpec(**wrong))
+    with pytest.raises(ConfigConflictError, match="samples=0 is not at least 1"):
+        evaluate(open_trained(run), [{"prompt": "1"}], {"r": None}, samples=0)
+
+
+def test_rewards_that_are_none_are_left_out_with_their_prompt():
+    found = compare([None, 1.0, 0.0], [0.0, 1.0, None], 1)
+    assert (found.base.prompts, found.policy.prompts, found.difference.prompts) == (2, 2, 1)
+    assert found.difference.value == 0
+    assert found.difference.error is None
+    with pytest.raises(ConfigConflictError, match="no number for any prompt"):
+        compare([None], [None], 1)
+
+
+def test_rows_are_read_and_what_is_none_is_named_by_its_line(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    assert [row["prompt"] for row in read_rows(file)] == ["a", "b"]
+    assert len(read_rows(file, 1)) == 1
+    file.write_text('{"prompt": "a"}\n[1]\n')
+    with pytest.raises(ConfigConflictError, match="line 2 is not a JSON object"):
+        read_rows(file)
+    with pytest.raises(ConfigConflictError, match="No such file"):
+        read_rows(tmp_path / "absent")
+
+
+def test_a_place_that_is_no_run_is_said_as_what_it_is(run, tmp_path, capsys):
+    with pytest.raises(RunDirectoryError, match="no such directory"):
+        open_trained(tmp_path / "absent")
+    moved = shutil.copytree(run / "adapter", tmp_path / "elsewhere" / "adapter")
+    with pytest.raises(RunDirectoryError, match="it is an adapter"):
+        open_trained(moved)
+    assert main(["report", str(tmp_path / "elsewhere")]) == 1
+    assert "it is not a run" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere" / "report.html").exists()
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_where_bf16_is_slow_a_policy_is_computed_in_float32_as_it_was_trained(monkeypatch, autocast):
+    monkeypatch.setenv(SETTING, "float32")
+    model = torch.nn.Linear(4, 4, dtype=torch.bfloat16 if autocast is None else torch.float32)
+    model.dtype = model.weight.dtype  # as transformers' models have it
+    before = set(cpu_matmul._claims[torch.bfloat16])
+    with precision(model, autocast):
+        assert len(cpu_matmul._claims[torch.bfloat16] - before) == 1
+        assert model(torch.ones(2, 4, dtype=model.dtype)).dtype == torch.bfloat16
+    assert cpu_matmul._claims[torch.bfloat16] == before
+    with precision(model, autocast, tokens=1):  # a vector is multiplied fast as it is
+        assert cpu_matmul._claims[torch.bfloat16] == before
