@@ -83,7 +83,12 @@ _RUNS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "dpo": ("dpo", "qwen2", "pairs", ()),
     "async": ("async_grpo", "qwen3", "sums", ("rollout.rollout_threads=1",)),
     "server": ("grpo", "qwen3", "sums", ("rollout.where=server",)),
-    "mixture": ("grpo", "qwen3_moe", "sums", ("run.routing_replay=true",)),
+    "mixture": (
+        "grpo",
+        "qwen3_moe",
+        "sums",
+        ("run.routing_replay=true", 'adapter.target_modules=["q_proj","k_proj","v_proj","o_proj"]'),
+    ),
     "full-weights": ("grpo", "qwen2", "sums", ("adapter.use_dora=true",)),
     "all-weights": ("grpo", "qwen2", "sums", ("base.quant=none", "adapter.kind=none", "sync.how=weights")),
     "gemma2": ("grpo", "gemma2", "sums", ()),

@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The same examples in every run: a change is blamed for what it broke, not for what luck has found. `make test-full` draws others.
 settings.register_profile("same", derandomize=True)
-settings.register_profile("drawn", derandomize=False)
+settings.register_profile("sampled", derandomize=False)
 settings.load_profile(os.environ.get("QLORA_RL_TEST_EXAMPLES", "same"))
 
 

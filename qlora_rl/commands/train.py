@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         import transformers
 
         from qlora_rl.config.read import read_config, resolved_toml
-        from qlora_rl.train.run.log import RunLog
+        from qlora_rl.train.run import RunLog
 
         transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
         config = read_config(arguments.file, arguments.overrides, trains=True)

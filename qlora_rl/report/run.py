@@ -9,8 +9,9 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
+from qlora_rl.locks import is_held
+
 from ..errors import RunDirectoryError
-from ..held import is_held
 from .parts import object_in
 from .quantities import finite
 

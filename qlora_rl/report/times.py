@@ -100,7 +100,7 @@ def _draw_overlap(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
         ("Steps that found their answers ready", *over(_share_ready, "rollouts_ready", share)),
         (
             "A batch of answers, from its first token to its last reward",
-            *over(median, "rollout_drawn_seconds", seconds),
+            *over(median, "rollout_sampled_seconds", seconds),
         ),
         ("The sampler had nothing to do before it", *over(median, "rollout_idle_seconds", seconds)),
     ]

@@ -358,7 +358,7 @@ def test_train_says_which_directory_it_takes_and_how_the_run_before_goes_on(tmp_
     from qlora_rl.cli import main
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("qlora_rl.config.launch.launch", lambda config: Path(config.run.dir))
+    monkeypatch.setattr("qlora_rl.config.launch.launch", lambda config, *_: Path(config.run.dir))
     file, taken = written(tmp_path, GOOD), tmp_path / "runs" / "some"
     assert main(["train", str(file)]) == 0
     assert "holds a run" not in capsys.readouterr().err

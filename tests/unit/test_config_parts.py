@@ -267,7 +267,7 @@ def test_an_encoder_decoder_model_is_rejected_by_the_check(adapter, tmp_path):
 def test_an_interrupted_run_says_where_it_is_and_how_it_goes_on(tmp_path, capsys, monkeypatch):
     from qlora_rl.cli import main
 
-    def interrupted(config):
+    def interrupted(config, *_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("qlora_rl.config.launch.launch", interrupted)

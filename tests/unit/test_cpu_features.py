@@ -372,12 +372,12 @@ def test_a_claim_that_the_garbage_collector_closes_stops_nobody():
     """A finalizer may run in the middle of another claim's registration or closing, in the same thread."""
     code = (
         "import threading, torch\n"
-        "from qlora_rl import products\n"
-        "first = products.Float32Products()\n"
+        "from qlora_rl import cpu_matmul\n"
+        "first = cpu_matmul.Float32Products()\n"
         "first.dtypes = (torch.bfloat16,)\n"
         "impl = torch.library.Library.impl\n"
         "torch.library.Library.impl = lambda *a, **k: (first.close(), impl(*a, **k))[1]\n"
-        "products.Float32Products(torch.bfloat16)\n"
+        "cpu_matmul.Float32Products(torch.bfloat16)\n"
         "print('went on')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -125,7 +125,7 @@ def test_a_mixture_is_planned_with_adapters_on_attention(name, tmp_path, capsys)
     )
     for command in ("plan", "recommend"):
         assert main([command, str(tmp_path / "config.json")]) == 0
-    assert "attention: on experts it takes far more memory" in capsys.readouterr().out
+    assert "attention only: adapters on experts take far more memory" in capsys.readouterr().out
     document = {**GOOD, "base": {"model": str(tmp_path)}}
     assert main(["train", str(written(tmp_path, document)), "--check"]) == 1
     assert 'target_modules = ["k_proj", "o_proj", "q_proj", "v_proj"]' in capsys.readouterr().err
@@ -144,7 +144,7 @@ def test_a_model_for_images_is_planned_with_adapters_on_its_language_model(tmp_p
     assert main(["recommend", name, "--gpu-memory", "24"]) == 0
     said = capsys.readouterr().out
     assert r"model\\.language_model\\..*_proj" in said
-    assert "every linear of the language model: an engine applies no adapter to a vision tower" in said
+    assert "every linear of the language model; engines apply no adapter to a vision tower" in said
     document = {**GOOD, "base": {"model": name}}
     assert main(["train", str(written(tmp_path, document)), "--check"]) == 1
     told = r"target_modules = 'model\.language_model\..*_proj'"

@@ -114,7 +114,7 @@ def test_no_library_that_the_package_imports_is_read_by_mypy():
     assert owned - {"vllm_bnb_plugin"} <= skipped
 
 
-def test_every_diagram_was_sampled_from_the_text_beside_it():
+def test_every_diagram_was_drawn_from_the_text_beside_it():
     spec = importlib.util.spec_from_file_location("diagrams", ROOT / "scripts" / "diagrams.py")
     diagrams = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(diagrams)
@@ -122,7 +122,7 @@ def test_every_diagram_was_sampled_from_the_text_beside_it():
     pictures = sorted((ROOT / "docs" / "diagrams").glob("*.svg"))
     assert len(sources) >= 3
     assert [f.stem for f in sources] == [f.stem for f in pictures]
-    stale = [f.name for f in pictures if diagrams.sampled_from(f) != diagrams.digest(f.with_suffix(".dot"))]
+    stale = [f.name for f in pictures if diagrams.drawn_from(f) != diagrams.digest(f.with_suffix(".dot"))]
     assert not stale, "python scripts/diagrams.py"
     for picture in pictures:  # a browser draws nothing of one that is not well-formed
         assert ElementTree.parse(picture).getroot().tag.endswith("svg")
@@ -413,8 +413,10 @@ def test_a_command_that_ends_with_an_error_says_so_and_nothing_else(tmp_path):
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("qlora-rl: ")
-    assert done.stderr.count("\n") == 1, done.stderr
+    stage, _, said = done.stderr.partition("\n")
+    assert stage.strip() == "loading the libraries"
+    assert said.startswith("qlora-rl: ")
+    assert said.count("\n") == 1, done.stderr
 
 
 def _alone(code: str, *, check: bool = True) -> subprocess.CompletedProcess:

@@ -14,6 +14,7 @@ from qlora_rl.train.run.directory import (
     describe_machine,
     describe_versions,
 )
+from qlora_rl.train.run.log import RunLog
 
 __all__ = [
     "ADAPTER",
@@ -25,6 +26,7 @@ __all__ = [
     "SUMMARY",
     "SYNCS",
     "RunDirectory",
+    "RunLog",
     "StepRecord",
     "describe_machine",
     "describe_versions",
