@@ -32,7 +32,7 @@ from qlora_rl.export.card import Card, write_card
 from qlora_rl.export.check import Distance, Witness, choose_prompts
 from qlora_rl.export.elsewhere import in_llama_cpp, on_base, too_far
 from qlora_rl.inference.trained import TrainedRun, load_plain, open_trained
-from qlora_rl.stages import begin, ended
+from qlora_rl.stages import begin, ended, remark
 
 KINDS = ("adapter", "merged", "merged-original", "gguf", "gguf-adapter")
 FORMS = ("canonical", "original")
@@ -129,7 +129,7 @@ def export_run(
         )
     if prompts < 1 or not shard_gb > 0:
         raise ConfigConflictError(f"exporting: prompts={prompts} and shard_gb={shard_gb:g}: both must be above 0.")
-    say = say or begin
+    say, note = say or begin, say or remark
     trained = open_trained(run, base=base)
     target = Path(out) if out is not None else trained.path / f"export-{to}"
     if target.exists() or target.is_symlink():
@@ -198,11 +198,13 @@ def export_run(
             write_modelfile(staging, tokenizer, model=f"./{file.name}")
             del policy
             texts = verify_gguf(file, tokenizer, [tokenizer.decode(each) for each in ids])
-            say(f"a tokenizer made of the file's own fields gives {texts} texts the ids that the base's gives them")
+            note(f"a tokenizer made of the file's own fields gives {texts} texts the ids that the base's gives them")
         _forget()
         compared: tuple[Distance | None, dict[str, Distance], str | None] = None, {}, None
         if check:
-            compared = _compared(trained, tokenizer, witness, ids, staging, to, dtype, on=on, max_kl=max_kl, say=say)
+            compared = _compared(
+                trained, tokenizer, witness, ids, staging, to, dtype, on=on, max_kl=max_kl, say=say, note=note
+            )
         distance, elsewhere, far = compared
         load = _lines(trained, staging, to, name=target.name, base=trained.base.path.name)
         source = None if original is None else str(original)
@@ -218,7 +220,7 @@ def export_run(
         raise
     if push is not None:
         _push(target, push)
-        say(f"pushed to {push}")
+        note(f"pushed to {push}")
     return Export(target, to, distance, where, here, elsewhere)
 
 
@@ -234,6 +236,7 @@ def _compared(
     on: str | os.PathLike[str] | None,
     max_kl: float | None,
     say: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> tuple[Distance, dict[str, Distance], str | None]:
     """The distance of what was written, those in llama.cpp, and a warning where an adapter on another base is another function.
 
@@ -248,7 +251,7 @@ def _compared(
     distance = witness.distance(again, autocast=trained.autocast if to == "adapter" else None)
     del again
     _forget()
-    elsewhere = in_llama_cpp(trained, tokenizer, witness, staging, to, on, say) if to.startswith("gguf") else {}
+    elsewhere = in_llama_cpp(trained, tokenizer, witness, staging, to, on, note) if to.startswith("gguf") else {}
     limit = max_kl if max_kl is not None else _limit(to, dtype, witness.rounding)
     own = {name: found for name, found in elsewhere.items() if on is None or name != on_base(on)}
     # What is not a number is beyond any limit.
@@ -260,14 +263,17 @@ def _compared(
             f"policy: {witness.rounding:.2g}). Nothing was written. Another limit: --max-kl{plain}."
         )
     if max_kl is None and limit > _limit(to, dtype, 0.0):
-        say(f"the limit was {limit:.2g}: the policy's own KL to its float32 forward pass is {witness.rounding:.2g}")
+        note(f"the limit was {limit:.2g}: the policy's own KL to its float32 forward pass is {witness.rounding:.2g}")
     far = (
         None
         if on is None or elsewhere[on_base(on)].kl_mean <= limit
         else too_far(on, elsewhere[on_base(on)], limit, trained.base.spec.is_4bit)
     )
     if far is not None:
-        say(f"WARNING: {far}")
+        if note is remark:
+            remark(far, warns=True)
+        else:
+            note(f"WARNING: {far}")
     return distance, elsewhere, far
 
 

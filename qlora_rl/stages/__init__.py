@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -19,11 +20,17 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two signs of life: on a line that can be written again, and in a file or a pipe.
 LIVE_S, PLAIN_S = 1.0, 10.0
+_REMARK = logging.INFO + 1
 
 
 def begin(stage: str) -> None:
     """The stage before has ended; an empty one: nothing that takes long comes now, or it is shown elsewhere."""
     logger.info("%s", stage)
+
+
+def remark(text: str, *, warns: bool = False) -> None:
+    """A line that is no stage: what the stage before has found. It ends that stage."""
+    logger.log(logging.WARNING if warns else _REMARK, "%s", text)
 
 
 @contextlib.contextmanager
@@ -66,17 +73,21 @@ class Beat:
 
     def __init__(self, every_s: float, call: Callable[[float], None]):
         self._every_s, self._call, self._is_over = every_s, call, threading.Event()
+        self._calling = threading.RLock()  # what is called may stop it
         self._began = time.monotonic()
         threading.Thread(target=self._run, daemon=True).start()
 
     def stop(self) -> float:
         """No call comes after this; the seconds since the start."""
-        self._is_over.set()
+        with self._calling:
+            self._is_over.set()
         return time.monotonic() - self._began
 
     def _run(self) -> None:
         while not self._is_over.wait(self._every_s):
-            self._call(time.monotonic() - self._began)
+            with self._calling:
+                if not self._is_over.is_set():
+                    self._call(time.monotonic() - self._began)
 
 
 class _Shown(logging.Handler):
@@ -87,6 +98,11 @@ class _Shown(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._end()
+        if record.levelno > logging.INFO:
+            self._stage = ""
+            warned = "WARNING: " if record.levelno >= logging.WARNING else ""
+            self._write(f"     {warned}{record.getMessage()}", ends=True)
+            return
         self._stage = record.getMessage()
         if not self._stage:
             return
@@ -95,12 +111,12 @@ class _Shown(logging.Handler):
             self._beat = Beat(LIVE_S if self._is_live else PLAIN_S, self._tick)
 
     @property
-    def _out(self) -> TextIO:
-        return self._stream or sys.stderr
+    def _out(self) -> TextIO | None:
+        return self._stream or sys.stderr  # which is None where it was closed before Python began
 
     @property
     def _is_live(self) -> bool:
-        return not self._out.closed and self._out.isatty()
+        return self._out is not None and not self._out.closed and self._out.isatty()
 
     def _end(self) -> None:
         beat, self._beat = self._beat, None
@@ -111,13 +127,15 @@ class _Shown(logging.Handler):
             self._write(f"     {self._stage}: {took:.0f} s", ends=True)
 
     def _tick(self, seconds: float) -> None:
-        with self.lock or contextlib.nullcontext():
-            if self._beat is None:
-                return
-            said = f"     {self._stage}:" if self._is_live else "     ..."
-            self._write(f"{said} {seconds:.0f} s", ends=not self._is_live)
+        # Not under the handler's lock: `emit` waits in `stop` for a beat that is at work.
+        said = f"     {self._stage}:" if self._is_live else "     ..."
+        self._write(f"{said} {seconds:.0f} s", ends=not self._is_live)
 
     def _write(self, text: str, *, ends: bool) -> None:
+        if (out := self._out) is None:
+            return
+        if not ends:  # a line that wraps could not be written again
+            text = text[: max(1, shutil.get_terminal_size().columns - 1)]
         with contextlib.suppress(OSError, ValueError):  # a closed pipe
-            self._out.write(text + ("\n" if ends else "\r"))  # what is written next begins at the left
-            self._out.flush()
+            out.write(text + ("\n" if ends else "\r"))  # what is written next begins at the left
+            out.flush()

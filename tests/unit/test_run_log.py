@@ -46,3 +46,12 @@ def test_a_run_that_never_began_shows_what_was_warned_of_where_its_error_is_unkn
     with pytest.raises(type(error)):
         run()
     assert ("pin_memory" in capsys.readouterr().err) == is_shown
+
+
+def test_a_record_that_cannot_be_formatted_or_encoded_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    with RunLog() as log:
+        log.write_to(tmp_path)
+        logging.getLogger("transformers.x").warning("is deprecated", FutureWarning)
+        logging.getLogger("qlora_rl.train").warning("half a character: \ud83d")
+    assert "half a character: \\ud83d" in (tmp_path / LOG).read_text()

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import threading
 import time
 
 import pytest
@@ -92,3 +93,45 @@ def test_the_stages_of_a_base_are_told_and_end(model_dir, tmp_path, caplog):
         prepare_base(model_dir, out=tmp_path / "base")
     told = [record.getMessage() for record in caplog.records if record.name == "qlora_rl.stages"]
     assert [each.split()[0] if each else "" for each in told] == ["reading", "loading", "recording", ""]
+
+
+def test_a_remark_is_no_stage_and_a_warning_is_one_without_a_command_too(caplog):
+    stream = io.StringIO()
+    with stages.shown(stream):
+        stages.begin("loading it again")
+        stages.remark("the limit was 0.01")
+        stages.remark("the copy is far", warns=True)
+    assert stream.getvalue() == "     loading it again\n     the limit was 0.01\n     WARNING: the copy is far\n"
+    stages.remark("the copy is far", warns=True)
+    assert [(r.levelno, r.getMessage()) for r in caplog.records] == [(logging.WARNING, "the copy is far")]
+
+
+def test_a_line_that_is_written_again_fits_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    stream = Terminal()
+    with stages.shown(stream, beats=True):
+        stages.begin("sampling from the policy and scoring it")
+        assert stream.getvalue() == "     sampling from " + "\r"
+
+
+def test_without_stderr_nothing_is_said_and_nothing_fails(monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    with stages.shown():
+        stages.begin("reading the model")
+
+
+def test_a_beat_that_is_at_work_when_it_is_stopped_ends_first():
+    calls, has_begun, may_end = [], threading.Event(), threading.Event()
+
+    def call(seconds):
+        has_begun.set()
+        may_end.wait(10)
+        calls.append(seconds)
+
+    beat = stages.Beat(0.001, call)
+    assert has_begun.wait(10)
+    threading.Timer(0.1, may_end.set).start()
+    beat.stop()
+    assert len(calls) == 1
+    time.sleep(0.05)
+    assert len(calls) == 1

@@ -121,6 +121,10 @@ def serve(
     bundle = None if adapter is None else read_adapter(adapter, base)
     if bundle is not None:
         options.setdefault("max_lora_rank", max(16, rank_class(bundle.rank)))
+        if options["max_lora_rank"] < bundle.rank:
+            raise ConfigConflictError(
+                f"starting the server: max_lora_rank={options['max_lora_rank']} < {bundle.rank}, the rank of {adapter}. Leave it out."
+            )
     importing = loading if alone else contextlib.nullcontext
     key_path = Path(api_key_file) if api_key_file is not None else None
     if host not in LOOPBACK and (key_path is None or not key_path.is_file()):

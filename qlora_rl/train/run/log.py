@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import warnings
@@ -54,27 +55,29 @@ class RunLog(logging.Handler):
 
     def write_to(self, directory: Path) -> None:
         """From here on everything is in a file there, also what was kept so far."""
-        self._file = self._stack.enter_context(open(directory / LOG, "a", encoding="utf-8"))  # noqa: SIM115
+        file = open(directory / LOG, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        self._file = self._stack.enter_context(file)
         lines, self._lines = self._lines, []
         for line in lines:
             print(line, file=self._file, flush=True)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        line = self.format(record)
-        if self._file is None:
-            self._lines.append(line)
-            return
+        """Keep it. A full disk, or a record that cannot be formatted, ends nothing."""
         try:
-            print(line, file=self._file, flush=True)
-        except OSError:  # a full disk: the record of the steps ends the run, this does not
+            line = self.format(record)
+            if self._file is None:
+                self._lines.append(line)
+            else:
+                print(line, file=self._file, flush=True)
+        except Exception:
             self.handleError(record)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with self.lock or contextlib.nullcontext():  # a thread may be writing
+            self._file = None
         self._stack.close()
-        self._file = None
         if isinstance(error, Exception) and not isinstance(error, QloraRLError):
             for line in self._lines:
                 print(line, file=sys.stderr)
