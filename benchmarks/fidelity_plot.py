@@ -4,7 +4,7 @@
     qlora-rl demo --steps 40 --quiet --sync trl-merge --out MERGE
     python benchmarks/fidelity_plot.py OURS MERGE [--json benchmarks/results/fidelity.json]
 
-What is sampled is kept in the JSON, so that the picture can be made again without the runs: python benchmarks/fidelity_plot.py.
+What is plotted is kept in the JSON, so that the picture can be made again without the runs: python benchmarks/fidelity_plot.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH, HEIGHT, GAP_X, GAP_Y, LEFT, TOP = 300, 150, 74, 66, 62, 58
 
 
 def read(run: Path) -> dict[str, list]:
-    """What is sampled of a run, step by step."""
+    """What is plotted of a run, step by step."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {name: [row.get(name) for row in rows] for name in KEPT}
 

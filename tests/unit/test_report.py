@@ -192,11 +192,11 @@ def test_nan_null_and_nonsense_values_become_gaps(tmp_path):
     assert read_run(path).values("reward") == [0.5]
     page = read_page(path)
     shown = re.sub(r"<[^>]*>", " ", page[page.index("<main>") : page.index("</main>")])
-    sampled = " ".join(re.findall(r' d="([^"]*)"', page))
-    assert not re.search(r"nan|inf(inity)?\b|\bnone\b|\bnull\b", shown + sampled, re.IGNORECASE)
+    drawn = " ".join(re.findall(r' d="([^"]*)"', page))
+    assert not re.search(r"nan|inf(inity)?\b|\bnone\b|\bnull\b", shown + drawn, re.IGNORECASE)
 
 
-def test_series_that_are_only_zero_or_constant_are_sampled(tmp_path):
+def test_series_that_are_only_zero_or_constant_are_drawn(tmp_path):
     lines = "".join(
         json.dumps({"step": i, "reward": 0, "mismatch_kl": 0, "ratio_p01": 1, "ratio_p99": 1}) + "\n" for i in range(3)
     )
@@ -205,7 +205,7 @@ def test_series_that_are_only_zero_or_constant_are_sampled(tmp_path):
     assert "exactly the same probability: the mismatch KL was 0 throughout" in page
 
 
-def test_other_runs_are_tabled_and_sampled_beside(tmp_path):
+def test_other_runs_are_tabled_and_drawn_beside(tmp_path):
     slow = "".join(json.dumps({"step": i, "reward": 0.5, **METRIC, "sync_seconds": 0.6}) + "\n" for i in range(30))
     page = read_page(make_run(tmp_path / "ours"), (make_run(tmp_path / "merge", metrics=slow, sync=None),))
     table = page[page.index("Side by side") :]
@@ -368,7 +368,7 @@ def test_lone_point_between_gaps_is_a_dot():
     assert re.search(r'<path d="M500 [\d.]+h0" class="bold s0">', chart)
 
 
-def test_chart_without_a_value_is_not_sampled():
+def test_chart_without_a_value_is_not_drawn():
     assert draw_chart("t", "y", [Line("ours", [1, 2], [None, float("nan")])]) is None
 
 
