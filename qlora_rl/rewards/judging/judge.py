@@ -9,21 +9,30 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .modes import errors_of
+from .modes import classes_of, errors_of
 from .names import PROGRAM, Names
 from .wire import PeerGone, ProgramExit, Side, step
 
 TESTS = "tests"  # the file name of the tests' code
 PASSED, FAILED, IDLE = b"passed", b"failed", b"idle"
-# Attributes of data that are asked about what is expected: no object that stands in the place of data answers that.
-_TOLD = frozenset({"startswith", "endswith", "index", "count", "find", "issubset", "issuperset", "isdisjoint"})
-_CLOSED = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
+# Methods of data that are told what is expected: no object that stands in the place of data answers that.
+_TOLD = frozenset({
+    "startswith", "endswith", "index", "rindex", "count", "find", "rfind", "removeprefix", "removesuffix", "issubset",
+    "issuperset", "isdisjoint", "intersection", "union", "difference", "symmetric_difference",
+})  # fmt: skip
+_CLOSED = (type, types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
 
 
 class _Judge(Side):
     """Asks the program for what the tests ask of it."""
 
     has_failed = False
+    named_classes: frozenset[str] = frozenset()  # names that are classes in the tests' text
+    classes = Side.classes - {"builtins.type"}  # of it the program could have a class made here
+
+    def __init__(self, reads: int, writes: int):
+        super().__init__(reads, writes)
+        self._aliases: dict[tuple[int, str], _Handle] = {}
 
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         try:
@@ -33,10 +42,11 @@ class _Judge(Side):
             raise
 
     def serve(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
-        """The program calls a function of the tests, or takes the next item of an iterator."""
-        if operation == "call" and arguments:
+        """The program calls a function that the tests have lent it, or takes the next item of such an iterator; nothing else."""
+        lent = self.lent_as(arguments[0]) if arguments else None
+        if operation == "call" and lent == "object":
             return arguments[0](*arguments[1:], **keywords)
-        if operation == "step":
+        if operation == "step" and lent == "steps":
             return step(*arguments)
         raise PeerGone
 
@@ -44,10 +54,21 @@ class _Judge(Side):
         """What a name of the program's stands for."""
         if name in self.own_errors:
             return self.own_errors[name]
-        value = self.ask("name", name)
-        if isinstance(value, _Handle):
-            object.__setattr__(value, "_kind", "class" if name[0].isupper() else "object")
+        value, is_class = self.ask("name", name)
+        if is_class and name in self.named_classes and isinstance(value, _Handle):
+            return self.alias(value, "class")
         return value
+
+    def alias(self, handle: _Handle, kind: str) -> _Handle:
+        """The same object, of another kind for the tests alone: what the program gives is always of the kind "object"."""
+        if (id(handle), kind) not in self._aliases:
+            alias = self._aliases[id(handle), kind] = _Handle(self, kind)
+            self.crosses_as(alias, handle)
+        return self._aliases[id(handle), kind]
+
+    def check_attribute(self, name: str, value: Any) -> None:
+        if name in _TOLD and callable(value):
+            raise PeerGone
 
     def check_lent(self, value: Any) -> None:
         if isinstance(value, _CLOSED) or not (callable(value) or hasattr(type(value), "__next__")):
@@ -62,7 +83,11 @@ def _asking(operation: str) -> Any:
 
 
 class _Handle:
-    """An object of the program's, which only answers: it is never compared."""
+    """An object of the program's, which only answers: it is never compared.
+
+    Its kind says whether it may be told what is expected: a "class" that the tests name and what they have "made" of it may,
+    an "object" that the program gives may not, and a method of that which would be "told" may not either.
+    """
 
     __slots__ = ("_judge", "_kind")
     __hash__ = object.__hash__
@@ -70,20 +95,23 @@ class _Handle:
         _asking, ("set", "item", "iter", "len", "bool", "str", "repr")
     )
 
-    def __init__(self, judge: _Judge):
+    def __init__(self, judge: _Judge, kind: str = "object"):
         object.__setattr__(self, "_judge", judge)
-        object.__setattr__(self, "_kind", "object")
+        object.__setattr__(self, "_kind", kind)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _TOLD and self._kind == "object":
+        value = self._judge.ask("get", self, name)
+        if name in _TOLD and self._kind not in ("class", "made") and callable(value):
+            if isinstance(value, _Handle):
+                return self._judge.alias(value, "told")
             self._judge.has_failed = True
-        return self._judge.ask("get", self, name)
+        return value
 
     def __call__(self, /, *arguments: Any, **keywords: Any) -> Any:
-        made = self._judge.ask("call", self, *arguments, **keywords)
-        if self._kind == "class" and isinstance(made, _Handle):
-            object.__setattr__(made, "_kind", "made by the tests")
-        return made
+        if self._kind == "told" and not all(isinstance(each, _Handle) for each in (*arguments, *keywords.values())):
+            self._judge.has_failed = True
+        answer = self._judge.ask("call", self, *arguments, **keywords)
+        return self._judge.alias(answer, "made") if self._kind == "class" and isinstance(answer, _Handle) else answer
 
     def __eq__(self, other: object) -> bool:
         self._judge.has_failed = True
@@ -97,6 +125,7 @@ def judge(tests: str, reads: int, writes: int) -> bytes:
         peer = _Judge(reads, writes)
         peer.ask("load")
         peer.own_errors = {name: type(name, (Exception,), {"__module__": "program"}) for name in errors_of(tree)}
+        peer.named_classes = frozenset(classes_of(tree).values())
         names = Names(tree, vars(builtins), peer.named)
         have_passed = run(tree, names)
     except SystemExit as error:

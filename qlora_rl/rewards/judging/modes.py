@@ -43,6 +43,23 @@ def errors_of(tests: ast.AST) -> set[str]:
     return {each.id for each in expected_errors(tests) if isinstance(each, ast.Name)} & names_of_program(tests)
 
 
+def classes_of(tests: ast.AST) -> dict[str, str]:
+    """Classes of the program's that the tests construct, or name as classes are named: the tests' name, and the program's."""
+    called = {ast.unparse(node.func) for node in ast.walk(tests) if isinstance(node, ast.Call)}
+    imported = {
+        each.asname: each.name
+        for node in ast.walk(tests)
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+        if each.asname
+    }
+    return {
+        name: imported.get(name, name)
+        for name in names_of_program(tests) - errors_of(tests)
+        if name[0].isupper() and (name in called or not name.isupper())
+    }
+
+
 class _Tests:
     def __init__(self, tree: ast.Module):
         self.nodes = list(ast.walk(tree))
@@ -52,12 +69,7 @@ class _Tests:
             errors_of(tree),
             list(expected_errors(tree)),
         )
-        called = {ast.unparse(node.func) for node in self.nodes if isinstance(node, ast.Call)}
-        self._classes = {
-            name
-            for name in self._program - self._errors
-            if name[0].isupper() and (name in called or not name.isupper())
-        }
+        self._classes = classes_of(tree).keys()
         self._objects: set[str] = set()  # names and attributes that hold objects of the program's
         while more := {ast.unparse(each) for each in self._assigned()} - self._objects:
             self._objects |= more

@@ -26,7 +26,7 @@ class _Program(Side):
         sys.setrecursionlimit(sys.getrecursionlimit() + 50)  # for the frames below the program's
         self._operations: dict[str, Any] = {
             "load": self._load,
-            "name": lambda name: getattr(self._module, name),
+            "name": self._named,
             "call": lambda function, /, *arguments, **keywords: function(*arguments, **keywords),
             "step": step,
             "get": getattr,
@@ -48,6 +48,10 @@ class _Program(Side):
 
     def _load(self) -> None:
         self._module = load()
+
+    def _named(self, name: str) -> tuple[Any, bool]:
+        value = getattr(self._module, name)
+        return value, isinstance(value, type)
 
 
 def load() -> ModuleType:

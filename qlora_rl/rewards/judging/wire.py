@@ -14,7 +14,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from types import NoneType
 from typing import Any
@@ -69,6 +69,7 @@ class Side:
     serve: Any  # serve(operation, *arguments, **keywords) does what the other side asks for
     stand_for: Any  # stand_for() makes what stands for an object of the other side's
     own_errors: dict[str, type[BaseException]] = {}  # classes that stand for errors which the program defines
+    classes: Set[str] = _CLASSES  # which the other side may name
 
     def __init__(self, reads: int, writes: int):
         self._reads, self._writes, self._lock = reads, writes, threading.RLock()
@@ -78,6 +79,9 @@ class Side:
 
     def check_lent(self, value: Any) -> None:
         """Raises: TypeError: the other side may not have it."""
+
+    def check_attribute(self, name: str, value: Any) -> None:
+        """Raises: PeerGone: data of the other side's may have no such attribute."""
 
     def known(self, kinds: Any) -> list[str]:
         """Names by which the tests know some classes of errors."""
@@ -120,6 +124,14 @@ class Side:
         """Whether a value crosses by a number."""
         return id(value) in self._numbers
 
+    def lent_as(self, value: Any) -> str | None:
+        """How one's own value has been lent, as "object" or "steps"; what was borrowed is "yours"."""
+        return next(iter(self._numbers.get(id(value), ())), None)
+
+    def crosses_as(self, alias: Any, value: Any) -> None:
+        """Another thing crosses by the number of a value; it has to live as long as this."""
+        self._numbers[id(alias)] = self._numbers[id(value)]
+
     def borrow(self, kind: str, number: int) -> Any:
         """What the other side has lent, or gives back."""
         if kind == "yours":
@@ -146,6 +158,7 @@ class Side:
         error.args = arguments
         for key, each in more.items():
             if not key.startswith("__"):
+                self.check_attribute(key, each)
                 setattr(error, key, each)
         return error
 
@@ -160,7 +173,10 @@ class Side:
             kind, value = "answer", self.serve(operation, *arguments, **keywords)
         except (Exception, SystemExit) as error:
             kind, value = "raised", error
-        self._tell(kind, crossing, value)
+        try:
+            self._tell(kind, crossing, value)
+        except (TypeError, ValueError) as error:  # it cannot cross, and whoever has asked has no answer
+            raise PeerGone from error
 
     def _steps(self, lent: Any) -> Iterator[Any]:
         """The items of an iterator of the other side's, each when it is needed."""
@@ -302,10 +318,13 @@ class Crossing:
                 if lent is not None:  # its methods are the program's
                     methods = self.decode(lent)
                     named = type(name, (named,), {"__getattr__": lambda _, own: getattr(methods, own)})
-                return named(*self._each(items))
+                made = named(*self._each(items))
+                for field, each in zip(named._fields, made, strict=True):
+                    self._side.check_attribute(field, each)
+                return made
             case "made" if inner[0] in _MADE:
                 return _class(inner[0])(*self._each(inner[1]))
-            case "class" if inner in _CLASSES:
+            case "class" if inner in self._side.classes:
                 return _class(inner)
             case "error":
                 names, known, arguments, more, text = inner
