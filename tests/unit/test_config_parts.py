@@ -347,16 +347,21 @@ def test_an_encoder_decoder_model_is_rejected_by_the_check(adapter, tmp_path):
 def test_an_interrupted_run_says_where_it_is_and_how_it_goes_on(tmp_path, capsys, monkeypatch):
     from qlora_rl.cli import main
 
+    left = []
+
     def interrupted(config, *_):
+        for name in left:
+            (Path(config.run.dir) / name).mkdir(parents=True)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("qlora_rl.config.launch.launch", interrupted)
     file = written(tmp_path, {**GOOD, "run": {"dir": str(tmp_path / "out")}})
     assert main(["train", str(file)]) == 130
     assert f"is in {tmp_path / 'out'}; it has no checkpoint yet ([train] save_steps)" in capsys.readouterr().err
-    (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
+    left.append("checkpoint-3")
     assert main(["train", str(file)]) == 130
     assert (
         f"the same command with --set run.dir={tmp_path / 'out'} --set run.existing=resume goes on from its last checkpoint"
         in capsys.readouterr().err
     )
+    assert "holds a run" in reasons(file)[0]  # also where it was killed before its first line
