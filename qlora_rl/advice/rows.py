@@ -113,7 +113,12 @@ def tables_from(directory: Path, model: str, tables: Tables) -> tuple[str, Table
 
 def _seen_from(directory: Path, name: str) -> str:
     path = os.path.expanduser(name)
-    return name if os.path.isabs(path) or not os.path.exists(path) else os.path.relpath(path, directory)
+    if os.path.isabs(path) or not os.path.exists(path):
+        return name
+    # Of a directory that is a link `..` is above what it names. The last name stays as it is, also where it is a link.
+    above, last = os.path.split(path.rstrip("/"))
+    real = os.path.realpath(path) if last in (".", "..") else os.path.join(os.path.realpath(above), last)
+    return os.path.relpath(real, os.path.realpath(directory))
 
 
 def _told(name: str, known: Mapping[str, Any], task: str) -> Mapping[str, Any]:

@@ -183,7 +183,7 @@ def recommend(
         "max_steps": max_steps,
         "learning_rate": learning_rate(task, estimate.shape.parameters, max_steps),
         "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": 10,
+        "warmup_steps": min(10, max_steps // 10),
         "optim": optimizer,
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": max(1, _PER_STEP[task] // batch),

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qlora_rl.commands.codes import INTERRUPTED, UsageError
+
+if TYPE_CHECKING:
+    from qlora_rl.config.schema import RunConfig
 
 # Those of `config.schema.METHODS`, which parsing does not import; a test compares them.
 METHODS = ("sft", "dpo", "grpo", "rloo", "online_dpo", "async_grpo")
@@ -48,23 +53,38 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "reading the run: no file was given. `qlora-rl train --example grpo > run.toml` makes one to start from."
         )
-    from qlora_rl.cpu_features import processor
     from qlora_rl.demo.job import quieten
     from qlora_rl.engine.loading import loading
 
     with loading():  # and TRL's config classes
         quieten()  # torch reads its part of the environment when it is imported
-        import torch
         import transformers
 
-        from qlora_rl.config.read import read_config, resolved_toml
-        from qlora_rl.train.run import RunLog
+        from qlora_rl.config.paths import next_of
+        from qlora_rl.config.read import chooses_directory, read_config, usual_directory
+        from qlora_rl.train.run import claimed
 
         transformers.logging.set_verbosity_warning()  # at "error" transformers takes the progress line away, too
         config = read_config(arguments.file, arguments.overrides, trains=True)
-    if said := _said_of_directory(arguments.file, config.run.dir):
-        print(said, file=sys.stderr)
+    with contextlib.ExitStack() as stack:
+        if chooses_directory(arguments.file, arguments.overrides):
+            if not arguments.check:  # two that are started together take two names
+                usual = usual_directory(arguments.file)
+                directory = stack.enter_context(claimed(lambda: next_of(usual)))
+                config = replace(config, run=replace(config.run, dir=directory))
+            if said := _said_of_directory(arguments.file, config.run.dir):
+                print(said, file=sys.stderr)
+        return _checked_or_trained(arguments, config)
+
+
+def _checked_or_trained(arguments: argparse.Namespace, config: RunConfig) -> int:
+    import torch
+
     from qlora_rl.config.launch import check_model, check_rows, find_trainer, launch, unchecked, unused_template
+    from qlora_rl.config.read import resolved_toml
+    from qlora_rl.cpu_features import processor
+    from qlora_rl.engine.loading import loading
+    from qlora_rl.train.run import RunLog
 
     if int(os.environ.get("RANK", "0")) == 0 and (said := unused_template(config)):
         print(f"qlora-rl: warning: {said}", file=sys.stderr)
@@ -85,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
             log.take_over()
             if not torch.cuda.is_available() and int(os.environ.get("RANK", "0")) == 0:
                 print(f"     {processor()}", flush=True)
-            out = launch(config, log.write_to)
+            out = launch(config, log.write_to, arguments.file)
     except KeyboardInterrupt:
         whole = any(Path(config.run.dir).glob("checkpoint-*"))
         further = (
@@ -105,14 +125,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _said_of_directory(file: Path, chosen: str) -> str:
-    """Why a run is not in the usual directory of its file; empty where it is, or where the file says another."""
-    from qlora_rl.config.paths import next_of, runs_of
+    """Why a run is not in the usual directory of its file; empty where it is."""
+    from qlora_rl.config.paths import possible_runs
     from qlora_rl.config.read import usual_directory
 
     usual = usual_directory(file)
-    if chosen == usual or chosen != next_of(usual):
+    if chosen == usual:
         return ""
-    last = runs_of(usual)[-1]
+    runs = possible_runs(usual, file)
+    if not runs:
+        return f"qlora-rl: another process trains in {usual}, so this one goes to {chosen}."
+    last = runs[-1]
     return f"qlora-rl: {last} holds a run, so this one goes to {chosen}. To go on with the former: {_resuming(last)}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from qlora_rl.config.data import check_subset, columns_after, placeholders, taken_names
 from qlora_rl.config.findings import Finding, show
-from qlora_rl.config.paths import holds_run, is_file, next_of
+from qlora_rl.config.paths import has_trained, is_file, next_of
 from qlora_rl.config.rewards import column_of
 from qlora_rl.config.schema import METHODS, TABLES, TRAIN, Reward, default, options
 
@@ -74,7 +74,7 @@ def check_directory(document: Mapping[str, Any], usual: str) -> list[Finding]:
                 "[run] dir", f"{out} cannot be {'written' if os.path.isdir(out) else 'made'}: {reason}. Choose another"
             )
         ]
-    if not holds_run(out) or said.get("run", "existing") not in ("auto", "reject"):
+    if not has_trained(out) or said.get("run", "existing") not in ("auto", "reject"):
         return []
     return [
         Finding(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import itertools
 import json
 import os
 import re
@@ -31,8 +32,12 @@ _SAID_BY = {"prompt": "user", "completion": "assistant", "chosen": "assistant", 
 TEMPLATE_COLUMN = "chat_template_kwargs"
 # Where TRL looks for the images of a row.
 IMAGES = "images"
+# The place that a template ends with, the blank lines before it, and the ends of lines after it.
+_LAST_PLACE = re.compile(r"\n*(\{[^{}]*\})(\n*)\Z")
 # How datasets says which configurations there are.
 _SUBSETS = re.compile(r"available configs: \[(.+)\]")
+# Characters in a cell of CSV; csv's own limit is 131,072.
+_LONGEST_CELL = 2**31 - 1
 
 
 @functools.cache
@@ -96,10 +101,11 @@ def placeholders(template: str) -> list[str]:
 
 
 def filled(template: str, values: Mapping[str, Any]) -> str:
-    """The template with these values; where the last one is empty, as Alpaca's input often is, without the blank lines before it."""
-    text = template.format(**values)
-    last = placeholders(template)[-1:]
-    return text if not last or str(values[last[0]]) else text.rstrip("\n")
+    """The template with these values; where it ends with one that is empty, as Alpaca's input often is, without the blank lines before it."""
+    last = _LAST_PLACE.search(template)
+    if last is None or last[1].format(**values):
+        return template.format(**values)
+    return filled(template[: last.start()], values) + last[2]
 
 
 def check_filling(value: Any, name: str, where: str) -> None:
@@ -191,12 +197,15 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
     names = [files] if isinstance(files, str) else files
     try:
         if is_file(names[0]):
+            options = _as_text(names) if names[0].endswith(".csv") else {}
             with _without_log():  # it logs what it raises
-                found = load_dataset(_READERS[Path(names[0]).suffix], data_files=names, split="train")
+                found = load_dataset(_READERS[Path(names[0]).suffix], data_files=names, split="train", **options)
         else:
             hub_reachable()
             found = load_dataset(names[0], data.subset, split=split, revision=data.revision)
         return _with_messages(found)
+    except _UnreadableError as error:
+        raise ConfigConflictError(f"loading the data: [data] {place}: {error}.") from error
     except Exception as error:  # whatever the library finds: the file is the user's, and so is the way out
         reason = error.__cause__ or error
         if "corresponds to no data" in str(reason):
@@ -219,6 +228,24 @@ def _load(files: str | list[str], data: Data, split: str, place: str) -> Any:
             f"loading the data: [data] {place}: {', '.join(names)} cannot be read ({type(reason).__name__}: {reason}). Fix it, "
             "or pass another one."
         ) from error
+
+
+def _as_text(files: Sequence[str]) -> dict[str, Any]:
+    """Options with which datasets reads CSV as it is written: "007" is no number, "NA" and an empty cell are text.
+
+    Raises:
+        _UnreadableError: one of them cannot be read, or the columns differ.
+    """
+    from datasets import Features, Value
+
+    columns = [_csv_columns(file)[0] for file in files]
+    for file, each in zip(files, columns, strict=True):
+        if set(each) != set(columns[0]):
+            raise _UnreadableError(
+                f"{files[0]} has the columns {', '.join(columns[0])}, and {file} {', '.join(each)}. Give them the same"
+            )
+    features = Features({name: Value("string") for name in columns[0]})
+    return {"features": features, "keep_default_na": False, "na_filter": False, "encoding": "utf-8-sig"}
 
 
 def _with_messages(dataset: Any) -> Any:
@@ -461,19 +488,23 @@ def _check_rows(file: str) -> list[str]:
         except (ArrowException, OSError) as error:
             return [f"{file} is no Parquet file: {str(error).splitlines()[0]}"]
     try:
+        if file.endswith(".csv"):
+            return [] if _csv_columns(file, 1)[1] else [f"{file} holds no rows"]
         row = _first_row(file)
+    except _UnreadableError as error:
+        return [str(error)]
+    except UnicodeDecodeError as error:
+        return [_not_utf8(file, error)]
     except (ValueError, OSError) as error:
         return [f"{file}: its first line is no JSON: {error}"]
     if row is None:
-        return (
-            [f"{file} holds no rows"]
-            if file.endswith(".csv")
-            else [f"{file} is empty. Write one JSON object per line, a row each"]
-        )
+        return [f"{file} is empty. Write one JSON object per line, a row each"]
     return [] if isinstance(row, dict) else [f"{file}: its first line is no JSON object. Write one row per line"]
 
 
 def _columns(file: str) -> list[str]:
+    if file.endswith(".csv"):
+        return _csv_columns(file, 1)[0]
     if not file.endswith(".parquet"):
         row = _first_row(file)
         said = row.get(_SHARED)
@@ -488,12 +519,52 @@ def _columns(file: str) -> list[str]:
 
 
 def _first_row(file: str) -> Any:
-    """The first row of CSV, of JSON lines or of an array of JSON; `None` where there is none."""
-    with open(file, encoding="utf-8", newline="") as handle:
-        if file.endswith(".csv"):
-            return next(csv.DictReader(handle), None)
+    """The first row of JSON lines, or of an array of JSON; `None` where there is none."""
+    with open(file, encoding="utf-8-sig") as handle:
         line = next((line for line in handle if line.strip()), "")
         if file.endswith(".json") and line.lstrip().startswith("["):
             rows = json.loads(line + handle.read())
             return rows[0] if rows else None
     return json.loads(line) if line else None
+
+
+def _csv_columns(file: str, rows: int | None = None) -> tuple[list[str], int]:
+    """The columns of a CSV file, named as pandas does where they have no name, and how many rows were looked at.
+
+    Args:
+        file: its path.
+        rows: to look at; by default all.
+
+    Raises:
+        _UnreadableError: it is no CSV in UTF-8, two columns have one name, or a row has more cells than there are columns.
+    """
+    before = csv.field_size_limit(_LONGEST_CELL)
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as handle:
+            reader = csv.reader(handle)
+            filled_lines = filter(None, reader)
+            columns = [name or f"Unnamed: {place}" for place, name in enumerate(next(filled_lines, []))]
+            if twice := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
+                raise _UnreadableError(f"{file} has two columns {twice[0]}. Rename one of them")
+            number = 0
+            for number, row in enumerate(itertools.islice(filled_lines, rows), 1):
+                if len(row) > len(columns):
+                    raise _UnreadableError(
+                        f"{file}: row {number - 1} (line {reader.line_num}) has {len(row)} cells, and there are {len(columns)} columns: "
+                        f"{', '.join(columns)}. Put text with commas in quotes"
+                    )
+            return columns, number
+    except UnicodeDecodeError as error:
+        raise _UnreadableError(_not_utf8(file, error)) from error
+    except (csv.Error, OSError) as error:
+        raise _UnreadableError(f"{file} cannot be read as CSV: {error}") from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def _not_utf8(file: str, error: UnicodeDecodeError) -> str:
+    return f"{file} is not in UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason}). Save it in UTF-8; of Latin-1: iconv -f LATIN1 -t UTF-8"
+
+
+class _UnreadableError(ValueError):
+    """A CSV file that is not taken; says why, and the way out."""

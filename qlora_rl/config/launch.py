@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -13,7 +14,7 @@ import qlora_rl
 from qlora_rl.base.hub import hub_reachable, is_local, why_missing
 from qlora_rl.base.model_classes import adaptable, takes_images
 from qlora_rl.config.data import IMAGES, TEMPLATE_COLUMN, columns_after, load_data
-from qlora_rl.config.paths import all_uses, is_file, split_reward
+from qlora_rl.config.paths import RESOLVED, all_uses, is_file, source_line, source_of, split_reward
 from qlora_rl.config.read import resolved_toml
 from qlora_rl.config.rewards import digest, load_reward, tell_program_tests
 from qlora_rl.config.schema import METHODS, PLANNED, REPLAYING, SCORED, Adapter, Rollout, RunConfig, default
@@ -25,7 +26,6 @@ from qlora_rl.stages import begin
 
 logger = logging.getLogger(__name__)
 
-RESOLVED = "run.toml"
 _DIGEST = "# sha256 of "
 _OURS = ("kind", "start_from", "dtype")
 _LOOKED_AT = 1000  # rows of a dataset, by `check_rows`
@@ -33,12 +33,13 @@ _LOOKED_AT = 1000  # rows of a dataset, by `check_rows`
 _NO_ENGINE = {"where", "api_key_file", "share_base", "max_staleness", "rollout_threads"}
 
 
-def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: None) -> Path:
+def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: None, file: Path | None = None) -> Path:
     """Train; what the rewards and the data hold is looked at before the base is made.
 
     Args:
         config: checked.
         begun: is given the run directory, on the first process, when the run has begun.
+        file: that the run is of, which is recorded; a run that goes on stays that of its first one.
 
     Returns:
         The run directory, with the resolved configuration in `run.toml`.
@@ -96,7 +97,8 @@ def launch(config: RunConfig, begun: Callable[[Path], None] = lambda directory: 
         )
     with trainer_class(**arguments) as trainer:
         if ranks().is_first:
-            (out / RESOLVED).write_text(record(config), encoding="utf-8")
+            before = source_of(config.run.dir) if config.run.existing in ("resume", "continue") else None
+            (out / RESOLVED).write_text(record(config, before or file), encoding="utf-8")
             begun(out)
         resume = args.resume_from_checkpoint
         trainer.train(**({"resume_from_checkpoint": resume} if resume else {}))
@@ -354,12 +356,13 @@ def trainer_arguments(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def record(config: RunConfig) -> str:
-    """The resolved configuration, and what it was made with."""
+def record(config: RunConfig, file: str | Path | None = None) -> str:
+    """The resolved configuration, what it was made with, and the file that it is of."""
     lines = [
         f"# Settled by qlora_rl {qlora_rl.__version__}. Runs this run again:",
         "#   qlora-rl train run.toml --set run.dir=ANOTHER",
     ]
+    lines += [source_line(os.path.realpath(file))] if file is not None else []
     return "\n".join([*lines, *_digests(config), "", resolved_toml(config)])
 
 

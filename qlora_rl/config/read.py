@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import shlex
 import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from qlora_rl.config.check import check_document
 from qlora_rl.config.cross_checks import check_directory, check_together
 from qlora_rl.config.findings import Finding, nearest, show
-from qlora_rl.config.paths import anchored, next_of, runs_of
+from qlora_rl.config.paths import anchored, next_of, possible_runs, runs_of
 from qlora_rl.config.schema import METHODS, SAMPLING, TABLES, TRAIN, Reward, RunConfig, default, options
 from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError, MissingDependencyError, collected
@@ -42,8 +43,8 @@ def read_config(
     document, found = _document(path, overrides)
     found += check_document(document)
     found += check_together(document)
-    usual = _own_directory(document, path) if trains else usual_directory(path)
-    found += check_directory(document, usual) if trains else []
+    usual, uncertain = _own_directory(document, path) if trains else (usual_directory(path), [])
+    found += [*uncertain, *check_directory(document, usual)] if trains else []
     found += [*_ask_trl(document), *_ask_vllm(document), *_import_tools(document)] if asks_trl else []
     if found:
         raise collected(f"reading {path}", list(dict.fromkeys(map(str, found))), ConfigConflictError)
@@ -214,14 +215,39 @@ def usual_directory(path: Path) -> str:
     return str(Path.cwd() / "runs" / path.stem)
 
 
-def _own_directory(document: Mapping[str, Any], path: Path) -> str:
-    """Of a run whose file does not say it: the next free one, or that of the last run, which is resumed, overwritten or continued."""
+def chooses_directory(path: Path, overrides: Sequence[str] = ()) -> bool:
+    """A run of the file takes the next free directory: nothing else is said, and it is of one process."""
+    run = _document(path, overrides)[0].get("run", {})
+    return not _are_several() and run.get("dir") is None and run.get("existing", "auto") == "auto"
+
+
+def _own_directory(document: Mapping[str, Any], path: Path) -> tuple[str, list[Finding]]:
+    """Of a run whose file does not say it: the next free one, or that of its one run, which is resumed, overwritten or continued.
+
+    Which of several runs is meant is never guessed; nor that a run is of this file.
+    """
     usual, run = usual_directory(path), document.get("run")
-    existing = run.get("existing", "auto") if isinstance(run, Mapping) else "auto"
-    # Processes on several machines see different directories, and must agree.
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or existing == "reject":
-        return usual
-    return next_of(usual) if existing == "auto" else (runs_of(usual) or [usual])[-1]
+    run = run if isinstance(run, Mapping) else {}
+    existing = run.get("existing", "auto")
+    if existing not in ("overwrite", "continue", "resume") or run.get("dir") is not None:
+        # Processes on several machines see different directories, and must agree.
+        return (usual if _are_several() or existing != "auto" else next_of(usual)), []
+    own, possible = runs_of(usual, path), possible_runs(usual, path)
+    chosen = (possible or [usual])[-1]
+    if possible == own and len(own) <= 1 and (chosen == usual or not _are_several()):
+        return chosen, []
+    if len(possible) > 1:
+        why = f"several runs may be meant: {', '.join(possible)}"
+    elif own:
+        why = f"{chosen} is meant, and several processes must be told"
+    else:
+        why = f"{chosen} may be meant, and is not recorded as a run of this file"
+    text = f"'{existing}' without [run] dir: {why}. Say which: --set run.dir={shlex.quote(chosen)}"
+    return usual, [Finding("[run] existing", text)]
+
+
+def _are_several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _filled(table: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,11 @@ def test_what_is_recommended_is_what_peft_and_trl_take(config_of, task, tmp_path
         assert not [n for n in part if n not in advice.reasons and n not in ("task_type", "warmup_steps", *CORRECTION)]
 
 
+@pytest.mark.parametrize(("max_steps", "wanted"), [(5, 0), (40, 4), (200, 10)])
+def test_a_short_run_is_not_all_warm_up(config_of, max_steps, wanted):
+    assert recommend(config_of("8b"), "sft", 80, max_steps=max_steps).config["warmup_steps"] == wanted
+
+
 @pytest.mark.parametrize("task", ["grpo", "sft"])
 def test_a_smaller_card_gets_a_smaller_batch_or_a_shorter_length(config_of, task):
     batches, lengths = [], []

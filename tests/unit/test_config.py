@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import tomllib
 from dataclasses import fields
@@ -16,10 +18,12 @@ from runfile import GOOD, ROOT, reasons, with_field, written
 from qlora_rl.config.cross_checks import check_directory
 from qlora_rl.config.describe import example, markdown
 from qlora_rl.config.launch import record
+from qlora_rl.config.paths import source_line, source_of
 from qlora_rl.config.read import read_config, resolved
 from qlora_rl.config.schema import ALIASES, KINDS, METHODS, TABLES, TRAIN, Reward, options
 from qlora_rl.config.write import to_toml
 from qlora_rl.errors import ConfigConflictError
+from qlora_rl.locks import hold, is_held
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 TEXT, WHOLE, NUMBER, TRUTH, TABLE = "a string in quotes", "a whole number", "a number", "true or false", "a table"
@@ -330,28 +334,154 @@ def test_the_usual_run_directory_is_looked_at_too(tmp_path, monkeypatch):
     assert said.startswith(f"[run] dir: {taken} holds a run. Choose another (--set run.dir={taken}-2)")
 
 
-def test_a_second_run_of_a_file_takes_the_next_free_name_and_what_goes_on_takes_the_last(tmp_path, monkeypatch):
+def began(directory, file=None, *left):
+    """A run has left this in a directory, and was recorded as one of the file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in left or ("config.json", "metrics.jsonl"):
+        (directory / name).touch()
+    if file is not None:
+        (directory / "run.toml").write_text(f"# Settled\n{source_line(os.path.realpath(file))}\n\nmethod = 1\n")
+
+
+def place(file, *overrides, trains=True):
+    run = read_config(file, overrides, asks_trl=False, trains=trains).run
+    assert run.existing == (overrides[0].partition("=")[2] if overrides else "reject")
+    return Path(run.dir).relative_to(Path.cwd() / "runs").name
+
+
+GOES_ON = ("resume", "overwrite", "continue")
+
+
+def test_a_second_run_of_a_file_takes_the_next_free_name_and_what_goes_on_takes_the_only_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    file = written(tmp_path, GOOD)
-
-    def place(*overrides, trains=True):
-        run = read_config(file, overrides, asks_trl=False, trains=trains).run
-        assert run.existing == (overrides[0].partition("=")[2] if overrides else "reject")
-        return Path(run.dir).relative_to(tmp_path / "runs").name
-
-    for wanted in ("some", "some-2", "some-3"):
-        assert place() == wanted
-        (tmp_path / "runs" / wanted).mkdir(parents=True)
-        assert place() == wanted  # nothing has trained in it
-        (tmp_path / "runs" / wanted / "metrics.jsonl").touch()
-        for existing in ("resume", "overwrite", "continue"):
-            assert place(f"run.existing={existing}") == wanted
-    (tmp_path / "runs" / "some-other").mkdir()
-    (tmp_path / "runs" / "some-other" / "metrics.jsonl").touch()
-    assert place() == "some-4"
-    assert place(trains=False) == "some"
+    file, runs = written(tmp_path, GOOD), tmp_path / "runs"
+    for existing in GOES_ON:
+        assert place(file, f"run.existing={existing}") == "some"
+    for number, wanted in enumerate(("some", "some-2", "some-3"), 1):
+        assert place(file) == wanted
+        (runs / wanted).mkdir(parents=True)
+        assert place(file) == wanted  # nothing has trained in it
+        began(runs / wanted, file)
+        for existing in GOES_ON:
+            if number == 1:
+                assert place(file, f"run.existing={existing}") == "some"
+                continue
+            (said,) = reasons(file, f"run.existing={existing}")
+            assert said.startswith(
+                f"[run] existing: '{existing}' without [run] dir: several runs may be meant: {runs / 'some'}, "
+            )
+            assert said.endswith(f"Say which: --set run.dir={runs / wanted}")
+            chosen = read_config(file, [f"run.existing={existing}", "run.dir=runs/some"], asks_trl=False, trains=True)
+            assert chosen.run.dir == str(runs / "some")
+    began(runs / "some-other")
+    assert place(file) == "some-4"
+    assert place(file, trains=False) == "some"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "holds a run" in reasons(file)[0]
+    assert "--set run.dir=" in reasons(file, "run.existing=resume")[0]
+
+
+def test_the_run_of_another_file_is_never_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file, runs = written(tmp_path, GOOD), tmp_path / "runs"
+    other = tmp_path / "some-2.toml"
+    other.write_text(file.read_text())
+    began(runs / "some-2", other)
+    for existing in GOES_ON:  # no run of ours is there
+        assert place(file, f"run.existing={existing}") == "some"
+    assert place(file) == "some"
+    began(runs / "some", file)
+    for existing in GOES_ON:
+        assert place(file, f"run.existing={existing}") == "some"
+        assert place(other, f"run.existing={existing}") == "some-2"
+    assert (place(file), place(other)) == ("some-3", "some-2-2")
+    began(runs / "some-2", file)  # the name of `other`'s first run, and our second
+    for existing in GOES_ON:
+        (said,) = reasons(other, f"run.existing={existing}")
+        assert f"{runs / 'some-2'} may be meant, and is not recorded as a run of this file" in said
+    assert (place(file), place(other)) == ("some-3", "some-2-2")
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_run_of_an_unknown_file_is_not_taken(recorded, tmp_path, monkeypatch):
+    """It is of an earlier version, or from Python; or the file has moved."""
+    monkeypatch.chdir(tmp_path)
+    file = written(tmp_path, GOOD)
+    began(tmp_path / "runs" / "some", tmp_path / "elsewhere" / "some.toml" if recorded else None)
+    assert place(file) == "some-2"
+    for existing in GOES_ON:
+        (said,) = reasons(file, f"run.existing={existing}")
+        assert said.endswith(f"Say which: --set run.dir={tmp_path / 'runs' / 'some'}")
+
+
+@pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoint-5"])
+def test_a_run_that_was_killed_early_is_one(left, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = written(tmp_path, GOOD)
+    began(tmp_path / "runs" / "some", file)
+    began(tmp_path / "runs" / "some-2", file, left)
+    assert place(file) == "some-3"
+    assert f"--set run.dir={tmp_path / 'runs' / 'some-2'}" in reasons(file, "run.existing=resume")[0]
+
+
+def test_processes_of_one_run_must_be_told_a_directory_that_is_not_the_usual_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    file = written(tmp_path, GOOD)
+    began(tmp_path / "runs" / "some-2", file)
+    assert "several processes must be told" in reasons(file, "run.existing=resume")[0]
+    assert place(file) == "some"
+
+
+def test_a_directory_in_which_a_process_starts_is_not_free(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file, taken = written(tmp_path, GOOD), tmp_path / "runs" / "some"
+    taken.mkdir(parents=True)
+    code = "import sys, time; from pathlib import Path; from qlora_rl.locks import hold; hold(Path(sys.argv[1])); print(1, flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(taken)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        other.stdout.readline()
+        assert place(file) == "some-2"
+        other.stdin.close()
+        other.wait()
+    assert place(file) == "some"
+
+
+def test_two_that_start_together_take_two_names_and_leave_nothing_where_nothing_was_written(
+    tmp_path, monkeypatch, capsys
+):
+    from qlora_rl.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    file, started = written(tmp_path, GOOD), []
+
+    def launch(config, begun, source):
+        started.append(Path(config.run.dir).name)
+        assert Path(config.run.dir).is_dir()
+        if len(started) < 3:
+            assert main(["train", str(file)]) == 0  # while the one before is still loading
+        return Path(config.run.dir)
+
+    monkeypatch.setattr("qlora_rl.config.launch.launch", launch)
+    assert main(["train", str(file)]) == 0
+    assert started == ["some", "some-2", "some-3"]
+    assert f"another process trains in {tmp_path / 'runs' / 'some'}, so this one goes to" in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_one_that_another_was_faster_in_is_chosen_again(tmp_path):
+    from qlora_rl.train.run import claimed
+
+    names = iter([str(tmp_path / "held"), str(tmp_path / "done"), str(tmp_path / "free")])
+    (tmp_path / "held").mkdir()
+    began(tmp_path / "done")
+    handle = hold(tmp_path / "held")
+    with claimed(lambda: next(names)) as found:
+        assert found == str(tmp_path / "free")
+        assert is_held(tmp_path / "free")
+    os.close(handle)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["done", "held"]
 
 
 def test_train_says_which_directory_it_takes_and_how_the_run_before_goes_on(tmp_path, monkeypatch, capsys):
@@ -362,8 +492,7 @@ def test_train_says_which_directory_it_takes_and_how_the_run_before_goes_on(tmp_
     file, taken = written(tmp_path, GOOD), tmp_path / "runs" / "some"
     assert main(["train", str(file)]) == 0
     assert "holds a run" not in capsys.readouterr().err
-    taken.mkdir(parents=True)
-    (taken / "metrics.jsonl").touch()
+    began(taken, file)
     assert main(["train", str(file)]) == 0
     said = capsys.readouterr()
     assert f"{taken} holds a run, so this one goes to {taken}-2." in said.err
@@ -454,7 +583,8 @@ def test_the_settled_copy_of_every_example_is_the_same_run(file, tmp_path):
     config = read_config(file, asks_trl=False)
     copy = tmp_path / "elsewhere" / "run.toml"
     copy.parent.mkdir()
-    copy.write_text(record(config))
+    copy.write_text(record(config, file))
+    assert source_of(str(copy.parent)) == str(file)
     assert read_config(copy, asks_trl=False) == config
     assert all(f'"{file.parent}' in line for line in copy.read_text().splitlines() if "sums.jsonl" in line)
 

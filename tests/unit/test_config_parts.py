@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from runfile import GOOD, ROOT, reasons, with_field, written
 
-from qlora_rl.config.data import load_data
+from qlora_rl.config.data import filled, load_data
 from qlora_rl.config.describe import markdown
 from qlora_rl.config.launch import check_model, trainer_arguments
 from qlora_rl.config.read import read_config
@@ -64,6 +64,86 @@ def test_two_files_are_one_dataset_and_a_broken_line_names_the_file(tmp_path):
     two.write_text('{"prompt": "b"}\n{"prompt": \n')
     with pytest.raises(ConfigConflictError, match=r"\[data\] train: .*two.jsonl:2 is no JSON"):
         load_data(data_of(tmp_path, train=[str(one), str(two)], limit=2))
+
+
+def test_csv_is_read_as_it_is_written(tmp_path):
+    file = tmp_path / "rows.csv"
+    long = "x" * 200_000
+    file.write_bytes(f'\ufeff"instruction",input,answer,\nAdd,,007,0\n\n"a,\nb",NA,,1\n{long},y\n'.encode())
+    data = data_of(tmp_path, train=str(file), prompt_template="{instruction}\n\n{input}")
+    dataset, _ = load_data(data)
+    assert dataset["prompt"] == ["Add", "a,\nb\n\nNA", f"{long}\n\ny"]
+    assert dataset["answer"] == ["007", "", ""]
+    assert dataset["Unnamed: 3"] == ["0", "1", ""]
+    file.write_text(f"prompt,answer\n{long},1\n")
+    assert load_data(data_of(tmp_path, train=str(file)))[0]["prompt"] == [long]
+
+
+def test_csv_files_of_one_dataset_have_the_same_columns_in_any_order(tmp_path):
+    one, two = tmp_path / "one.csv", tmp_path / "two.csv"
+    one.write_text("prompt,answer\na,1\n")
+    two.write_text("answer,prompt\n2,b\n")
+    assert load_data(data_of(tmp_path, train=[str(one), str(two)]))[0][:] == {
+        "prompt": ["a", "b"],
+        "answer": ["1", "2"],
+    }
+    two.write_text("prompt\nb\n")
+    with pytest.raises(ConfigConflictError, match=r"one.csv has the columns prompt, answer, and .*two.csv prompt\. "):
+        load_data(data_of(tmp_path, train=[str(one), str(two)]))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"prompt,answer\na,b,1\n", r"row 0 \(line 2\) has 3 cells, and there are 2 columns: prompt, answer"),
+        ("prompt,answer\ncaf\u00e9,1\n".encode("latin-1"), r"is not in UTF-8 \(byte 0xe9.*iconv -f LATIN1"),
+        (b"prompt,prompt\na,b\n", "has two columns prompt"),
+        (b"prompt,answer\n", "holds no rows"),
+    ],
+)
+def test_csv_that_would_be_read_wrongly_is_rejected_before_anything_is_loaded(content, said, tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_bytes(content)
+    with pytest.raises(ConfigConflictError, match=said):
+        data_of(tmp_path, train=str(file))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [(b"c, d,2", r"\[data\] train: .*row 2 \(line 4\) has 3 cells"), (b"\xe9,2", r"\[data\] train: .*is not in UTF-8")],
+)
+def test_a_later_row_of_csv_that_would_be_read_wrongly_is_named(row, said, tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_bytes(b"prompt,answer\na,1\n" + b"a" * 2**20 + b",1\n" + row + b"\n")
+    data = data_of(tmp_path, train=str(file))
+    with pytest.raises(ConfigConflictError, match=said):
+        load_data(data)
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_json_with_a_byte_order_mark_is_read(name, tmp_path):
+    file = tmp_path / name
+    text = '{"prompt": "a"}\n' if name == "rows.jsonl" else '[{"prompt": "a"}]'
+    file.write_text("\ufeff" + text, encoding="utf-8")
+    assert load_data(data_of(tmp_path, train=str(file)))[0]["prompt"] == ["a"]
+    file.write_bytes(b'{"prompt": "\xe9"}')
+    assert "is not in UTF-8" in reasons(written(tmp_path, with_field("data", "train", str(file))))[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ("{q}\n\n{h}", "Q"),
+        ("{q}\n\n{h}\n", "Q\n"),
+        ("{q}\n{h}\n### Answer:\n", "Q\n\n### Answer:\n"),
+        ("### {q}:\n\n{{{h}}}", "### Q:\n\n{}"),
+        ("{q}\n{h}\n{h}", "Q"),
+        ("{h}", ""),
+    ],
+)
+def test_only_an_empty_value_at_the_end_of_a_template_takes_its_blank_lines_with_it(template, wanted):
+    assert filled(template, {"q": "Q", "h": ""}) == wanted
+    assert filled(template, {"q": "Q\n", "h": "H"}) == template.format(q="Q\n", h="H")
 
 
 def test_a_dataset_of_the_hub_is_asked_for_by_its_name(tmp_path, monkeypatch):
@@ -267,16 +347,21 @@ def test_an_encoder_decoder_model_is_rejected_by_the_check(adapter, tmp_path):
 def test_an_interrupted_run_says_where_it_is_and_how_it_goes_on(tmp_path, capsys, monkeypatch):
     from qlora_rl.cli import main
 
+    left = []
+
     def interrupted(config, *_):
+        for name in left:
+            (Path(config.run.dir) / name).mkdir(parents=True)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("qlora_rl.config.launch.launch", interrupted)
     file = written(tmp_path, {**GOOD, "run": {"dir": str(tmp_path / "out")}})
     assert main(["train", str(file)]) == 130
     assert f"is in {tmp_path / 'out'}; it has no checkpoint yet ([train] save_steps)" in capsys.readouterr().err
-    (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
+    left.append("checkpoint-3")
     assert main(["train", str(file)]) == 130
     assert (
         f"the same command with --set run.dir={tmp_path / 'out'} --set run.existing=resume goes on from its last checkpoint"
         in capsys.readouterr().err
     )
+    assert "holds a run" in reasons(file)[0]  # also where it was killed before its first line

@@ -1,6 +1,7 @@
 """`recommend --toml`: a whole run's file from a model, a card and a dataset."""
 
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -215,6 +216,19 @@ def test_options_are_in_the_first_line_and_in_the_file(capsys, tmp_path):
 def test_options_about_data_need_it(options, capsys):
     assert main(["recommend", *MODEL, *options]) == 2
     assert "--data" in capsys.readouterr().err
+
+
+def test_a_file_in_a_directory_that_is_a_link_names_what_there_is(model_dir, capsys, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "far" / "deep" / "runs").mkdir(parents=True)
+    (tmp_path / "here" / "out").symlink_to(tmp_path / "far" / "deep" / "runs")
+    monkeypatch.chdir(tmp_path / "here")
+    Path("tiny").symlink_to(model_dir)
+    rows(Path(), {"question": "capital?", "answer": "Paris"})
+    assert main(["recommend", "tiny", "--data", "rows.jsonl", "--device", "cpu", "--out", "out/run.toml"]) == 0
+    config = read_config("out/run.toml", asks_trl=False)
+    assert config.base.model == str(tmp_path / "here" / "tiny")
+    assert config.data.train == str(tmp_path / "here" / "rows.jsonl")
 
 
 def test_a_file_elsewhere_names_model_data_and_reward_from_where_it_is(model_dir, capsys, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from qlora_rl.train.run.directory import (
     SYNCS,
     RunDirectory,
     StepRecord,
+    claimed,
     describe_machine,
     describe_versions,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "RunDirectory",
     "RunLog",
     "StepRecord",
+    "claimed",
     "describe_machine",
     "describe_versions",
 ]

@@ -15,7 +15,7 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ SAMPLES = "samples.json"  # of the demo
 MODEL = "model"  # of a base that was trained itself
 # Hidden while they are written or removed; eight random characters follow the first.
 _STAGING, _MODELS = f".{ADAPTER}-", (f".{MODEL}-new", f".{MODEL}-old")
+_CLAIMS = 100  # tries, each of which another process was faster in
 EXISTING = ("reject", "overwrite", "continue", "resume")
 
 
@@ -256,6 +257,26 @@ class RunDirectory:
         return target
 
 
+@contextlib.contextmanager
+def claimed(choose: Callable[[], str]) -> Iterator[str]:
+    """A directory for a run, held until the end; one that is empty then is removed again.
+
+    Args:
+        choose: names one that no process holds; is asked again where another process was faster.
+
+    Raises:
+        RunDirectoryError: it cannot be made.
+    """
+    path, is_new, hold = _claim(choose)
+    try:
+        yield str(path)
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):  # holds something
+                path.rmdir()
+        del hold  # after it is gone, so that no other process holds what is about to go
+
+
 class StepRecord:
     """The metrics of one optimizer step, written when all of them are known.
 
@@ -384,6 +405,27 @@ class _Hold:
         if hold is None:
             hold = cls.held[path.resolve()] = cls(path)
         return hold
+
+
+def _claim(choose: Callable[[], str]) -> tuple[Path, bool, _Hold]:
+    """A directory, whether it was made, and the hold on it."""
+    for left in reversed(range(_CLAIMS)):
+        path = Path(choose())
+        is_new = not path.exists()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            hold = _Hold.of(path)
+        except (RunDirectoryError, FileNotFoundError):  # the latter: another one has just removed it
+            if not left:
+                raise
+            continue
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        if path.is_dir() and not any((path / name).exists() for name in (CONFIG, METRICS)):
+            return path, is_new, hold
+    raise RunDirectoryError(
+        f"opening a run directory: other processes were faster, last in {path}. Choose one: [run] dir."
+    )
 
 
 def _trained(model: Any) -> str:
