@@ -83,7 +83,7 @@ def test_any_flip_that_changes_a_dequantised_value_is_named(base, loaded, data):
     import bitsandbytes.functional as functional
 
     before = fingerprint_base(loaded)
-    name = data.sample(st.sampled_from(sorted(before.leaves)))
+    name = data.draw(st.sampled_from(sorted(before.leaves)))
     parameter = loaded.get_parameter(name)
     state = getattr(parameter, "quant_state", None)
     parts = {"values": parameter.data}
@@ -101,9 +101,9 @@ def test_any_flip_that_changes_a_dequantised_value_is_named(base, loaded, data):
         )
 
     old = values()
-    part = parts[data.sample(st.sampled_from(sorted(parts)))]
+    part = parts[data.draw(st.sampled_from(sorted(parts)))]
     raw = part.view(torch.uint8).flatten()
-    position, bit = data.sample(st.integers(0, raw.numel() - 1)), 1 << data.sample(st.integers(0, 7))
+    position, bit = data.draw(st.integers(0, raw.numel() - 1)), 1 << data.draw(st.integers(0, 7))
     raw[position] ^= bit
     try:
         changed = not torch.equal(torch.nan_to_num(values()), torch.nan_to_num(old))
