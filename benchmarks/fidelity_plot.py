@@ -4,7 +4,8 @@
     qlora-rl demo --steps 40 --quiet --sync trl-merge --out MERGE
     python benchmarks/fidelity_plot.py OURS MERGE [--json benchmarks/results/fidelity.json]
 
-What is plotted is kept in the JSON, so that the picture can be made again without the runs: python benchmarks/fidelity_plot.py.
+What is plotted is kept in the JSON, so that the picture can be made again without the runs:
+python benchmarks/fidelity_plot.py.
 """
 
 from __future__ import annotations

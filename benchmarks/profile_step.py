@@ -5,8 +5,9 @@
 While `qlora_rl.bench.step` trains, a timer of processor time looks at the main thread; each sample counts as much as this thread has
 computed since the one before, and belongs to the first of the parts below that is on the stack. Waiting and other processes do not count,
 so the shares also hold on a shared machine; run it with OMP_NUM_THREADS=1, as the time of other threads is not seen. `--flame DIR` keeps
-the stacks, one line each with its microseconds, as flamegraph.pl and speedscope read them. LoadBalancer are of the samples inside the training
-loop, without the first steps; examinations by the alarm are left out, as a run has one or two, whatever its length.
+the stacks, one line each with its microseconds, as flamegraph.pl and speedscope read them. Shares are of the
+samples inside the training loop, without the first steps; examinations by the alarm are left out, as a run has one or
+two, whatever its length.
 
     python benchmarks/profile_step.py --child SIDE SIZE BASE STEPS STACKS      one process: writes its stacks
 """

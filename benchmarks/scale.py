@@ -4,8 +4,9 @@
     python benchmarks/scale.py --measure real      the same with vLLM on this machine's cores (about ten minutes)
     python benchmarks/scale.py                     predict again, with what was measured then
 
-`simulate` is a discrete-event model of one trainer and a fleet, made of what `QLoRAAsyncGRPOTrainer`, `StalenessLimit` and `Fleet` do. All
-that goes into it is either measured or an entry of ASSUMED, with its source. What it says of 1,000 engines was never run.
+`simulate` is a discrete-event model of one trainer and a fleet, made of what `QLoRAAsyncGRPOTrainer`, `StalenessLimit`
+and `Fleet` do. All that goes into it is either measured or an entry of ASSUMED, with its source. What it says of 1,000
+engines was never run.
 
 Both kinds of runs have the real trainer, the real fleet, 1 to 4 actors of Ray, pushes through its object store, verified bases.
 `paced`: each engine sleeps for a fixed time per completion, and so does the environment, so that two cores do not decide. The overhead
@@ -112,9 +113,10 @@ class _Batch:
 def simulate(job: Job, steps: int = 200, seed: int = 0) -> dict[str, float]:
     """Run `steps` optimizer steps.
 
-    Batch b is trained on at policy b. It begins as soon as policy b - max_staleness is trained (`StalenessLimit`). All engines sample each batch;
-    batches that are sampled at once share them. An engine that fails takes with it what it was sampling, which the others sample again when
-    they are done (`Fleet.generate`). A push waits until nothing is sampled by a version that it takes out of the engines.
+    Batch b is trained on at policy b. It begins as soon as policy b - max_staleness is trained (`StalenessLimit`). All
+    engines sample each batch; batches that are sampled at once share them. An engine that fails takes with it what it
+    was sampling, which the others sample again when they are done (`Fleet.generate`). A push waits until nothing is
+    sampled by a version that it takes out of the engines.
 
     Returns:
         steps_per_hour, step_s (median), staleness_mean, trainer_idle and engines_idle (shares of the time), failures.

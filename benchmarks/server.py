@@ -4,7 +4,7 @@
 
 The random Qwen2 shape of `sync.py` (0.4 B by default), NF4 with double quantisation, LoRA of rank 16 on all linears in float32, a
 server in a process of its own on the same machine. Alternating, in one run: the adapter in the body of a request, and through a
-directory on tmpfs that both see; each is verified by the canary, whose seconds stand beside. About three minutes.
+directory on tmpfs that both see; each is verified by the canary, whose seconds are given too. About three minutes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""GRPO on a 4-bit base without a trainer: load, share, verify, push, check, sample, reward, loss. The trainers do these steps in this order.
+"""GRPO on a 4-bit base without a trainer: load, share, verify, push, check, sample, reward, loss, in the trainers' order.
 
-python examples/one_step.py                                        # the demo's tiny model, two CPU cores, a minute or two
-python examples/one_step.py --model Qwen/Qwen3-0.6B --lr 1e-5      # a hub model, on a GPU
+python examples/one_step.py                                      # the demo's tiny model, two CPU cores
+python examples/one_step.py --model Qwen/Qwen3-0.6B --lr 1e-5    # a hub model; not run yet
 
-Shapes: P prompts, G completions of each, B = P * G rows, T tokens of a row (prompt and completion, padded on the right).
+Shapes: P prompts, G completions of each, B = P * G rows, T tokens of a row (prompt, completion, padding on the right).
 """
 
 import argparse

@@ -118,7 +118,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _as_fields(command: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """How a command that reads a run's file takes fields of that file; empty where the words are none, or it reads none."""
+    """How a command that reads a run's file takes fields of that file; empty where the words are none, or it reads
+    none."""
     if not any("--set" in action.option_strings for action in command._actions):
         return ""
     from qlora_rl.config.findings import overrides_of

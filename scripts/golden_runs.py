@@ -1,12 +1,14 @@
-"""Short runs of every kind, whose tokens, losses, adapters and files are written down; to show that a change of structure changed nothing.
+"""Short runs of every kind, with what they gave written down; to show that a change of structure changed nothing.
 
-python scripts/golden_runs.py before.json [--only NAME ...]       # in the old checkout
-python scripts/golden_runs.py after.json --compare before.json    # in the new one, on the same machine; exit code 1 where they differ
+In the old checkout, then in the new one, on the same machine; the exit code is 1 where they differ:
 
-Each run is a run's file given to `qlora-rl train`, so that nothing here depends on how the package is laid out. The models are random, and stay
-in `--models` (by default ~/.cache/qlora-rl-golden) for the second time. Compared bit for bit: what stands in metrics.jsonl, sync.jsonl,
-fingerprints.json and rollouts.json, times and memory left out; the tensors of the adapter; the names of all files. A run whose rollouts depend on
-timing says in `_STEADY` what is compared of it.
+python scripts/golden_runs.py before.json [--only NAME ...]
+python scripts/golden_runs.py after.json --compare before.json
+
+Each run is a run's file given to `qlora-rl train`, so that nothing here depends on how the package is laid out. The
+models are random, and stay in `--models` for the second time. Compared bit for bit: what stands in metrics.jsonl,
+sync.jsonl, fingerprints.json and rollouts.json, times and memory left out; the tensors of the adapter; the names of all
+files. A run whose rollouts depend on timing says in `_STEADY` what is compared of it.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ _RUNS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "two-processes": ("grpo", "qwen3", "sums", ()),
     "resumed": ("grpo", "qwen3", "sums", ("train.max_steps=6",)),
 }
-# What is compared where the order of requests, and so the rounding of a batch, depends on timing. Everything else: all of it.
+# What is compared where the order of requests, and so the rounding of a batch, depends on timing; of others all is.
 _STEADY = {"async": ("files", "steps"), "server": ("files", "steps", "fingerprints.json")}
 
 

@@ -74,7 +74,8 @@ def _is_single(inspected: InspectedAdapter) -> Iterator[Finding]:
     if len(active) > 1:
         yield (
             "full_weights",
-            f"Several adapters are active ({', '.join(active)}). Activate one: model.set_adapter({inspected.adapter!r}).",
+            f"Several adapters are active ({', '.join(active)}). Activate one: "
+            f"model.set_adapter({inspected.adapter!r}).",
         )
 
 
@@ -312,7 +313,8 @@ def _replaces_nothing(inspected: InspectedAdapter) -> Iterator[Finding]:
     ):
         yield (
             "full_weights",
-            f"PEFT trains a copy of {next(iter(inspected.replaced))}, which an adapter cannot carry. Make the adapter without "
+            f"PEFT trains a copy of {next(iter(inspected.replaced))}, which an adapter cannot carry. Make the adapter "
+            "without "
             "modules_to_save and trainable_token_indices.",
         )
 

@@ -207,5 +207,6 @@ def _rewards(
 
 def _lacks(name: str, what: str, columns: Sequence[str], instead: str = " another dataset") -> ConfigConflictError:
     return ConfigConflictError(
-        f"choosing the data: {name} has no column with {what}; there are {', '.join(columns)}. If one of these is meant, give it one of those names; otherwise pass{instead}."
+        f"choosing the data: {name} has no column with {what}; there are {', '.join(columns)}. If one of these is "
+        f"meant, give it one of those names; otherwise pass{instead}."
     )

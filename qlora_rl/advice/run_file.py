@@ -21,7 +21,8 @@ _FIRST = {
 _REWARDS = {
     "numeric_match": "compares the last number of the completion with the answer",
     "math_match": "compares as mathematics; install math-verify",
-    "exact_match": "the whole completion must equal the answer, so the prompt must ask for nothing else; if every reward of the first steps is 0, change one of them",
+    "exact_match": "the whole completion must equal the answer, so the prompt must ask for nothing else; if every "
+    "reward of the first steps is 0, change one of them",
     "format_match": "rewards the form that the prompt asks for",
 }
 

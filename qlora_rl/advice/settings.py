@@ -121,18 +121,19 @@ def recommend(
     - Rank 16 for reinforcement and preferences, which teach little per sequence (LWR: down to rank 1); 64 for SFT (QLoRA's). Alpha 32
       with PEFT's alpha / r (LWR): the best learning rate then hardly depends on the rank.
     - No dropout: LWR uses none, QLoRA needs it for small models only; in GRPO it would be a distance to the engine.
-    - Ten times the learning rate of full fine-tuning (LWR; TRL's default is the latter), 15 times in a run of less than 100 steps (LWR);
-      constant (LWR, QLoRA), after a short warm-up. In SFT half of it from 30 B on (QLoRA, table 9). Of the other methods TRL's default is
-      taken as that of 8 B, and the rate falls with the square root of the parameters; that is our rule.
+    - Ten times the learning rate of full fine-tuning (LWR; TRL's default is the latter), 15 times in a run of less than
+      100 steps (LWR); constant (LWR, QLoRA), after a short warm-up. In SFT half of it from 30 B on (QLoRA, table 9). Of
+      the other methods TRL's default is taken as that of 8 B, and the rate falls with the square root of the
+      parameters; that is our rule.
     - Paged 8-bit AdamW on CUDA (paging: QLoRA, section 3; 8-bit states: Dettmers et al. 2022, arXiv 2110.02861); torch's on a CPU.
     - Gradient checkpointing: QLoRA; TRL's default.
     - 64 completions or 32 other sequences a step: LWR finds LoRA less tolerant of large batches than full fine-tuning.
     - In GRPO truncated importance sampling by token: TIS, and docs/fidelity.md#the-correction.
     - float32 adapter weights: docs/fidelity.md#the-dtype-of-the-adapter.
 
-    Where completions are sampled the micro-batch is the one with the shortest estimated step (`memory/pace.py`): a larger one trains faster, and
-    leaves less for the KV cache. Otherwise it is the largest that fits. If none does, the plan turns on what only costs time
-    (`memory/choice.py`); then the length is lowered.
+    Where completions are sampled the micro-batch is the one with the shortest estimated step (`memory/pace.py`): a
+    larger one trains faster, and leaves less for the KV cache. Otherwise it is the largest that fits. If none does, the
+    plan turns on what only costs time (`memory/choice.py`); then the length is lowered.
 
     Args:
         model: checkpoint or base directory, config.json, or hub name; no weight is read.
@@ -271,7 +272,8 @@ def _fitted(config: Any, task: str, max_length: int, request: Mapping[str, Any])
 
 
 def _fastest(wanted: MemoryEstimate, per_step: int) -> MemoryEstimate | None:
-    """Of the micro-batches that fit, with and without the KV cache freed between rollouts, the one with the shortest step; `None` without an estimate."""
+    """Of the micro-batches that fit, with and without the KV cache freed between rollouts, the one with the shortest
+    step; `None` without an estimate."""
     best, least = None, 0.0
     for sleeps in (False, True) if wanted.asked.can_sleep else (False,):
         for batch in (8, 4, 2, 1):
@@ -309,7 +311,8 @@ def _reasons(
         if estimate.request.spec.quant_type == "nf4"
         else "as the base is stored",
         "double_quant": "saves 0.37 bits per weight at no loss (QLoRA, section 3)",
-        "quantize_experts": "16-bit experts do not fit, once for the trainer and once for the engine (docs/mixtures.md)",
+        "quantize_experts": "16-bit experts do not fit, once for the trainer and once for the engine "
+        "(docs/mixtures.md)",
         "r": "RL and preferences need little capacity; even rank 1 can be enough (LWR)"
         if task != "sft"
         else "as in QLoRA; a large dataset can need more (LWR)",
@@ -317,7 +320,8 @@ def _reasons(
         "lora_dropout": "none in LWR; in RL it would also make trainer and engine differ"
         if task in _SAMPLING
         else "none in LWR",
-        "target_modules": "attention only: adapters on experts take far more memory and need 4-bit experts (docs/mixtures.md)"
+        "target_modules": "attention only: adapters on experts take far more memory and need 4-bit experts "
+        "(docs/mixtures.md)"
         if estimate.shape.experts
         else "every linear of the language model; engines apply no adapter to a vision tower (docs/images.md)"
         if estimate.shape.tower is not None
@@ -328,10 +332,12 @@ def _reasons(
         if device == "cuda"
         else "paged 8-bit AdamW needs a GPU",
         "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": f"{_PER_STEP[task]} sequences per step; LoRA tolerates large batches less well (LWR)",
+        "gradient_accumulation_steps": f"{_PER_STEP[task]} sequences per step; LoRA tolerates large batches less well "
+        "(LWR)",
         "gradient_checkpointing": "recomputes activations to save memory (QLoRA, section 2; TRL's default)",
         "bf16": "the compute dtype of the base (QLoRA, section 3)",
-        "vllm_importance_sampling_mode": "both sides hold the same weights, so only rounding is left to correct, token by token",
+        "vllm_importance_sampling_mode": "both sides hold the same weights, so only rounding is left to correct, "
+        "token by token",
         "vllm_importance_sampling_clip_max": "from TIS; rounding never reaches it",
         "num_generations": "TRL's default for GRPO",
         "vllm_max_model_length": length,
@@ -353,7 +359,8 @@ def _limit(estimate: MemoryEstimate) -> str:
     asked, budget = estimate.request.gpu_memory_gib, estimate.budget_bytes
     if asked is None or budget is None or budget == int(asked * GIB):
         return "GiB, the limit you gave"
-    return f"a {asked:g} GB card; {budget / GIB:.1f} GiB are planned, which every such card has, and some is kept in reserve"
+    planned = f"{budget / GIB:.1f} GiB are planned, which every such card has, and some is kept in reserve"
+    return f"a {asked:g} GB card; {planned}"
 
 
 def _device(gpu_memory: float | None) -> str:

@@ -80,7 +80,8 @@ def _template_arguments(config: Any, tokenizer: Any) -> Callable[[Mapping[str, A
 
 
 def _sequences(row: Mapping[str, Any], samples: bool = False) -> dict[str, Any]:
-    """What of a row becomes tokens, by name: what the policy is asked (where it `samples`, that alone), or what it is trained on.
+    """What of a row becomes tokens, by name: what the policy is asked (where it `samples`, that alone), or what it is
+    trained on.
 
     Raises:
         ConfigConflictError: it holds nothing of that.

@@ -90,7 +90,8 @@ def add(commands: Any) -> None:
     plan.add_argument(
         "--offload",
         action=argparse.BooleanOptionalAction,
-        help="keep layer inputs in host memory, gradient_checkpointing_kwargs (default: only if the run does not fit otherwise)",
+        help="keep layer inputs in host memory, gradient_checkpointing_kwargs (default: only if the run does not fit "
+        "otherwise)",
     )
     plan.add_argument("--two-copies", action="store_true", help="trainer and engine each hold a copy of the base")
     plan.add_argument("--padded", action="store_true", help="keep the padding of micro-batches (remove_padding=False)")
@@ -182,7 +183,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nKV cache: {sequences} sequences of {arguments.max_length} tokens at once, {tokens} tokens in all")
     if longest is not None:
         print(
-            f"longest --max-length that fits: {f'{longest}, with {_settings(estimate.changed(max_length=longest))}' if longest else 'none'}"
+            "longest --max-length that fits: "
+            f"{f'{longest}, with {_settings(estimate.changed(max_length=longest))}' if longest else 'none'}"
         )
     if estimate.fits and (pace := pace_of(estimate)):
         print(pace)

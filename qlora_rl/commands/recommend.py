@@ -145,5 +145,7 @@ def _write(file: Path, text: str) -> None:
     except OSError as error:
         raise UsageError(f"recommending settings: {file} cannot be written: {error.strerror}.") from error
     print(
-        f"  run file: {file}\n  to look at its prompts: qlora-rl data {shlex.quote(str(file))}\n  to train: qlora-rl train {shlex.quote(str(file))}"
+        f"  run file: {file}\n"
+        f"  to look at its prompts: qlora-rl data {shlex.quote(str(file))}\n"
+        f"  to train: qlora-rl train {shlex.quote(str(file))}"
     )

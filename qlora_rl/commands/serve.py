@@ -25,7 +25,8 @@ def add(commands: Any) -> None:
         "base",
         type=Path,
         metavar="BASE|RUN",
-        help='directory made by `prepare`; or a run directory or a checkpoint in it, whose policy is then model "policy"',
+        help="directory made by `prepare`; or a run directory or a checkpoint in it, whose policy is then model "
+        '"policy"',
     )
     serve.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
     serve.add_argument(
@@ -104,7 +105,8 @@ def _trained(run: Path) -> tuple[Path, Path]:
     trained = open_trained(run)
     if trained.adapter is None:
         raise ConfigConflictError(
-            f"serving {run}: all weights of the base were trained, so there is no adapter. Export one model, and serve that: qlora-rl export "
+            f"serving {run}: all weights of the base were trained, so there is no adapter. Export one model, and "
+            "serve that: qlora-rl export "
             f"{quote(str(run))} --out DIR; vllm serve DIR"
         )
     return trained.base.path, trained.adapter

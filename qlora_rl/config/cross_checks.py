@@ -79,7 +79,8 @@ def check_directory(document: Mapping[str, Any], usual: str) -> list[Finding]:
     return [
         Finding(
             "[run] dir",
-            f"{out} holds a run. Choose another (--set run.dir={shlex.quote(next_of(out))}), or set [run] existing = 'resume' (go on from its last checkpoint), "
+            f"{out} holds a run. Choose another (--set run.dir={shlex.quote(next_of(out))}), or set [run] existing = "
+            "'resume' (go on from its last checkpoint), "
             "'overwrite', or 'continue' (begin again at step 1, after its lines); on the command line: --set run.existing=overwrite",
         )
     ]

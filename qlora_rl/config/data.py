@@ -101,7 +101,8 @@ def placeholders(template: str) -> list[str]:
 
 
 def filled(template: str, values: Mapping[str, Any]) -> str:
-    """The template with these values; where it ends with one that is empty, as Alpaca's input often is, without the blank lines before it."""
+    """The template with these values; where it ends with one that is empty, as Alpaca's input often is, without the
+    blank lines before it."""
     last = _LAST_PLACE.search(template)
     if last is None or last[1].format(**values):
         return template.format(**values)
@@ -536,7 +537,8 @@ def _csv_columns(file: str, rows: int | None = None) -> tuple[list[str], int]:
         rows: to look at; by default all.
 
     Raises:
-        _UnreadableError: it is no CSV in UTF-8, two columns have one name, or a row has more cells than there are columns.
+        _UnreadableError: it is no CSV in UTF-8, two columns have one name, or a row has more cells than there are
+            columns.
     """
     before = csv.field_size_limit(_LONGEST_CELL)
     try:
@@ -550,7 +552,8 @@ def _csv_columns(file: str, rows: int | None = None) -> tuple[list[str], int]:
             for number, row in enumerate(itertools.islice(filled_lines, rows), 1):
                 if len(row) > len(columns):
                     raise _UnreadableError(
-                        f"{file}: row {number - 1} (line {reader.line_num}) has {len(row)} cells, and there are {len(columns)} columns: "
+                        f"{file}: row {number - 1} (line {reader.line_num}) has {len(row)} cells, and there are "
+                        f"{len(columns)} columns: "
                         f"{', '.join(columns)}. Put text with commas in quotes"
                     )
             return columns, number
@@ -563,7 +566,8 @@ def _csv_columns(file: str, rows: int | None = None) -> tuple[list[str], int]:
 
 
 def _not_utf8(file: str, error: UnicodeDecodeError) -> str:
-    return f"{file} is not in UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason}). Save it in UTF-8; of Latin-1: iconv -f LATIN1 -t UTF-8"
+    wrong = f"byte 0x{error.object[error.start]:02x}: {error.reason}"
+    return f"{file} is not in UTF-8 ({wrong}). Save it in UTF-8; of Latin-1: iconv -f LATIN1 -t UTF-8"
 
 
 class _UnreadableError(ValueError):

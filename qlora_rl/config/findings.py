@@ -86,7 +86,8 @@ def elsewhere(name: str, place: str, train: Iterable[str] = ()) -> str:
 
 
 def overrides_of(words: Iterable[str], train: Iterable[str]) -> list[str]:
-    """`--set table.field=value` for options that name fields of a run's file, such as --learning_rate 1e-5; none where one of them does not.
+    """`--set table.field=value` for options that name fields of a run's file, such as --learning_rate 1e-5; none where
+    one of them does not.
 
     Args:
         words: of a command line: --name value, --name=value, --table.field=value.

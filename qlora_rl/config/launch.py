@@ -126,7 +126,8 @@ def check_model(config: RunConfig) -> str:
     except ConfigConflictError:
         if is_local(held.model) or hub_reachable():
             raise
-        return f"the model (there is no directory {held.model}, and no cached hub model of this name; the hub cannot be reached)"
+        why = f"there is no directory {held.model}, and no cached hub model of this name; the hub cannot be reached"
+        return f"the model ({why})"
     check_supported(found, config.train.get("vllm_max_model_length") if METHODS[config.method].samples else None)
     if config.data.images is not None and not takes_images(found):
         raise ConfigConflictError(
@@ -224,7 +225,8 @@ def check_rows(config: RunConfig) -> bool:
 
 
 def unused_template(config: RunConfig) -> str:
-    """Said where a model has a chat template and [data] does not use it; empty elsewhere, and where the tokenizer cannot be read.
+    """Said where a model has a chat template and [data] does not use it; empty elsewhere, and where the tokenizer
+    cannot be read.
 
     Rows of whole texts, and of messages, which TRL puts through the template itself, are no case of it.
     """
@@ -239,7 +241,8 @@ def unused_template(config: RunConfig) -> str:
     if not getattr(tokenizer, "chat_template", None):
         return ""
     return (
-        f"{config.base.model} has a chat template, and [data] format = 'plain' does not apply it: prompts are continued as bare text. An instruct model "
+        f"{config.base.model} has a chat template, and [data] format = 'plain' does not apply it: prompts are "
+        "continued as bare text. An instruct model "
         "expects format = 'chat'."
     )
 

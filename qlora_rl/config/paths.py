@@ -43,13 +43,15 @@ def runs_of(usual: str, file: Path) -> list[str]:
 
     Args:
         usual: of its first run; `usual`-2, -3, ... are those of the next ones.
-        file: of the runs. Names alone do not tell: `exp-2` may be the second run of exp.toml, or the first of exp-2.toml.
+        file: of the runs. Names alone do not tell: `exp-2` may be the second run of exp.toml, or the first of
+            exp-2.toml.
     """
     return [each for each in _numbered(usual) if holds_run(each) and source_of(each) == os.path.realpath(file)]
 
 
 def possible_runs(usual: str, file: Path) -> list[str]:
-    """`runs_of`, and those that may be of the file too: nothing is recorded, or, where none is surely its, a file of this name elsewhere."""
+    """`runs_of`, and those that may be of the file too: nothing is recorded, or, where none is surely its, a file of
+    this name elsewhere."""
     own = runs_of(usual, file)
 
     def may_be(each: str) -> bool:
@@ -60,7 +62,8 @@ def possible_runs(usual: str, file: Path) -> list[str]:
 
 
 def next_of(usual: str) -> str:
-    """The directory of the next run: the number after the last; `usual` where there is none. No process is in it, and no run, whosever."""
+    """The directory of the next run: the number after the last; `usual` where there is none. No process is in it, and
+    no run, whosever."""
     taken = {
         each: number
         for each, number in _numbered(usual).items()

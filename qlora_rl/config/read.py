@@ -222,7 +222,8 @@ def chooses_directory(path: Path, overrides: Sequence[str] = ()) -> bool:
 
 
 def _own_directory(document: Mapping[str, Any], path: Path) -> tuple[str, list[Finding]]:
-    """Of a run whose file does not say it: the next free one, or that of its one run, which is resumed, overwritten or continued.
+    """Of a run whose file does not say it: the next free one, or that of its one run, which is resumed, overwritten or
+    continued.
 
     Which of several runs is meant is never guessed; nor that a run is of this file.
     """

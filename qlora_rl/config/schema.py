@@ -205,7 +205,8 @@ class Data:
         example={"answer": r"####\s*(.+)"},
     )
     format: str = option(
-        "`chat` applies the model's chat template: text in prompts becomes the user's turn, in completions the assistant's; `plain` uses text as it is",
+        "`chat` applies the model's chat template: text in prompts becomes the user's turn, in completions the "
+        "assistant's; `plain` uses text as it is",
         "plain",
         choices=("plain", "chat"),
     )
@@ -221,7 +222,8 @@ class Data:
         example={"enable_thinking": False},
     )
     images: str | None = option(
-        "column with one image or a list of images: paths relative to the first file, or images stored in the dataset (chat)",
+        "column with one image or a list of images: paths relative to the first file, or images stored in the dataset "
+        "(chat)",
         None,
         methods=SEEING,
         example="image",
@@ -234,7 +236,8 @@ class Reward:
     """A reward function; one `[[rewards]]` for each."""
 
     use: str = option(
-        "`path.py:function`, or a built-in: exact_match, numeric_match, math_match, format_match, length_match, program_match",
+        "`path.py:function`, or a built-in: exact_match, numeric_match, math_match, format_match, length_match, "
+        "program_match",
         kind="reward",
         example="exact_match",
     )
@@ -273,7 +276,8 @@ class Rollout:
     """Where completions are sampled."""
 
     where: str | list[str] = option(
-        "`colocate`: vLLM in this process; `server`: a vLLM server started on this host; `ray`: actors of a Ray cluster; or URLs of `qlora-rl serve`",
+        "`colocate`: vLLM in this process; `server`: a vLLM server started on this host; `ray`: actors of a Ray "
+        "cluster; or URLs of `qlora-rl serve`",
         "colocate",
         methods=SAMPLING,
     )
@@ -364,13 +368,15 @@ class Run:
         "directory of the run; by default runs/NAME, after the name of this file", None, kind="out", example="runs/one"
     )
     existing: str = option(
-        "what to do if the directory holds a run: `auto` takes the next free name (runs/NAME-2) unless dir is set, `resume` continues from the last checkpoint",
+        "what to do if the directory holds a run: `auto` takes the next free name (runs/NAME-2) unless dir is set, "
+        "`resume` continues from the last checkpoint",
         "auto",
         choices=("auto", "reject", "overwrite", "continue", "resume"),
     )
     seed: int = option("random seed of adapter, data order and sampling", 42, at_least=0)
     gpu_memory: float | Literal["auto"] = option(
-        "size of the card in GB, such as 24, with or without a unit; any other number is a limit in GiB; `auto`: whatever is free",
+        "size of the card in GB, such as 24, with or without a unit; any other number is a limit in GiB; `auto`: "
+        "whatever is free",
         "auto",
         above=0.0,
         methods=PLANNED,

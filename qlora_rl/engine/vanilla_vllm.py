@@ -1,4 +1,5 @@
-"""`VanillaEngine`: `vllm.LLM` with its bitsandbytes plugin and its own way with an adapter, and nothing of ours; to compare with."""
+"""`VanillaEngine`: `vllm.LLM` with its bitsandbytes plugin and its own way with an adapter, and nothing of ours; to
+compare with."""
 
 from __future__ import annotations
 

@@ -115,8 +115,9 @@ def _distance(card: Card) -> list[str]:
             "It was not checked (`--no-check`): nobody has loaded these files again and compared them with the policy."
         ]
     return [
-        f"These files were loaded again before they got their name, and compared with the policy on {card.distance.tokens} tokens that the "
-        f"policy drew itself (prompts: {card.prompts}).",
+        "These files were loaded again before they got their name, and compared with the policy on "
+        f"{card.distance.tokens} tokens that the "
+        f"policy sampled itself (prompts: {card.prompts}).",
         _table(
             ["", ""],
             [

@@ -23,8 +23,10 @@ def on_base(base: str | os.PathLike[str]) -> str:
 def too_far(base: str | os.PathLike[str], found: Distance, limit: float, is_4bit: bool) -> str:
     """The warning that an adapter is another function on another base."""
     return (
-        f"on {Path(base).name} this adapter is not the trained policy: mean KL {found.kl_mean:.2e} nats per token, above the limit of "
-        f"{limit:g}. Export the merged model, which holds both: --to gguf{'; or serve the adapter with vLLM: --to adapter' if is_4bit else ''}."
+        f"on {Path(base).name} this adapter is not the trained policy: mean KL {found.kl_mean:.2e} nats per token, "
+        "above the limit of "
+        f"{limit:g}. Export the merged model, which holds both: --to "
+        f"gguf{'; or serve the adapter with vLLM: --to adapter' if is_4bit else ''}."
     )
 
 
@@ -61,7 +63,8 @@ def _asked(witness: Witness, file: Path, adapter: Path | None = None) -> Distanc
     try:
         if model.vocabulary < witness.vocabulary:
             raise ExportError(
-                f"comparing with {file.name} in llama.cpp: it has {model.vocabulary} tokens and the policy {witness.vocabulary}, so it is "
+                f"comparing with {file.name} in llama.cpp: it has {model.vocabulary} tokens and the policy "
+                f"{witness.vocabulary}, so it is "
                 "another vocabulary. Name the GGUF file of a base with the policy's tokenizer."
             )
         return witness.distance_of(model.logprobs)

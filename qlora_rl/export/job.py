@@ -101,7 +101,8 @@ def export_run(
         prompts: how many of them.
         max_kl: largest mean KL in nats per token; by default 1e-3 or four times the policy's distance from its own
             float32 pass, and 1e-9 in float32. "merged-original" has no limit of its own.
-        check: load it again and compare; without it nothing says that it is the policy. Of a large model it takes most of the time.
+        check: load it again and compare; without it nothing says that it is the policy. Of a large model it takes most
+            of the time.
         shard_gb: largest file of weights, in 10^9 bytes.
         on: GGUF file of another base on which "gguf-adapter" will be served: its distance is measured, too.
         push: name of a repository on the hub, to which the finished directory is uploaded; it is created private.
@@ -238,7 +239,8 @@ def _compared(
     say: Callable[[str], None],
     note: Callable[[str], None],
 ) -> tuple[Distance, dict[str, Distance], str | None]:
-    """The distance of what was written, those in llama.cpp, and a warning where an adapter on another base is another function.
+    """The distance of what was written, those in llama.cpp, and a warning where an adapter on another base is another
+    function.
 
     Raises:
         ExportError: it is not the policy.

@@ -176,8 +176,10 @@ def open_trained(run: str | os.PathLike[str], *, base: str | os.PathLike[str] | 
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         if not isinstance(error, OSError | ValueError) and "model_type" in config:
             raise RunDirectoryError(
-                f"opening the run {run}: it is a model, not a run. Pass the directory of a run that was trained on it (its output_dir); "
-                "`qlora-rl chat RUN --base-only` talks to the model itself, and `qlora-rl prepare` makes a base of it, which `serve` takes."
+                f"opening the run {run}: it is a model, not a run. Pass the directory of a run that was trained on it "
+                "(its output_dir); "
+                "`qlora-rl chat RUN --base-only` talks to the model itself, and `qlora-rl prepare` makes a base of "
+                "it, which `serve` takes."
             ) from None
         raise RunDirectoryError(
             f"opening the run {path}: {CONFIG} is damaged or does not name a base ({type(error).__name__}: {error}). "

@@ -1,4 +1,5 @@
-"""`pace_of`: how long a step of a planned run takes on a card, about: what is read from memory, and what is multiplied."""
+"""`pace_of`: how long a step of a planned run takes on a card, about: what is read from memory, and what is
+multiplied."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from math import ceil, prod
 from qlora_rl.memory.choice import WAYS
 from qlora_rl.memory.plan import MemoryEstimate
 
-# A common card of each size: GB/s of its memory, 1e12 operations a second in bf16 without sparsity, as its maker states them.
+# A common card of each size: GB/s of its memory, 1e12 operations a second in bf16 without sparsity, as its maker states
+# them.
 SPEEDS: dict[float, tuple[str, float, float]] = {
     8: ("an RTX 3070", 448, 40),
     10: ("an RTX 3080", 760, 59),
@@ -23,9 +25,11 @@ SPEEDS: dict[float, tuple[str, float, float]] = {
     141: ("an H200", 4800, 989),
     180: ("a B200", 8000, 2250),
 }
-# Assumptions: of these speeds a program reaches such a part; vLLM needs as long for one token of each sequence, however small the model.
+# Assumptions: of these speeds a program reaches such a part; vLLM needs as long for one token of each sequence, however
+# small the model.
 REACHED_GB, REACHED_FLOPS, ENGINE_STEP_S = 0.7, 0.4, 0.006
-# Bytes of a weight in 4 bits that is dequantised to be multiplied: read, written, read again; and where one token is multiplied with the codes.
+# Bytes of a weight in 4 bits that is dequantised to be multiplied: read, written, read again; and where one token is
+# multiplied with the codes.
 DEQUANTISED, CODES = 4.5, 0.55
 
 
@@ -55,21 +59,25 @@ class Pace:
         return self.rollout_s + self.train_s
 
     def __str__(self) -> str:
-        said = f"time estimate for {self.card}: about {_seconds(self.step_s)} per step of {self.sequences} full-length sequences"
+        step = f"{_seconds(self.step_s)} per step of {self.sequences} full-length sequences"
+        said = f"time estimate for {self.card}: about {step}"
         if not self.rollout_s:
             return said
         return (
-            f"{said}: {_seconds(self.rollout_s)} to sample them ({_rounded(self.tokens_per_s)} tokens/s, {self.at_once} at a time), "
+            f"{said}: {_seconds(self.rollout_s)} to sample them ({_rounded(self.tokens_per_s)} tokens/s, "
+            f"{self.at_once} at a time), "
             f"{_seconds(self.train_s)} to train on them"
         )
 
 
 def pace_of(estimate: MemoryEstimate, sequences: int | None = None) -> Pace | None:
-    """An estimate for sequences of full length, half of it sampled; `None` on a CPU, and without a limit that says which card.
+    """An estimate for sequences of full length, half of it sampled; `None` on a CPU, and without a limit that says
+    which card.
 
     Args:
         `estimate`: of the run.
-        sequences: of an optimizer step; by default those that are sampled at once, or of a micro-batch without an engine.
+        sequences: of an optimizer step; by default those that are sampled at once, or of a micro-batch without an
+            engine.
     """
     request, shape = estimate.request, estimate.shape
     if request.device != "cuda" or request.gpu_memory_gib is None:

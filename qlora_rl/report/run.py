@@ -24,7 +24,8 @@ class Run:
     """One run's records. `problems` says, in words, what could not be read and was skipped.
 
     `metrics` holds one record per step, in order of steps; where a resumed run wrote a step twice, the later one. `evaluations` holds
-    likewise those lines that an evaluation has written while it trained; the first may be at step 0. `is_held`: a living process has the directory.
+    likewise those lines that an evaluation has written while it trained; the first may be at step 0. `is_held`: a
+    living process has the directory.
     """
 
     path: Path

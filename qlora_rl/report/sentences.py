@@ -72,12 +72,14 @@ def concerns(run: Run) -> list[str]:
     limit = run.argument("max_completion_length")
     if (cut := _at_the_end(run, "completions/clipped_ratio")) >= SHARE_CUT:
         said.append(
-            f"{share(cut)} of the answers at the end were cut off{'' if limit is None else f' after {limit:,.0f} tokens'}: they have no end, and a "
+            f"{share(cut)} of the answers at the end were cut "
+            f"off{'' if limit is None else f' after {limit:,.0f} tokens'}: they have no end, and a "
             "reward that looks for one finds nothing. Raise max_completion_length, or reward short answers."
         )
     if (equal := _at_the_end(run, "frac_reward_zero_std")) >= SHARE_EQUAL:
         said.append(
-            f"{share(equal)} of the prompts at the end teach nothing: all answers to one have the same reward. Use easier or harder "
+            f"{share(equal)} of the prompts at the end teach nothing: all answers to one have the same reward. Use "
+            "easier or harder "
             "prompts, more num_generations, or a reward that tells answers apart."
         )
     alarms = [(step, cause) for step, cause in zip(run.steps, _causes(run), strict=True) if cause not in _NO_FAULT]
@@ -87,7 +89,8 @@ def concerns(run: Run) -> list[str]:
         )
         causes = ", ".join(dict.fromkeys(cause for _, cause in alarms))
         said.append(
-            f"The mismatch alarm was raised in step {steps}: trainer and sampler were further apart than is normal for them. Likely cause: "
+            f"The mismatch alarm was raised in step {steps}: trainer and sampler were further apart than is normal "
+            "for them. Likely cause: "
             f"{causes}; log.txt has the sentence, docs/fidelity.md what to do."
         )
     return said

@@ -46,10 +46,11 @@ def program_match(
 
     The program is the last fenced block of the completion, or all of it. Its tests are one of two kinds:
 
-    - Python that raises where the program is wrong, as a text or a list of them (`assert add(1, 2) == 3`). Names that it
-      neither defines nor imports are the program's, which is imported: a block under `if __name__ == "__main__"` is not run.
-      Tests that call the program with data and compare data run in a process of their own, in which none of the program's
-      code runs. Tests that need its objects (classes, operators, `with`, `async`) run in its interpreter, where it can cheat.
+    - Python that raises where the program is wrong, as a text or a list of them (`assert add(1, 2) == 3`). Names that
+      it neither defines nor imports are the program's, which is imported: a block under `if __name__ == "__main__"` is
+      not run. Tests that call the program with data and compare data run in a process of their own, in which none of
+      the program's code runs. Tests that need its objects (classes, operators, `with`, `async`) run in its interpreter,
+      where it can cheat.
     - A list of `{"input": ..., "output": ...}`: the program is run once for each as a script. What it has written must be the output, white space at
       the ends of lines aside, and its exit code 0.
 
@@ -95,7 +96,8 @@ def tell_modes(tests: Iterable[Any], column: str = "tests") -> None:
     inside = sum(_needs_objects(each) for each in found)
     if inside:
         _say_once(
-            "%d of %d rows compare values; the tests of %d use the program's objects and run in its interpreter, where a program "
+            "%d of %d rows compare values; the tests of %d use the program's objects and run in its interpreter, "
+            "where a program "
             "can cheat: docs/rewards.md#programs",
             len(found) - inside,
             len(found),

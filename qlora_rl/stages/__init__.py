@@ -1,4 +1,5 @@
-"""What a command is doing, for people: `begin` says which stage begins, `shown` has a command show it, with a sign of life while it lasts.
+"""What a command is doing, for people: `begin` says which stage begins, `shown` has a command show it, with a sign of
+life while it lasts.
 
 On a terminal a stage has a line that counts its seconds; elsewhere it is a plain line, and another one now and then.
 

@@ -3,7 +3,8 @@
 First what can be verified: the engine must hold the live adapter, byte for byte, and both bases must be what they were at the
 start. Then what can be tried: the same tokens are scored again under what the engine may have multiplied with instead (alpha wrong by
 a factor, the version before, no adapter, one layer lost, another temperature). The one under which the distance falls to noise
-is the cause. Where none explains it, the trainer scores the tokens in float32, which tells rounding from another function (`sync/function_check.py`).
+is the cause. Where none explains it, the trainer scores the tokens in float32, which tells rounding from another
+function (`sync/function_check.py`).
 
 Shape letters: T sampled tokens of one completion, V vocabulary, R rank, O out-features.
 """

@@ -51,8 +51,8 @@ class QLoRAGRPOTrainer(
         engine_options: further arguments of LocalEngine (of RayFleet, start_server); they win over the `vllm_*` fields of `args`.
         sync_dir: where adapter versions are written for the engine; by default tmpfs. With a server: its adapter directory, if this machine
             sees it; otherwise adapters are sent in requests.
-        existing_run: what to do when `args.output_dir` holds a run: `"reject"`, `"overwrite"`, `"continue"` (append), or `"resume"`: `train()`
-            goes on from its last whole checkpoint, or begins where there is none yet.
+        existing_run: what to do when `args.output_dir` holds a run: `"reject"`, `"overwrite"`, `"continue"` (append),
+            or `"resume"`: `train()` goes on from its last whole checkpoint, or begins where there is none yet.
         canary_every: what the engine's buffers hold is compared with what was sent after every push; fixed sequences are
             scored by both sides after each n-th one, which costs two small forwards. 0 switches both off.
         on_mismatch: when rollouts were sampled by something else than the trainer's policy (docs/fidelity.md#the-alarm): "stop" ends

@@ -218,8 +218,8 @@ class QLoRASFTTrainer(OfflineTrainer, SFTTrainer):
     Args:
         model: prepared base, hub name, checkpoint directory, model object, or PeftModel, as `QLoRAGRPOTrainer` takes it.
         adapter_dtype: of the trained LoRA weights: "float32" (default), or "bfloat16" as TRL.
-        existing_run: what to do when `args.output_dir` holds a run: `"reject"`, `"overwrite"`, `"continue"` (append), or `"resume"`: `train()`
-            goes on from its last whole checkpoint, or begins where there is none yet.
+        existing_run: what to do when `args.output_dir` holds a run: `"reject"`, `"overwrite"`, `"continue"` (append),
+            or `"resume"`: `train()` goes on from its last whole checkpoint, or begins where there is none yet.
         remove_padding: the sequences of a micro-batch are computed one behind the other, without padding and without attention masks,
             where the model allows it (docs/memory.md#without-padding). False: padded, as TRL does.
 

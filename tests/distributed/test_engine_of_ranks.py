@@ -22,7 +22,8 @@ PARTS = {"vllm_tensor_parallel_size": 2}
 
 @pytest.fixture(scope="module")
 def runs(exact_base, tmp_path_factory):
-    """One batch, sampled by one engine over two trainer processes, by two engines over two of four each, and by a server."""
+    """One batch, sampled by one engine over two trainer processes, by two engines over two of four each, and by a
+    server."""
     root = tmp_path_factory.mktemp("ranks")
     common = {"base": exact_base, **TRAINING, **PARTS}
     two = [{**common, "rollout": rollout, "out": str(root / rollout)} for rollout in ("colocate", "server")]

@@ -1,4 +1,5 @@
-"""QLoRAAsyncGRPOTrainer on real vLLM: what a rollout was sampled with, what overlap is worth, and that it learns the same."""
+"""QLoRAAsyncGRPOTrainer on real vLLM: what a rollout was sampled with, what overlap is worth, and that it learns the
+same."""
 
 import collections
 import os

@@ -73,7 +73,8 @@ SAID = {"scale": "2 times as strongly", "stale": "version {}, which is not the n
 
 
 def break_after(trainer, pushes, fault, *, hidden=False):
-    """Let `fault` have its way with the engine's buffers after every push but the first few, when the push was verified."""
+    """Let `fault` have its way with the engine's buffers after every push but the first few, when the push was
+    verified."""
     strategy, real, count = trainer.bridge.strategy, trainer.bridge.strategy.push, []
     held = trainer.engine.held_adapter
 

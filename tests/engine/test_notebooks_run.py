@@ -27,7 +27,8 @@ ASKED = {
     "203": "{'verdicts': [found.kind for found in verdicts.values()], 'code': done.returncode, 'runs': {name: {"
     "'strategy': run['plan'].strategy, 'before': run['steps']['reward'].head(5).mean(),"
     " 'after': run['steps']['reward'].tail(5).mean(), 'kl': run['steps']['mismatch_kl'].median()} for name, run in runs.items()}}",
-    "204": "{'fits': estimate.fits, 'longest': longest.to_dict(), 'too big': too_big.fits, 'advice': advice.fits, 'equal': is_equal,"
+    "204": "{'fits': estimate.fits, 'longest': longest.to_dict(), 'too big': too_big.fits, 'advice': advice.fits, "
+    "'equal': is_equal,"
     " 'bytes': [counted['base, trainer'], nbytes(copied)]}",
     "205": "{'steps': len(steps), 'calls': [part['tools/call_frequency'].mean() for part in (first, last)],"
     " 'right': [part['reward'].mean() for part in (first, last)], 'failed': last['tools/failure_frequency'].mean(),"

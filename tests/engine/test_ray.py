@@ -166,7 +166,8 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(base, cluster,
 @pytest.mark.full  # 40 steps; below without a trainer, in train/test_async_fleet.py without vLLM
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_training_goes_on_when_an_actor_is_killed_in_a_rollout(cluster, base, tmp_path, overlaps):
-    """The reward rises as without the fault; every step is there once, and every token sampled by the version that it names."""
+    """The reward rises as without the fault; every step is there once, and every token sampled by the version that it
+    names."""
     limits = {"max_steps": 40, "engine_options": {"replicas": 2}, "rollout": "ray"}
     made = (
         make_async(base, tmp_path, reward_digits, max_staleness=2, **limits)

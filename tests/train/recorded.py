@@ -4,7 +4,8 @@ from qlora_rl import FakeEngine, SamplingSpec, load_base
 
 
 class Recorded(FakeEngine):
-    """Takes what LocalEngine takes and remembers it, and every SamplingSpec; samples by the part that FakeEngine knows."""
+    """Takes what LocalEngine takes and remembers it, and every SamplingSpec; samples by the part that FakeEngine
+    knows."""
 
     made = []
 

@@ -1,4 +1,5 @@
-"""Rollouts and training at once, on the fake engine: what is sampled, when, by which version, and what is left at the end."""
+"""Rollouts and training at once, on the fake engine: what is sampled, when, by which version, and what is left at the
+end."""
 
 import collections
 import json

@@ -1,4 +1,5 @@
-"""Overlapping rollouts on several engines: what is sampled by whom, when one dies, stands still, comes back, or is slow."""
+"""Overlapping rollouts on several engines: what is sampled by whom, when one dies, stands still, comes back, or is
+slow."""
 
 import threading
 import time

@@ -1,4 +1,5 @@
-"""What is sampled is sampled by the policy of the trainer that asks, as it is now; what is logged is of the steps that it names. `FakeEngine`."""
+"""What is sampled is sampled by the policy of the trainer that asks, as it is now; what is logged is of the steps that
+it names. `FakeEngine`."""
 
 import contextlib
 import threading

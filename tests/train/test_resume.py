@@ -1,4 +1,5 @@
-"""A run goes on from its last whole checkpoint as if it had never been stopped; another run is rejected. `FakeEngine`, one process."""
+"""A run goes on from its last whole checkpoint as if it had never been stopped; another run is rejected. `FakeEngine`,
+one process."""
 
 import json
 import shutil

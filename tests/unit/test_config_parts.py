@@ -361,7 +361,7 @@ def test_an_interrupted_run_says_where_it_is_and_how_it_goes_on(tmp_path, capsys
     left.append("checkpoint-3")
     assert main(["train", str(file)]) == 130
     assert (
-        f"the same command with --set run.dir={tmp_path / 'out'} --set run.existing=resume goes on from its last checkpoint"
-        in capsys.readouterr().err
+        f"the same command with --set run.dir={tmp_path / 'out'} --set run.existing=resume goes on from its last "
+        "checkpoint" in capsys.readouterr().err
     )
     assert "holds a run" in reasons(file)[0]  # also where it was killed before its first line

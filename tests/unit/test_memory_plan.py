@@ -301,7 +301,8 @@ def test_the_optimizer_keeps_exactly_what_the_estimate_says(tmp_path, optim, dty
 )
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_layer_keeps_what_the_estimate_says(tmp_path, architecture, targets, padded):
-    """Within 2 % of a tiny model: the estimate leaves out a few float32 numbers for each token (one for a norm, one for a head)."""
+    """Within 2 % of a tiny model: the estimate leaves out a few float32 numbers for each token (one for a norm, one for
+    a head)."""
     source = make_model(tmp_path / "model", architecture=architecture)
     base = prepare_base(source, out=tmp_path / "base")
     model = get_peft_model(load_base(base), LoraConfig(r=8, target_modules=targets)).train()

@@ -154,13 +154,18 @@ FORGED = [
     '["answer", {"a": 1, "b": 2}, []]', '["answer", {}, []]', '["answer", {"made": "x"}, []]', '["answer", {"made": ["os._exit", [0]]}, []]',
     '["answer", {"made": [[], []]}, []]', '["answer", {"made": ["builtins.range", [[]]]}, []]', '["answer", {"set": [{"list": []}]}, []]',
     '["answer", {"namedtuple": ["x", ["def"], [1], null]}, []]', '["answer", {"namedtuple": ["x", 3, [1], null]}, []]',
-    '["answer", {"namedtuple": ["x", ["y"], [1], {"yours": 9}]}, []]', '["answer", {"class": "os._exit"}, []]', '["answer", {"class": []}, []]',
+    '["answer", {"namedtuple": ["x", ["y"], [1], {"yours": 9}]}, []]', '["answer", {"class": "os._exit"}, '
+                                                                       '[]]', '["answer", {"class": []}, []]',
     '["answer", {"same": 7}, []]', '["answer", {"same": {}}, []]', '["answer", {"yours": 7}, []]', '["answer", {"yours": "x"}, []]', '["answer", [3], []]',
-    '["answer", {"object": {}}, []]', '["answer", {"steps": []}, []]', '["answer", {"bytes": "x"}, []]', '["answer", {"dict": [1]}, []]',
-    '["answer", {"error": []}, []]', '["answer", {"error": [["builtins.SystemExit"], [], {"tuple": [0]}, {"dict": []}, null]}, []]',
-    '["answer", {"made": ["decimal.Decimal", ["x"]]}, []]', '["answer", 3, [[0, []]]]', '["answer", 3, [[7, []]]]', '["answer", 3, 7]', '["answer", 3]',
+    '["answer", {"object": {}}, []]', '["answer", {"steps": []}, []]', '["answer", {"bytes": "x"}, '
+                                                                       '[]]', '["answer", {"dict": [1]}, []]',
+    '["answer", {"error": []}, []]', '["answer", {"error": [["builtins.SystemExit"], [], {"tuple": [0]}, {"dict": '
+                                     '[]}, null]}, []]',
+    '["answer", {"made": ["decimal.Decimal", ["x"]]}, []]', '["answer", 3, [[0, []]]]', '["answer", 3, [[7, '
+                                                                                        '[]]]]', '["answer", 3, 7]', '["answer", 3]',
     '["raised", 3, []]', '["raised", {"error": [["builtins.print"], [], {"tuple": []}, {"dict": []}, null]}, []]',
-    '["raised", {"error": [["builtins.KeyError"], [], 3, {"dict": []}, null]}, []]', '["raised", {"error": [["wire.PeerGone"], [], {"tuple": []}, {"dict": []}, null]}, []]',
+    '["raised", {"error": [["builtins.KeyError"], [], 3, {"dict": []}, null]}, []]', '["raised", {"error": '
+                                                                                     '[["wire.PeerGone"], [], {"tuple": []}, {"dict": []}, null]}, []]',
     '["raised", {"error": [["unittest.case.SkipTest"], [], {"tuple": []}, {"dict": []}, null]}, []]',
     '["raised", {"error": [["builtins.KeyboardInterrupt"], [], {"tuple": []}, {"dict": []}, null]}, []]',
     '["ask", {"tuple": ["get", {"tuple": [{"yours": 0}, "__globals__"]}, {"dict": []}]}, []]', '["ask", {"tuple": ["call", {"tuple": []}, {"dict": []}]}, []]',
@@ -244,7 +249,8 @@ def test_the_expected_answer_is_nowhere_to_be_found(tmp_path, means):
     assert passes(f"here = {wanted!r}\n" + find, f"assert answer() == {wanted!r}")
 
 
-# --- tests that compare values, and tests that do not -------------------------------------------------------------------------
+# --- tests that compare values, and tests that do not
+# -------------------------------------------------------------------------
 
 VALUES = {
     "calls": "assert add(1, b=2) == 3 and sorted(f([2, 1])) == [1, 2] and len(f('x')) == 1 and 'a' in f('abc')",

@@ -114,6 +114,13 @@ def test_every_misfit_is_said():
     )
 
 
+def test_an_adapter_of_a_higher_rank_than_was_asked_for_is_rejected_before_vllm_starts(base, adapted, tmp_path):
+    pytest.importorskip("vllm")
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigConflictError, match=r"max_lora_rank=1 < \d+, the rank of .*adapter\. Leave it out"):
+        serve(base, adapter=tmp_path / "adapter", max_lora_rank=1)
+
+
 def test_a_4_bit_base_without_lora_is_rejected_since_nothing_could_be_pushed(base):
     pytest.importorskip("vllm")
     with pytest.raises(ConfigConflictError, match="bake_base"):

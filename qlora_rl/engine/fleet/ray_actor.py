@@ -1,4 +1,5 @@
-"""`ActorEngine`: what runs in an actor: an engine that takes adapters as bytes, and answers with its errors. Knows nothing of Ray."""
+"""`ActorEngine`: what runs in an actor: an engine that takes adapters as bytes, and answers with its errors. Knows
+nothing of Ray."""
 
 from __future__ import annotations
 

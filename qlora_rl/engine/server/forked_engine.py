@@ -1,4 +1,5 @@
-"""`ForkedEngine`: vLLM's engine process on a CPU, forked from the server's once that has imported vLLM, in place of a new one that imports it again."""
+"""`ForkedEngine`: vLLM's engine process on a CPU, forked from the server's once that has imported vLLM, in place of a
+new one that imports it again."""
 
 from __future__ import annotations
 

@@ -101,7 +101,8 @@ def serve(
         max_body_mib: largest request; by default what the largest adapter needs.
         ready_file: is written when the server answers: JSON with url, key_file, pid, base, limits.
         base_compute: what linears multiply with; see `LocalEngine`.
-        adapter: PEFT directory of a LoRA on this base, served as model "policy" from the start, as version 1; the base must then be the one that was written.
+        adapter: PEFT directory of a LoRA on this base, served as model "policy" from the start, as version 1; the base
+            must then be the one that was written.
         vllm_options: further options of vLLM's own command line.
         alone: this process does nothing else and has computed nothing before. vLLM's engine process on a CPU is then forked from it, after its
             imports, and starts in half the time.
@@ -123,7 +124,8 @@ def serve(
         options.setdefault("max_lora_rank", max(16, rank_class(bundle.rank)))
         if options["max_lora_rank"] < bundle.rank:
             raise ConfigConflictError(
-                f"starting the server: max_lora_rank={options['max_lora_rank']} < {bundle.rank}, the rank of {adapter}. Leave it out."
+                f"starting the server: max_lora_rank={options['max_lora_rank']} < {bundle.rank}, the rank of "
+                f"{adapter}. Leave it out."
             )
     importing = loading if alone else contextlib.nullcontext
     key_path = Path(api_key_file) if api_key_file is not None else None
@@ -243,7 +245,8 @@ class _Server:
         if self.bundle is not None:
             if (diff := compare(recorded_fingerprint(self.start.base), found)).entries:
                 raise BaseMismatchError(
-                    f"serving {self.base}: vLLM holds another base than was written: {diff.entries[0]}. Models of this type are not supported."
+                    f"serving {self.base}: vLLM holds another base than was written: {diff.entries[0]}. Models of "
+                    "this type are not supported."
                 )
             blob = pack_adapter(self.bundle)
             await policy.push(blob, 1, hashlib.sha256(blob).hexdigest())

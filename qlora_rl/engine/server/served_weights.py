@@ -71,7 +71,8 @@ class ServedWeights:
         Args:
             session: of the client.
             version: that the weights get.
-            told: of a way past the server (`weight_channels`), by which they will come; by default in files or requests.
+            told: of a way past the server (`weight_channels`), by which they will come; by default in files or
+                requests.
 
         Raises:
             EngineUnsupportedError: the engine takes no weights. SyncError: no room for them, or no such way.

@@ -203,7 +203,8 @@ class BaseExtension:
         return self.qlora_load_dense(read_parts(files))
 
     def qlora_begin_carried(self, push: str, told: Mapping[str, Any], wanted: Mapping[str, Sequence[Any]]) -> str:
-        """Open this end of a way of `weight_channels`; what an earlier push has left is thrown away. Empty, or why it cannot."""
+        """Open this end of a way of `weight_channels`; what an earlier push has left is thrown away. Empty, or why it
+        cannot."""
         if (earlier := getattr(self, "qlora_carried", None)) is not None:
             earlier.close()
         try:

@@ -1,4 +1,5 @@
-"""`ReceivedWeights`: full weights that wait in the worker's own memory until all are there; then they are loaded, or thrown away."""
+"""`ReceivedWeights`: full weights that wait in the worker's own memory until all are there; then they are loaded, or
+thrown away."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The process of a program whose tests use its objects: they run in its interpreter, where a program can do anything to them.
+"""The process of a program whose tests use its objects: they run in its interpreter, where a program can do anything to
+them.
 
-What a program may do by mistake or by a simple trick gives it nothing; against more, docs/rewards.md says how to write tests.
+What a program may do by mistake or by a simple trick gives it nothing; against more, docs/rewards.md says how to write
+tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The judge's process: runs tests that compare values. None of the program's code runs here, and none of its classes is known."""
+"""The judge's process: runs tests that compare values. None of the program's code runs here, and none of its classes is
+known."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class _Judge(Side):
             raise
 
     def serve(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
-        """The program calls a function that the tests have lent it, or takes the next item of such an iterator; nothing else."""
+        """The program calls a function that the tests have lent it, or takes the next item of such an iterator; nothing
+        else."""
         lent = self.lent_as(arguments[0]) if arguments else None
         if operation == "call" and lent == "object":
             return arguments[0](*arguments[1:], **keywords)
@@ -60,7 +62,8 @@ class _Judge(Side):
         return value
 
     def alias(self, handle: _Handle, kind: str) -> _Handle:
-        """The same object, of another kind for the tests alone: what the program gives is always of the kind "object"."""
+        """The same object, of another kind for the tests alone: what the program gives is always of the kind
+        "object"."""
         if (id(handle), kind) not in self._aliases:
             alias = self._aliases[id(handle), kind] = _Handle(self, kind)
             self.crosses_as(alias, handle)
@@ -85,8 +88,8 @@ def _asking(operation: str) -> Any:
 class _Handle:
     """An object of the program's, which only answers: it is never compared.
 
-    Its kind says whether it may be told what is expected: a "class" that the tests name and what they have "made" of it may,
-    an "object" that the program gives may not, and a method of that which would be "told" may not either.
+    Its kind says whether it may be told what is expected: a "class" that the tests name and what they have "made" of it
+    may, an "object" that the program gives may not, and a method of that which would be "told" may not either.
     """
 
     __slots__ = ("_judge", "_kind")

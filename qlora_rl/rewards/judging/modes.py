@@ -1,4 +1,5 @@
-"""What tests need of the program: values, or its objects. Decided by the text of the tests alone, never by the program."""
+"""What tests need of the program: values, or its objects. Decided by the text of the tests alone, never by the
+program."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def errors_of(tests: ast.AST) -> set[str]:
 
 
 def classes_of(tests: ast.AST) -> dict[str, str]:
-    """Classes of the program's that the tests construct, or name as classes are named: the tests' name, and the program's."""
+    """Classes of the program's that the tests construct, or name as classes are named: the tests' name, and the
+    program's."""
     called = {ast.unparse(node.func) for node in ast.walk(tests) if isinstance(node, ast.Call)}
     imported = {
         each.asname: each.name

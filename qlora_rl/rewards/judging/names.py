@@ -32,7 +32,8 @@ def names_of_program(tests: ast.AST) -> set[str]:
     """Names in the tests that are the program's.
 
     A name of Python's is never one, and neither is one of `_HELPERS` where the tests have another, or one under which
-    a module of the library is used (`math.pi`): the program would decide how it is tested. `from program import sum` always is.
+    a module of the library is used (`math.pi`): the program would decide how it is tested. `from program import sum`
+    always is.
     """
     own = {name for node in ast.walk(tests) for name in _bound(node)}
     imported = {

@@ -1,7 +1,8 @@
-"""What crosses between the tests and the program: data as JSON over two pipes. Each side may ask; while it waits it answers.
+"""What crosses between the tests and the program: data as JSON over two pipes. Each side may ask; while it waits it
+answers.
 
-Kinds that JSON has not are an object whose first key is the kind: `{"tuple": [1, 2]}`. Only exact kinds cross, and the receiver makes
-them itself. Everything else stays where it is, and the other side knows it by a number.
+Kinds that JSON has not are an object whose first key is the kind: `{"tuple": [1, 2]}`. Only exact kinds cross, and the
+receiver makes them itself. Everything else stays where it is, and the other side knows it by a number.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ _CLASSES |= {
 
 
 class PeerGone(BaseException):
-    """The other side has ended, or says what is no message. No `Exception`: tests that catch those do not catch this."""
+    """The other side has ended, or says what is no message. No `Exception`: tests that catch those do not catch
+    this."""
 
 
 class ProgramExit(SystemExit):

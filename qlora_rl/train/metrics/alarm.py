@@ -1,10 +1,10 @@
 """`MismatchAlarm`: every step's distance of trainer and engine against what is normal for this pair; what is not is examined.
 
 The threshold is calibrated on the first batch: rollouts of this task, at this temperature, on these two engines. A step above it
-is examined (`sync/mismatch_debugger.py`). If nothing is wrong, that was noise, and the threshold is raised above it: the alarm learns
-what is normal and does not ask twice. If bytes show that something is wrong, the run stops in that very step; if only the tokens
-do, in the second step in a row that shows the same. A distance that nothing explains stops it only if it is large, and there in two
-steps in a row as well.
+is examined (`sync/mismatch_debugger.py`). If nothing is wrong, that was noise, and the threshold is raised above it:
+the alarm learns what is normal and does not ask twice. If bytes show that something is wrong, the run stops in that
+very step; if only the tokens do, in the second step in a row that shows the same. A distance that nothing explains
+stops it only if it is large, and there in two steps in a row as well.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def settle(args: Any, doing: str, *, is_whole: bool) -> None:
         unverified.append(f"optim={optim!r} on pieces of matrices (one of {', '.join(_ELEMENTWISE)} does)")
     if unverified:
         raise NotYetSupportedError(
-            f"{doing}: FSDP1 with {'; '.join(unverified)}, which is not verified. Leave it out (examples/accelerate/fsdp1.yaml), or use FSDP2."
+            f"{doing}: FSDP1 with {'; '.join(unverified)}, which is not verified. Leave it out "
+            "(examples/accelerate/fsdp1.yaml), or use FSDP2."
         )
 
 

@@ -1,4 +1,5 @@
-"""`RankRPC`: where threads of several ranks ask the engine that one of them owns, each when it needs something; no rank waits for another."""
+"""`RankRPC`: where threads of several ranks ask the engine that one of them owns, each when it needs something; no rank
+waits for another."""
 
 from __future__ import annotations
 

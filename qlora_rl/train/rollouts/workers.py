@@ -1,8 +1,9 @@
 """`RolloutWorkers`: generation batches generated and rewarded in threads, by TRL's own code, ahead of the trainer that takes them.
 
 A rollout is made in two halves. What needs the engine, the environments and the reward functions happens in a thread, in a
-`SamplingView`: a view of the trainer, with everything that TRL writes to on the way its own. What needs the policy of the moment (the
-trainer's logprobs, the ratios, the advantages, the metrics) TRL does when the batch is trained on, in the trainer's thread.
+`SamplingView`: a view of the trainer, with everything that TRL writes to on the way its own. What needs the policy of
+the moment (the trainer's logprobs, the ratios, the advantages, the metrics) TRL does when the batch is trained on, in
+the trainer's thread.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class SamplingView(EndedCompletions, GRPOTrainer):
         self._last_loaded_step = self.state.global_step  # the trainer pushes
 
     def sample(self, sampled: Sampled, leave: Callable[[], None]) -> None:
-        """Fill in `sampled`, from its rows: environments, generation with its tools, rewards; `leave` when the engine is free."""
+        """Fill in `sampled`, from its rows: environments, generation with its tools, rewards; `leave` when the engine
+        is free."""
         seen = self.state.num_input_tokens_seen
         prompts, (*generated, extra_fields, images, tool_images) = self._first_half(sampled.rows)
         leave()

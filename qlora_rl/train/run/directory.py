@@ -47,12 +47,12 @@ class RunDirectory:
 
     Args:
         path: of the directory; made where it is missing.
-        existing: what to do when it holds a run: `"reject"`, `"overwrite"` it, `"continue"` (append), or `"resume"`: go on from its
-            last whole checkpoint, or begin where it was killed before it had one.
+        existing: what to do when it holds a run: `"reject"`, `"overwrite"` it, `"continue"` (append), or `"resume"`: go
+            on from its last whole checkpoint, or begin where it was killed before it had one.
 
     Raises:
-        RunDirectoryError: it holds a run and `existing` is `"reject"`, it ended and left nothing to resume from, another process
-            writes to it, or it cannot be written.
+        RunDirectoryError: it holds a run and `existing` is `"reject"`, it ended and left nothing to resume from,
+            another process writes to it, or it cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], existing: str = "reject"):

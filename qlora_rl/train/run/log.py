@@ -1,4 +1,5 @@
-"""`RunLog`: what the program and its libraries warn of, in the run directory; of the libraries only errors are on the screen."""
+"""`RunLog`: what the program and its libraries warn of, in the run directory; of the libraries only errors are on the
+screen."""
 
 from __future__ import annotations
 

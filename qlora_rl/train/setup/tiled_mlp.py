@@ -193,9 +193,11 @@ class _Tiled:
 
 
 class _Save(torch.autograd.Function):
-    """Saves a tensor ahead of the function that needs it: checkpointing stops where the last tensor is saved, before that function runs.
+    """Saves a tensor ahead of the function that needs it: checkpointing stops where the last tensor is saved, before
+    that function runs.
 
-    What it returns has to be kept as long: torch 2.11 frees what a node has saved with the last tensor that the node belongs to.
+    What it returns has to be kept as long: torch 2.11 frees what a node has saved with the last tensor that the node
+    belongs to.
     """
 
     @staticmethod
