@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ from qlora_rl.train.setup.full_finetuning import check_whole, trains_whole, unfr
 from qlora_rl.train.setup.layer_inputs import keep_on_host
 from qlora_rl.train.setup.linears import apply_linears
 from qlora_rl.train.setup.memory_budget import MemoryBudget, expects_full_weights
+from qlora_rl.train.setup.model_source import Source
 from qlora_rl.train.setup.processes import begin_alike, check_processes, check_turns, shards_base
 from qlora_rl.train.setup.residual_init import keep_start, settle
 from qlora_rl.train.setup.tiled_mlp import tile_layers
@@ -86,6 +88,36 @@ class OnlineOptions:
             raise ConfigConflictError(f"reading the arguments: canary_every={self.canary_every} < 0. Use 0 for none.")
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a trainer was asked for, checked.
+
+    Attributes:
+        args: TRL's config, a copy of the user's, in which the memory plan chooses what was left open.
+        rollout: several URLs as one text.
+        peft_config: which TRL makes the adapter with.
+        start: how the adapter begins where TRL does not know it; `None` otherwise.
+        of_trl: further arguments of TRL's class.
+        is_whole: all weights of the model are trained.
+    """
+
+    model: Any
+    args: Any
+    options: OnlineOptions
+    rollout: Any
+    peft_config: Any
+    start: Any
+    quantization_config: Any
+    processing_class: Any
+    of_trl: dict[str, Any]
+    is_whole: bool
+
+    @property
+    def datasets(self) -> tuple[Any, Any]:
+        """Those of training and of evaluation."""
+        return self.of_trl["train_dataset"], self.of_trl["eval_dataset"]
+
+
 class OnlineTrainer(TrainedRun):
     """Comes before `MeasuredSteps` and TRL's class; a trainer's `__init__` calls `set_up`, and nothing else.
 
@@ -119,14 +151,9 @@ class OnlineTrainer(TrainedRun):
         peft_config: Any,
         quantization_config: Any = None,
         processing_class: Any = None,
-        reward_funcs: Any = None,
-        reward_processing_classes: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        optimizers: tuple[Any, Any] = (None, None),
         **of_trl: Any,
     ) -> None:
-        """Everything, TRL's `__init__` included.
+        """Everything, TRL's `__init__` included: check, plan the memory, load base and engine, build TRL's trainer, connect both.
 
         Args:
             model: as the trainer takes it.
@@ -134,6 +161,46 @@ class OnlineTrainer(TrainedRun):
             options: ours.
             of_trl: further arguments of TRL's class, handed through.
         """
+        asked = self._checked(
+            model,
+            args,
+            options,
+            peft_config=peft_config,
+            quantization_config=quantization_config,
+            processing_class=processing_class,
+            of_trl=of_trl,
+        )
+        with join(asked.args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
+            images = self._check_data(asked)
+            self.run = open_run(asked.args.output_dir, options.existing_run)
+            self.memory = self._planned(asked)
+            source, processing_class = self._prepared(asked, images)
+            choice = self._engine_choice(asked)
+            begin("loading the base")
+            pair = _pair(source, choice, asked)
+            with ExitStack() as undo:  # where this fails there will be no trainer to close
+                undo.callback(release, None, choice.closer(pair.engine))
+                facts = self._build(pair, processing_class, asked)
+                undo.pop_all()  # from here on the link closes the engine
+                link = self._connect(pair.engine, choice, asked)
+                undo.callback(link.close)
+                self._begin(link, asked, {"base_held": pair.describe(), "rollout": choice.name}, facts)
+                undo.pop_all()
+            # Also when nobody calls close().
+            self._finalizer = weakref.finalize(self, link.close)
+
+    def _checked(
+        self,
+        model: Any,
+        args: Any,
+        options: OnlineOptions,
+        *,
+        peft_config: Any,
+        quantization_config: Any,
+        processing_class: Any,
+        of_trl: dict[str, Any],
+    ) -> _Asked:
+        """What the arguments alone contradict is rejected before anything is opened."""
         options.check()
         args = settings.own_copy(args)
         rollout = settings.as_one(options.rollout)
@@ -145,159 +212,171 @@ class OnlineTrainer(TrainedRun):
         is_shared = isinstance(rollout, str) and (rollout != "colocate" or _ranks_of_engine(args, options) > 1)
         if is_shared and not self._is_ahead:
             check_turns(args, of_trl)
-        with join(args.ddp_timeout).one_outcome("preparing the training"), models_are_whole():
-            # A model that is trained itself is float32 here anyway, and each push brings its head.
-            if getattr(args, "cast_lm_head_to_fp32", False) and not (is_whole or options.allow_base_mismatch):
-                raise ConfigConflictError(
-                    "reading the config: cast_lm_head_to_fp32=True lifts the output head of the trainer's base to float32, and the engine "
-                    "multiplies with the original. Leave it out, or pass allow_base_mismatch=True to train on two different bases."
-                )
-            why = "" if self._takes_images else f"{type(self).__name__} samples from text prompts only"
-            if ranks().size > 1:
-                why = "in several processes it is sampled from text prompts only"
-            settings.check_prompts(args, train_dataset, eval_dataset)
-            images = settings.check_datasets(train_dataset, eval_dataset, why=why)
-            if images and not may_take_images(model):
-                settings.reject_images(images, f"{model} takes none")
-            if rollout in settings.STARTED:
-                from qlora_rl.engine.compat import require_server, vllm_version
+        return _Asked(
+            model,
+            args,
+            options,
+            rollout,
+            peft_config,
+            start,
+            quantization_config,
+            processing_class,
+            of_trl,
+            is_whole=is_whole,
+        )
 
-                (require_server if rollout == "server" else vllm_version)()  # before minutes of loading
-            if rollout == "ray":
-                from qlora_rl.engine.fleet import require_ray
+    def _check_data(self, asked: _Asked) -> list[str]:
+        """The columns that hold images. Everything here is known before minutes of loading."""
+        args, rollout, datasets = asked.args, asked.rollout, asked.datasets
+        # A model that is trained itself is float32 here anyway, and each push brings its head.
+        lifts_head = getattr(args, "cast_lm_head_to_fp32", False)
+        if lifts_head and not (asked.is_whole or asked.options.allow_base_mismatch):
+            raise ConfigConflictError(
+                "reading the config: cast_lm_head_to_fp32=True lifts the output head of the trainer's base to float32, and the engine "
+                "multiplies with the original. Leave it out, or pass allow_base_mismatch=True to train on two different bases."
+            )
+        why = "" if self._takes_images else f"{type(self).__name__} samples from text prompts only"
+        if ranks().size > 1:
+            why = "in several processes it is sampled from text prompts only"
+        settings.check_prompts(args, *datasets)
+        images = settings.check_datasets(*datasets, why=why)
+        if images and not may_take_images(asked.model):
+            settings.reject_images(images, f"{asked.model} takes none")
+        if rollout in settings.STARTED:
+            from qlora_rl.engine.compat import require_server, vllm_version
 
-                require_ray()
-            settings.check_sampling(args, rollout)
-            self.run = open_run(args.output_dir, options.existing_run)
-            self.memory = None
-            if self._is_planned:
-                self.memory = _budget(
-                    model,
-                    args,
-                    options,
-                    rollout,
-                    peft_config,
-                    quantization_config,
-                    optimizers[0],
-                    is_whole=is_whole,
-                    rests=self._rests,
-                )
-                self.memory.set_chosen(args)
-            source = self._resolve(
-                model,
-                args,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
+            (require_server if rollout == "server" else vllm_version)()
+        if rollout == "ray":
+            from qlora_rl.engine.fleet import require_ray
+
+            require_ray()
+        settings.check_sampling(args, rollout)
+        return images
+
+    def _planned(self, asked: _Asked) -> MemoryBudget | None:
+        """What the run will hold; what it leaves open in TRL's config is chosen in `asked.args`."""
+        if not self._is_planned:
+            return None
+        budget = _budget(asked, rests=self._rests)
+        budget.set_chosen(asked.args)
+        return budget
+
+    def _prepared(self, asked: _Asked, images: list[str]) -> tuple[Source, Any]:
+        """The prepared base, and the tokenizer or processor, which fits it and the data."""
+        args, given = asked.args, asked.processing_class
+        source = self._resolve(
+            asked.model,
+            args,
+            quantization_config=asked.quantization_config,
+            peft_config=asked.peft_config,
+            processing_class=given,
+            is_whole=asked.is_whole,
+        )
+        base = source.base
+        if images and not directory_takes_images(base.path):
+            settings.reject_images(images, f"{base} takes none")
+        if asked.is_whole:
+            check_whole(base, asked.options.share_base)
+        processing_class = given if given is not None else load_tokenizer(base, args)
+        settings.check_processor(processing_class, base.path, is_given=given is not None)
+        of_template = getattr(args, "chat_template_kwargs", None) or {}
+        if asked.of_trl.get("rollout_func") is None:
+            if "chat_template" not in of_template:
+                settings.check_template(processing_class, *asked.datasets)
+            if not images:  # which become parts of the messages
+                settings.check_messages(processing_class, *asked.datasets, given=of_template)
+        return source, processing_class
+
+    def _engine_choice(self, asked: _Asked) -> EngineChoice:
+        options = asked.options
+        engine_options = {
+            "repair_scales": False,  # the base verification finds what was rounded, repairs it, and says so
+            **self._engine_options(asked.args),
+            **(self.memory.engine_options() if self.memory is not None else {}),
+            **(options.engine_options or {}),
+        }
+        return EngineChoice(
+            asked.rollout,
+            engine_options,
+            api_key_file=options.api_key_file,
+            sync_dir=options.sync_dir,
+            session=self.run.session if self.run is not None else None,
+        )
+
+    def _build(self, pair: Pair, processing_class: Any, asked: _Asked) -> dict[str, Any]:
+        """TRL's `__init__`, and what its model then needs; returns how that model computes."""
+        args, options, of_trl = asked.args, asked.options, dict(asked.of_trl)
+        # What TRL rounds in a 4-bit model, which a model that is trained itself is not.
+        model_of_trl = self._model_for_trl(pair.model, asked.peft_config, args)
+        before = {} if asked.is_whole else trained_values(model_of_trl["model"])
+        if asked.is_whole:
+            unfreeze(pair.model)
+        rewards = as_list(of_trl.pop("reward_funcs"))
+        for_rewards = of_trl.pop("reward_processing_classes")
+        with settings.told_no_vllm(args, rewards):
+            super().__init__(
+                reward_funcs=rewards,
+                reward_processing_classes=list(for_rewards) if isinstance(for_rewards, list) else for_rewards,
+                args=args,
                 processing_class=processing_class,
-                is_whole=is_whole,
+                **model_of_trl,
+                **of_trl,
             )
-            if images and not directory_takes_images(self.base.path):
-                settings.reject_images(images, f"{self.base} takes none")
-            if is_whole:
-                check_whole(self.base, options.share_base)
-            is_given = processing_class is not None
-            processing_class = processing_class if is_given else load_tokenizer(self.base, args)
-            settings.check_processor(processing_class, self.base.path, is_given=is_given)
-            given = getattr(args, "chat_template_kwargs", None) or {}
-            if of_trl.get("rollout_func") is None:
-                if "chat_template" not in given:
-                    settings.check_template(processing_class, train_dataset, eval_dataset)
-                if not images:  # which become parts of the messages
-                    settings.check_messages(processing_class, train_dataset, eval_dataset, given=given)
-            # The base verification below finds what was rounded, repairs it, and says so.
-            engine_options = {
-                "repair_scales": False,
-                **self._engine_options(args),
-                **(self.memory.engine_options() if self.memory is not None else {}),
-                **(options.engine_options or {}),
-            }
-            choice = EngineChoice(
-                rollout,
-                engine_options,
-                api_key_file=options.api_key_file,
+        set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
+        keep_start(self, asked.start)
+        bare = bare_model(self.model)
+        keep_on_host(bare)
+        linears = {"reason": "the base is sharded"}
+        if not shards_base(args):
+            linears = apply_linears(bare)
+            tile_layers(bare)
+        apply_tower(bare)
+        begin_alike(self.model)
+        self._after_trl(args)
+        padding = apply_padding(bare, self._why_padded(options))
+        check_optimizer(of_trl["optimizers"][0], self.model)
+        self.make_resumable()
+        show_progress(self)
+        return {"padding": padding, "linears": linears}
+
+    def _connect(self, engine: RolloutEngine | None, choice: EngineChoice, asked: _Asked) -> Link:
+        """The policy and the engine, which is closed where this fails."""
+        args, options = asked.args, asked.options
+        with models_are_whole():  # TRL has told transformers of ZeRO-3; an engine may begin here
+            return link_policy(
+                self.model,
+                self.base,
+                choice,
+                engine,
+                args,
+                settings.sampling_spec(args, self.eos_token_ids),
+                sync=options.sync,
                 sync_dir=options.sync_dir,
-                session=self.run.session if self.run is not None else None,
+                canary_every=options.canary_every,
+                allow_base_mismatch=options.allow_base_mismatch,
+                on_mismatch=options.on_mismatch,
             )
-            begin("loading the base")
-            pair = _pair(source, choice, options, peft_config, is_whole=is_whole, sharded=shards_base(args))
-            engine, link = pair.engine, None
-            try:
-                # What TRL rounds in a 4-bit model, which a model that is trained itself is not.
-                model_of_trl = self._model_for_trl(pair.model, peft_config, args)
-                before = {} if is_whole else trained_values(model_of_trl["model"])
-                if is_whole:
-                    unfreeze(pair.model)
-                reward_funcs = as_list(reward_funcs)
-                if isinstance(reward_processing_classes, list):
-                    reward_processing_classes = list(reward_processing_classes)  # TRL fills it in
-                with settings.told_no_vllm(args, reward_funcs):
-                    super().__init__(
-                        reward_funcs=reward_funcs,
-                        args=args,
-                        train_dataset=train_dataset,
-                        eval_dataset=eval_dataset,
-                        processing_class=processing_class,
-                        reward_processing_classes=reward_processing_classes,
-                        optimizers=optimizers,
-                        **model_of_trl,
-                        **of_trl,
-                    )
-                set_adapter_dtype(self.model, getattr(torch, options.adapter_dtype), before)
-                keep_start(self, start)
-                keep_on_host(bare_model(self.model))
-                linears = {"reason": "the base is sharded"}
-                if not shards_base(args):
-                    linears = apply_linears(bare_model(self.model))
-                    tile_layers(bare_model(self.model))
-                apply_tower(bare_model(self.model))
-                begin_alike(self.model)
-                self._after_trl(args)
-                padding = apply_padding(bare_model(self.model), self._why_padded(options))
-                check_optimizer(optimizers[0], self.model)
-                self.make_resumable()
-                show_progress(self)
-                owned, engine = engine, None  # from here on the link closes it
-                with models_are_whole():  # TRL has told transformers of ZeRO-3; an engine may begin here
-                    link = link_policy(
-                        self.model,
-                        self.base,
-                        choice,
-                        owned,
-                        args,
-                        settings.sampling_spec(args, self.eos_token_ids),
-                        sync=options.sync,
-                        sync_dir=options.sync_dir,
-                        canary_every=options.canary_every,
-                        allow_base_mismatch=options.allow_base_mismatch,
-                        on_mismatch=options.on_mismatch,
-                    )
-                self._take(link)
-                self.bridge.install(self)
-                rollout_func = of_trl.get("rollout_func")
-                alarm = alarm_for(link, self.model, args, options.on_mismatch, rollout_func=rollout_func)
-                self.measure_into(self.run, alarm, compares=self.bridge.knows_logprobs(rollout_func))
-                self.follow_routing(replays=options.routing_replay)
-                if self.run is not None:
-                    self.run.begin()
-                    held = {
-                        "base_held": pair.describe(),
-                        "rollout": choice.name,
-                        **link.facts(),
-                        "padding": padding,
-                        "linears": linears,
-                        "memory": self.memory.as_dict() if self.memory is not None else {"reason": "not planned here"},
-                    }
-                    self.run.write_json(CONFIG, self._describe(options.adapter_dtype, held))
-                    self.run.write_json(FINGERPRINTS, self.base_check.as_dict())
-            except BaseException:
-                # There will be no trainer to close.
-                if link is not None:
-                    link.close()
-                else:
-                    release(None, choice.closer(engine))
-                raise
-            # Also when nobody calls close().
-            self._finalizer = weakref.finalize(self, link.close)
+
+    def _begin(self, link: Link, asked: _Asked, held: dict[str, Any], computes: dict[str, Any]) -> None:
+        """TRL samples through the link, steps are measured, and the run directory says what runs.
+
+        Args:
+            held: how the base is held, and by which engine; for config.json.
+            computes: of `_build`.
+        """
+        options, rollout_func = asked.options, asked.of_trl.get("rollout_func")
+        self._take(link)
+        self.bridge.install(self)
+        alarm = alarm_for(link, self.model, asked.args, options.on_mismatch, rollout_func=rollout_func)
+        self.measure_into(self.run, alarm, compares=self.bridge.knows_logprobs(rollout_func))
+        self.follow_routing(replays=options.routing_replay)
+        if self.run is None:
+            return
+        self.run.begin()
+        memory = self.memory.as_dict() if self.memory is not None else {"reason": "not planned here"}
+        facts = {**held, **link.facts(), **computes, "memory": memory}
+        self.run.write_json(CONFIG, self._describe(options.adapter_dtype, facts))
+        self.run.write_json(FINGERPRINTS, self.base_check.as_dict())
 
     def sync(self) -> SyncReport:
         """Push the current policy to the engine now; training does so only before it samples, so its last step is not pushed.
@@ -424,52 +503,42 @@ class OnlineTrainer(TrainedRun):
         return self._link.rollout_facts(self.run)
 
 
-def _budget(
-    model: Any,
-    args: Any,
-    options: OnlineOptions,
-    rollout: Any,
-    peft_config: Any,
-    quantization_config: Any,
-    optimizer: Any,
-    *,
-    is_whole: bool,
-    rests: bool,
-) -> MemoryBudget:
-    if is_whole and options.gpu_memory != "auto":
+def _budget(asked: _Asked, *, rests: bool) -> MemoryBudget:
+    options, peft_config = asked.options, asked.peft_config
+    if asked.is_whole and options.gpu_memory != "auto":
         raise ConfigConflictError(
             f"reading the arguments: gpu_memory={options.gpu_memory} with peft_config=None: the memory of training all weights "
             "is not planned. Leave gpu_memory out."
         )
+    bakes = expects_full_weights(asked.model, peft_config, options.sync, trust_remote_code=asked.args.trust_remote_code)
     return MemoryBudget(
         options.gpu_memory,
-        model,
-        args,
+        asked.model,
+        asked.args,
         peft_config=peft_config,
-        quantization_config=quantization_config,
+        quantization_config=asked.quantization_config,
         engine_options=options.engine_options,
-        optimizer=optimizer,
+        optimizer=asked.of_trl["optimizers"][0],
         adapter_dtype=options.adapter_dtype,
-        shared=expects_one_copy(model, rollout, options.share_base),
-        has_engine=rollout == "colocate",
+        shared=expects_one_copy(asked.model, asked.rollout, options.share_base),
+        has_engine=asked.rollout == "colocate",
         rests=rests,
-        baked=expects_full_weights(model, peft_config, options.sync, trust_remote_code=args.trust_remote_code),
+        baked=bakes,
         padded=not options.remove_padding,
     )
 
 
-def _pair(
-    source: Any, choice: EngineChoice, options: OnlineOptions, peft_config: Any, *, is_whole: bool, sharded: bool
-) -> Pair:
+def _pair(source: Source, choice: EngineChoice, asked: _Asked) -> Pair:
+    sync = asked.options.sync
     try:
         return make_pair(
             source,
             choice.rollout if choice.engine is None else choice.engine,
-            False if is_whole else options.share_base,
-            peft_config,
-            check=lambda verdict: why_dense(plan_sync(verdict, wish=options.sync), source.base),
+            False if asked.is_whole else asked.options.share_base,
+            asked.peft_config,
+            check=lambda verdict: why_dense(plan_sync(verdict, wish=sync), source.base),
             start=lambda rank: choice.start(source.base, rank),
-            reason="the trainer's is sharded over the processes" if sharded else choice.why_no_base,
+            reason="the trainer's is sharded over the processes" if shards_base(asked.args) else choice.why_no_base,
         )
     except BaseException:
         release(None, choice.closer(choice.engine))  # a connection; what make_pair started it has closed
