@@ -20,7 +20,7 @@ import torch
 from dense import adapted
 from sync import make_model, summary
 
-from qlora_rl import DenseSync, RayFleet, ServerEngine, bake_base, prepare_base, start_server
+from qlora_rl import DenseSync, RayFleet, ServerEngine, bake_base, connect, prepare_base, start_server
 from qlora_rl.bench.live import Live
 from qlora_rl.bench.rounds import measured_at
 from qlora_rl.demo.job import quieten
@@ -63,7 +63,7 @@ def measure(work: Path, layers: int, pushes: int) -> dict[str, object]:
         for way in ("directory", "http"):
             with (
                 ServerEngine(first.url, api_key=first.key) as one,
-                ServerEngine([first.url, second.url], api_key=first.key) as two,
+                connect([first.url, second.url], api_key=first.key) as two,
             ):
                 if way == "http":
                     for each in (one, *two.replicas):

@@ -108,9 +108,9 @@ def _holder(arguments: argparse.Namespace, base: Any) -> Iterator[Any]:
     """What is asked: a server, or an engine that is started for the question."""
     if arguments.server:
         if arguments.api_key_file is not None:
-            from qlora_rl.engine.client import ServerEngine
+            from qlora_rl.engine.client import connect
 
-            with ServerEngine(arguments.server, api_key_file=arguments.api_key_file, wait_s=0) as engine:
+            with connect(arguments.server, api_key_file=arguments.api_key_file, wait_s=0) as engine:
                 yield engine
             return
         from qlora_rl.engine.client import ServerProbe

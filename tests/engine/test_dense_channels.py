@@ -15,6 +15,7 @@ from qlora_rl import (
     ServerEngine,
     SyncError,
     bake_base,
+    connect,
     prepare_base,
     start_server,
     verify_base,
@@ -132,4 +133,4 @@ def test_weights_that_are_missing_are_named_before_vllm_is_touched(pair):
 
 def test_several_servers_are_sent_files(server):
     with pytest.raises(ConfigConflictError, match="weights_by='gloo' with 2 URLs"):
-        ServerEngine([server.url, server.url + "/other"], api_key=server.key, weights_by="gloo")
+        connect([server.url, server.url + "/other"], api_key=server.key, weights_by="gloo")

@@ -23,9 +23,9 @@ from qlora_rl import (
     DenseSync,
     EngineBrokenError,
     RayFleet,
-    ServerEngine,
     SyncError,
     bake_base,
+    connect,
     prepare_base,
     start_server,
     verify_base,
@@ -80,7 +80,7 @@ class Servers:
         self.running[i] = start_server(self.baked, port=port, key=old.key, timeout_s=600, **OPTIONS)
 
     def connect(self, **options):
-        return ServerEngine(self.urls, api_key=self.running[0].key, **{"wait_s": 60.0, **options})
+        return connect(self.urls, api_key=self.running[0].key, **{"wait_s": 60.0, **options})
 
 
 @pytest.fixture(scope="module")

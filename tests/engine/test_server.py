@@ -55,7 +55,7 @@ from qlora_rl.cpu_features import SETTING
 from qlora_rl.engine.server.launch import RunningServer
 from qlora_rl.sync.http_transport import HttpTransport
 from qlora_rl.sync.transports import DirectoryTransport
-from qlora_rl.train.rollouts.engines import connect
+from qlora_rl.train.rollouts.engines import claim_servers
 
 SEQUENCES = [[40, 41, 42, 43, 44, 45], [60, 9, 33, 12, 7]]
 OPTIONS = {"max_lora_rank": 8, "max_model_length": 64, "max_num_seqs": 64, "timeout_s": 180}
@@ -621,7 +621,7 @@ def test_a_training_through_a_server_is_the_one_in_this_process(server, engine, 
     with make(base, tmp_path / "far", rollout=server.url, api_key_file=key, **limits) as trainer:
         assert str(trainer.plan).startswith("sync: lora_adapter by http")
         with pytest.raises(ServerTakenError, match="another trainer"):
-            connect(server.url, key, None)
+            claim_servers(server.url, key, None)
         trainer.train()
     far, local = measured(tmp_path / "far"), measured(tmp_path / "local")
     # Rollouts are equal to the last bit; sums depend on threads, which an engine in this process sets: by 1e-16 in float64, where one bit of a

@@ -31,6 +31,7 @@ from qlora_rl import (
     ServerEngine,
     ServerTakenError,
     SyncError,
+    connect,
     export_adapter,
     prepare_base,
     start_server,
@@ -155,7 +156,7 @@ def one(servers):
 @pytest.fixture
 def both(servers):
     """The two as one engine."""
-    with ServerEngine([each.url for each in servers], api_key=servers[0].key, wait_s=300.0) as engine:
+    with connect([each.url for each in servers], api_key=servers[0].key, wait_s=300.0) as engine:
         engine.claim(force=True)
         engine.drop_adapter()
         yield engine
@@ -189,7 +190,7 @@ def test_two_replicas_draw_to_the_last_bit_what_one_server_draws(servers, both, 
         one.load_packed(blob(bundle), 1)
         expected = sampled(one, prompts)
         one.drop_adapter()
-    both = ServerEngine([each.url for each in servers], api_key=servers[0].key)
+    both = connect([each.url for each in servers], api_key=servers[0].key)
     assert sampled(both, prompts) == bare
     both.load_packed(blob(bundle), 1)
     assert sampled(both, prompts) == expected

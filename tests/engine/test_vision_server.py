@@ -27,6 +27,7 @@ from qlora_rl import (
     QLoRAGRPOTrainer,
     ServerEngine,
     bake_base,
+    connect,
     export_adapter,
     load_base,
     prepare_base,
@@ -250,7 +251,7 @@ def test_a_policy_is_trained_with_rollouts_of_a_server(base, server, tmp_path, m
 
 def test_a_fleet_of_two_gives_what_one_gives(server, base, asked, local):
     with start_server(base.path, key=server.key, **OPTIONS) as other:
-        with ServerEngine([server.url, other.url], api_key=server.key) as fleet:
+        with connect([server.url, other.url], api_key=server.key) as fleet:
             fleet.drop_adapter()
             assert fleet.capabilities().takes_images
             same(fleet, asked, local[1])

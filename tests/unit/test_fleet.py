@@ -10,6 +10,7 @@ import httpx
 import pytest
 import torch
 
+import qlora_rl
 from qlora_rl import errors
 from qlora_rl.adapter.store import pack_adapter
 from qlora_rl.contracts import AdapterBundle, BaseFingerprint, EngineCapabilities, Leaf, ReplicatedEngine, RolloutEngine
@@ -116,7 +117,14 @@ def connect(replicas, monkeypatch):
 
     def connect(names="abc", wait_s=0.2):
         transport = httpx.MockTransport(lambda request: replicas[request.url.host](request))
-        made.append(ServerEngine([f"http://{n}" for n in names], api_key=KEY, wait_s=wait_s, transport=transport))
+        options = {"api_key": KEY, "wait_s": wait_s, "transport": transport}
+        urls = [f"http://{n}" for n in names]
+        # One server is no fleet for `connect`.
+        made.append(
+            qlora_rl.connect(urls, **options)
+            if len(urls) > 1
+            else Fleet([ServerEngine(urls[0], **options)], wait_s=wait_s)
+        )
         return made[-1]
 
     yield connect

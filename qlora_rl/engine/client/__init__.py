@@ -2,5 +2,6 @@
 
 from qlora_rl.engine.client.base_probe import ServerProbe
 from qlora_rl.engine.client.engine import ServerEngine
+from qlora_rl.engine.client.servers import connect
 
-__all__ = ["ServerEngine", "ServerProbe"]
+__all__ = ["ServerEngine", "ServerProbe", "connect"]

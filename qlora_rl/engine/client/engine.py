@@ -40,7 +40,6 @@ from qlora_rl.engine.client.requests import (
     find_key,
     near_directory,
     shared_with,
-    split_urls,
 )
 from qlora_rl.engine.client.state import Phase, ServerState
 from qlora_rl.engine.client.upload import ServerPush
@@ -77,7 +76,7 @@ class ServerEngine:
     When the server was restarted, its base is verified again (it must be the one that was there before) and the newest
     adapter is pushed again, before anything else is asked; `incarnation` grows.
 
-    Several URLs ("http://a,http://b", or a list) make a `Fleet`.
+    `connect` also takes several URLs.
 
     Args:
         url: such as "http://127.0.0.1:8000".
@@ -97,15 +96,6 @@ class ServerEngine:
         EngineBrokenError: nobody answers within `wait_s`.
         EngineUnsupportedError: what answers is no server of ours.
     """
-
-    def __new__(cls, url: str | Sequence[str], *_: Any, **options: Any) -> Any:
-        """Several URLs make a `Fleet`, which is no `ServerEngine` and has its methods."""
-        if cls is ServerEngine:
-            from qlora_rl.engine.fleet.servers import connect_all
-
-            if len(urls := split_urls(url)) != 1 or not isinstance(url, str):
-                return connect_all(urls, cls, **options)
-        return super().__new__(cls)
 
     def __init__(
         self,

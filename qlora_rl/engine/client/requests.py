@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,16 @@ from qlora_rl.errors import AccessDeniedError, ConfigConflictError, VersionGoneE
 logger = logging.getLogger(__name__)
 
 
-def split_urls(url: str | Sequence[str]) -> list[str]:
-    """The URLs in "http://a,http://b", or in a list."""
-    parts = url.split(",") if isinstance(url, str) else list(url)
-    return [part.strip() for part in parts if part.strip()]
-
-
 def check_url(url: str) -> str:
     """The URL without a slash at its end.
 
     Raises:
         ConfigConflictError: it is none of a server.
     """
+    if not isinstance(url, str) or "," in url:
+        raise ConfigConflictError(
+            f"connecting to a server: url={url!r} is not one URL. Pass several to qlora_rl.connect."
+        )
     try:
         is_good = httpx.URL(url).scheme in ("http", "https") and bool(httpx.URL(url).host)
     except httpx.InvalidURL:

@@ -37,7 +37,7 @@ _WAKE_S = 30.0
 
 
 class Fleet:
-    """Engines on one base, asked as one: servers (`ServerEngine([url, url])` makes it) or actors (`RayFleet`).
+    """Engines on one base, asked as one: servers (`connect([url, url])` makes it) or actors (`RayFleet`).
 
     Prompts are shared out by the speed that was measured of each replica. Prompt i is sampled with the seed of prompt i, whichever
     replica samples it. A replica that stays away is dropped, and the others generate its share; so is one that is not done long after the

@@ -54,7 +54,7 @@ class EngineChoice:
         self.engine: RolloutEngine | None = None if isinstance(rollout, str) else rollout
         if is_url(rollout):
             self.engine = _for_all(
-                lambda: connect(rollout, api_key_file, sync_dir, session() if session is not None else None)
+                lambda: claim_servers(rollout, api_key_file, sync_dir, session() if session is not None else None)
             )
 
     @property
@@ -147,16 +147,16 @@ _STARTS: dict[str, Callable[..., RolloutEngine]] = {
 }
 
 
-def connect(
+def claim_servers(
     url: str,
     api_key_file: str | os.PathLike[str] | None,
     sync_dir: str | os.PathLike[str] | None,
     session: str | None = None,
 ) -> RolloutEngine:
     """The server, or several, as an engine; from here on no other trainer may push to it."""
-    from qlora_rl.engine.client import ServerEngine
+    from qlora_rl.engine.client import connect
 
-    engine = ServerEngine(url, api_key_file=api_key_file, shared_dir=sync_dir, session=session)
+    engine = connect(url, api_key_file=api_key_file, shared_dir=sync_dir, session=session)
     try:
         engine.claim()
         engine.drop_adapter()  # whatever an earlier run has left: the canary is calibrated on the bare base
