@@ -11,7 +11,9 @@ import pytest
 import qlora_rl
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
 
 
 def test_every_table_is_what_its_json_says():

@@ -29,9 +29,9 @@ CODE = re.compile(r"`[^`\n]*`")
 FIELD = re.compile(r"\{[^{}]*\}")  # of an f-string
 # Charts and diagrams are drawn.
 DRAWS = ("qlora_rl/report/", "scripts/diagrams.py", "docs/diagrams/", "qlora_rl/export/card.py")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")] + sorted((ROOT / "docs").glob("*.md"))
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
-# The log of negative results stays as it was written; the changelog's newer lines follow.
+# The log of negative results stays as it was written.
 LEFT_OUT = {ROOT / "docs" / "development-log.md"}
 CODE_FILES = sorted((ROOT / "qlora_rl").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
 
